@@ -1,0 +1,95 @@
+"""Weight synchronisation for reinforcement learning and RLHF, as a plugin framework."""
+
+from sync_core.address import Address
+from sync_core.block import Block
+from sync_core.contexts import ApplyContext, SendContext, SkipContext, TransportContext
+from sync_core.errors import (
+    AddressError,
+    ApplyError,
+    CapacityError,
+    ClosedError,
+    HookResultError,
+    LayoutMismatchError,
+    ModelError,
+    ModelPathError,
+    NotAPluginError,
+    OptionError,
+    PayloadError,
+    PendingSendError,
+    PluginConflictError,
+    PluginError,
+    PluginImportError,
+    PluginNotFoundError,
+    RemoteCallError,
+    SenderLostError,
+    SendError,
+    SyncError,
+    UnknownHookError,
+    UnknownWorkerError,
+    WorkerError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+from sync_core.hookspecs import hookimpl
+from sync_core.layout import Layout, TensorSpec
+from sync_core.payload import Payload
+from sync_core.pending import PendingSend
+from sync_core.point_to_point import PointToPointTransport
+from sync_core.receiver import Receiver
+from sync_core.report import SendReport, WorkerResult
+from sync_core.sender import Sender
+from sync_core.transport import Delivery, ReceiverTransport, SenderTransport
+from sync_core.update import Update
+from sync_core.workers import WorkerGroup
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "__version__",
+    "hookimpl",
+    "Address",
+    "AddressError",
+    "ApplyContext",
+    "ApplyError",
+    "Block",
+    "CapacityError",
+    "ClosedError",
+    "Delivery",
+    "HookResultError",
+    "Layout",
+    "LayoutMismatchError",
+    "ModelError",
+    "ModelPathError",
+    "NotAPluginError",
+    "OptionError",
+    "Payload",
+    "PayloadError",
+    "PendingSend",
+    "PendingSendError",
+    "PointToPointTransport",
+    "PluginConflictError",
+    "PluginError",
+    "PluginImportError",
+    "PluginNotFoundError",
+    "Receiver",
+    "ReceiverTransport",
+    "RemoteCallError",
+    "SendContext",
+    "SendError",
+    "SendReport",
+    "Sender",
+    "SenderLostError",
+    "SenderTransport",
+    "SkipContext",
+    "SyncError",
+    "TensorSpec",
+    "TransportContext",
+    "UnknownHookError",
+    "UnknownWorkerError",
+    "Update",
+    "WorkerError",
+    "WorkerGroup",
+    "WorkerLostError",
+    "WorkerResult",
+    "WorkerTimeoutError",
+]

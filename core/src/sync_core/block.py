@@ -1,0 +1,100 @@
+"""A stretch of memory that holds one payload: the header, then the tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sync_core.errors import PayloadError
+from sync_core.layout import MAX_HEADER_BYTES, Layout, TensorSpec
+
+
+class Block:
+    """Memory with the tensors of a layout laid over it.
+
+    The views are made once for a layout and kept, so that a transport that keeps its blocks does
+    no work per tensor from then on.
+
+    Args:
+        memory: a one-dimensional uint8 tensor, its first byte aligned to 64 bytes.
+
+    Example:
+        >>> block = Block.allocate(1024)
+        >>> layout = Layout.of({"weight": torch.ones(2, 3)})
+        >>> [view.shape for view in block.views(layout)]
+        [torch.Size([2, 3])]
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self._layout: Layout | None = None
+        self._written: Layout | None = None
+        self._views: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def allocate(cls, nbytes: int) -> Block:
+        """A block of private memory."""
+        return cls(torch.empty(nbytes, dtype=torch.uint8))
+
+    @classmethod
+    def of_bytes(cls, data: bytes | bytearray | memoryview) -> Block:
+        """A block with a copy of ``data``."""
+        block = cls.allocate(len(data))
+        memoryview(block.memory.numpy())[:] = memoryview(data).cast("B")
+        return block
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.memory.numel()
+
+    def views(self, layout: Layout) -> tuple[Tensor, ...]:
+        """The tensors of ``layout`` as views of this memory."""
+        if self._layout is not layout:
+            if layout.nbytes > self.nbytes:
+                raise PayloadError(
+                    f"the payload needs {layout.nbytes} bytes, the block has {self.nbytes}"
+                )
+            body = self.memory[len(layout.header) :]
+            self._views = tuple(
+                _view(body[spec.offset : spec.offset + spec.nbytes], spec) for spec in layout.specs
+            )
+            self._layout = layout
+        return self._views
+
+    def write_header(self, layout: Layout) -> None:
+        """Write the header of ``layout``, unless it is there already."""
+        if self._written is layout:
+            return
+        size = len(layout.header)
+        self.memory[:size].copy_(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
+        self._written = layout
+
+    def read_layout(self, digest: str | None = None) -> Layout:
+        """The layout whose header stands in this memory.
+
+        Args:
+            digest: what its digest must be; one that was read before is not read again.
+
+        Raises:
+            PayloadError: no header, one of another digest, or one that promises more bytes than
+                there are.
+        """
+        if digest is not None and self._layout is not None and self._layout.digest == digest:
+            return self._layout
+        length = int.from_bytes(self.memory[:8].numpy().tobytes(), "little")
+        if length > min(MAX_HEADER_BYTES, self.nbytes - 8):
+            raise PayloadError(f"a header of {length} bytes does not fit; this is no payload")
+        layout = Layout.from_header(self.memory[: 8 + length].numpy().tobytes())
+        if digest is not None and layout.digest != digest:
+            raise PayloadError(
+                f"expected the layout {digest[:12]}, found {layout.digest[:12]} in the payload"
+            )
+        return layout
+
+
+def _view(memory: Tensor, spec: TensorSpec) -> Tensor:
+    # Other writers of safetensors align less than torch needs for a view.
+    if memory.storage_offset() % spec.dtype.itemsize:
+        memory = memory.clone()
+    return memory.view(spec.dtype).view(spec.shape)

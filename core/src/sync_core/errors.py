@@ -1,0 +1,138 @@
+"""Every error the project raises: what went wrong, for whom, and what to type."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sync_core.report import SendReport
+
+
+class SyncError(Exception):
+    """Base of every error raised by sync_core and its plugins."""
+
+
+class PluginError(SyncError):
+    """A plugin could not be found, loaded or used."""
+
+
+class PluginNotFoundError(PluginError, LookupError):
+    """No installed distribution provides the name."""
+
+
+class PluginConflictError(PluginError):
+    """Two installed distributions claim one name."""
+
+
+class PluginImportError(PluginError, ImportError):
+    """The plugin is installed, but importing it failed; the cause is chained."""
+
+
+class NotAPluginError(PluginError, TypeError):
+    """The object found has none of the hooks that its kind needs."""
+
+
+class UnknownHookError(PluginError, TypeError):
+    """The plugin implements a hook that does not exist, or with a signature that does not fit."""
+
+
+class HookResultError(PluginError, TypeError):
+    """A plugin's hook returned something that the hook does not allow."""
+
+
+class OptionError(SyncError, TypeError):
+    """An option that the scheme or worker group does not have."""
+
+
+class ModelError(SyncError, ValueError):
+    """The model cannot be synchronised as it is: missing, empty, lazy or of an unsupported kind."""
+
+
+class ModelPathError(ModelError):
+    """A string reference such as ``"env.transform[0]"`` leads nowhere."""
+
+
+class LayoutMismatchError(SyncError, ValueError):
+    """Names, shapes or dtypes of weights and model differ; nothing was written."""
+
+
+class PayloadError(SyncError, ValueError):
+    """Bytes that are not a payload, or not the payload they claim to be."""
+
+
+class UnknownWorkerError(SyncError, ValueError):
+    """A worker id that the sender does not have."""
+
+
+class PendingSendError(SyncError, RuntimeError):
+    """A send is pending where none may be, or none is where one must be."""
+
+
+class ClosedError(SyncError, RuntimeError):
+    """The sender, receiver, group or collector was closed."""
+
+
+class AddressError(SyncError, ValueError):
+    """An address that cannot be used here: another process, another host, or another model."""
+
+
+class CapacityError(SyncError, MemoryError):
+    """Not enough shared memory, or every slot is held by a reader."""
+
+
+class SenderLostError(SyncError, ConnectionError):
+    """The sender closed, died, or gave this worker's place to another receiver."""
+
+
+class WorkerError(SyncError):
+    """One worker's failure.
+
+    Args:
+        worker_id: the worker that failed.
+        message: one sentence that says how.
+    """
+
+    def __init__(self, worker_id: int, message: str) -> None:
+        super().__init__(worker_id, message)
+        self.worker_id = worker_id
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"worker {self.worker_id}: {self.message}"
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """The worker gave no answer before the deadline."""
+
+
+class WorkerLostError(WorkerError, ConnectionError):
+    """The worker died or disconnected."""
+
+
+class ApplyError(WorkerError):
+    """The worker raised while it applied the weights; it keeps the version it had."""
+
+
+class RemoteCallError(WorkerError):
+    """A function called on a worker raised; the message carries the remote traceback."""
+
+
+class SendError(SyncError):
+    """Some workers were not updated. The others were, before this was raised.
+
+    Args:
+        report: what became of every worker.
+    """
+
+    def __init__(self, report: SendReport) -> None:
+        super().__init__(report)
+        self.report = report
+
+    def __str__(self) -> str:
+        failed = self.report.failed
+        lines = [
+            f"version {self.report.version} did not reach {len(failed)} of "
+            f"{len(self.report.workers)} workers (the others have it):"
+        ]
+        lines += [f"  {result.error}" for result in failed.values()]
+        return "\n".join(lines)

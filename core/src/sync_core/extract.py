@@ -1,0 +1,110 @@
+"""Named tensors from whatever holds weights: a module, a TensorDict, a state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from sync_core.errors import ModelError
+from sync_core.extra_state import flatten, is_extra_state, modules_with_extra_state
+
+#: ``"tensordict"`` reads a module's parameters and buffers; ``"state_dict"`` asks the module for
+#: its `state_dict`, so that the hooks it has there are honoured.
+Strategy = Literal["tensordict", "state_dict"]
+
+
+def check_strategy(strategy: str) -> None:
+    """Raise `ValueError` unless the strategy is one of the two."""
+    if strategy not in ("tensordict", "state_dict"):
+        raise ValueError(f"strategy must be 'tensordict' or 'state_dict', not {strategy!r}")
+
+
+def named_tensors(weights: Any, strategy: Strategy = "tensordict") -> dict[str, Tensor]:
+    """The tensors that hold ``weights``, under dotted names; aliases of them, not copies.
+
+    Args:
+        weights: an `nn.Module`, a TensorDict, or a mapping, flat or nested.
+        strategy: how a module is read; see `Strategy`.
+
+    Raises:
+        ModelError: weights of another kind, something in them that is no tensor, or two tensors
+            under one name.
+    """
+    if isinstance(weights, TensorDictBase):
+        return _from_tensordict(weights)
+    if isinstance(weights, nn.Module):
+        return from_module(weights, strategy)
+    if isinstance(weights, Mapping):
+        named: dict[str, Tensor] = {}
+        _from_mapping("", weights, named)
+        return named
+    raise ModelError(
+        f"cannot read weights from a {type(weights).__name__}; "
+        "give an nn.Module, a TensorDict or a state_dict"
+    )
+
+
+def from_module(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
+    """The parameters, buffers (non-persistent ones too) and extra state of a module."""
+    if strategy == "tensordict":
+        named = plain_tensors(module)
+    else:
+        state = module.state_dict(keep_vars=True)
+        named = {name: value for name, value in state.items() if not is_extra_state(name)}
+        named |= non_persistent_buffers(module)
+    return named | extra_tensors(module)
+
+
+def plain_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module, read from it directly."""
+    named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return named | dict(module.named_buffers(remove_duplicate=False))
+
+
+def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The extra state of a module and its submodules, as named tensors."""
+    named: dict[str, Tensor] = {}
+    for name, submodule in modules_with_extra_state(module):
+        named |= dict(flatten(name, submodule.get_extra_state()))
+    return named
+
+
+def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a module's `state_dict` leaves out."""
+    return {
+        f"{prefix}.{name}" if prefix else name: submodule._buffers[name]
+        for prefix, submodule in module.named_modules(remove_duplicate=False)
+        for name in submodule._non_persistent_buffers_set
+        if isinstance(submodule._buffers.get(name), Tensor)
+    }  # type: ignore[return-value]
+
+
+def _from_tensordict(tensordict: TensorDictBase) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {}
+    for key, value in tensordict.items(include_nested=True, leaves_only=True):
+        _put(key if isinstance(key, str) else ".".join(key), value, named)
+    return named
+
+
+def _from_mapping(prefix: str, mapping: Mapping[Any, Any], named: dict[str, Tensor]) -> None:
+    for key, value in mapping.items():
+        if not isinstance(key, str):
+            raise ModelError(f"weights need names that are strings, not {key!r}")
+        name = prefix + key
+        if isinstance(value, Mapping):
+            _from_mapping(f"{name}.", value, named)
+        elif is_extra_state(name) and not isinstance(value, Tensor):
+            named |= dict(flatten(name, value))
+        else:
+            _put(name, value, named)
+
+
+def _put(name: str, value: Any, named: dict[str, Tensor]) -> None:
+    if not isinstance(value, Tensor):
+        raise ModelError(f"{name!r} is a {type(value).__name__}; only tensors travel")
+    if name in named:
+        raise ModelError(f"two tensors are named {name!r}, one flat and one nested")
+    named[name] = value

@@ -1,0 +1,294 @@
+"""Where every tensor of a model lies in a payload, and the safetensors header that says so."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from sync_core.errors import ModelError, PayloadError
+
+#: Every tensor starts at a multiple of this: a cache line, and any vector register.
+ALIGNMENT = 64
+
+#: A header longer than this is refused before it is read.
+MAX_HEADER_BYTES = 100_000_000
+
+# https://github.com/huggingface/safetensors#format
+_SAFETENSORS_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+_DTYPES = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
+# Dtypes that the format has no name for travel as bytes; the metadata keeps dtype and shape.
+_RAW_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        torch.complex32,
+        torch.complex128,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    )
+}
+# The format allows no holes, so the bytes between aligned tensors belong to filler tensors.
+_FILLER = "__filler__."
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a layout.
+
+    Args:
+        name: dotted name, as in a state_dict.
+        dtype: its dtype.
+        shape: its shape.
+        offset: its first byte, counted from the start of the body.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The tensors of a model in the order in which they travel.
+
+    Two layouts are equal when their headers are, byte for byte.
+
+    Args:
+        specs: one for each tensor that travels; tied tensors travel once.
+        aliases: pairs of the name of a tied tensor and the name under which it travels.
+
+    Example:
+        >>> layout = Layout.of({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)})
+        >>> [str(spec) for spec in layout.specs]
+        ['weight: float32[2, 3]', 'bias: float32[2]']
+        >>> layout.body_nbytes
+        72
+    """
+
+    specs: tuple[TensorSpec, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, named: Mapping[str, Tensor]) -> Layout:
+        """The layout of named tensors, tied ones found by the memory that they share.
+
+        Raises:
+            ModelError: a tensor that cannot travel; the message names it.
+        """
+        entries: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        aliases: list[tuple[str, str]] = []
+        owners: dict[object, str] = {}
+        for name, tensor in named.items():
+            check_tensor(name, tensor)
+            owner = owners.setdefault(_memory_of(tensor), name)
+            if owner != name:
+                aliases.append((name, owner))
+                continue
+            entries.append((name, tensor.dtype, tuple(tensor.shape)))
+        return cls(_place(entries), tuple(aliases))
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Layout:
+        """The layout of other tensors under the same names: a cast, a slice, a delta."""
+        if len(tensors) != len(self.specs):
+            raise ValueError(f"{len(self.specs)} tensors are named, {len(tensors)} were given")
+        kinds = tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+        if all(
+            spec.dtype == dtype and spec.shape == shape
+            for spec, (dtype, shape) in zip(self.specs, kinds, strict=True)
+        ):
+            return self
+        return _retyped(self, kinds)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Every name, those of tied tensors after the others."""
+        return (*(spec.name for spec in self.specs), *(name for name, _ in self.aliases))
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """The position in ``specs`` of every name, those of tied tensors included."""
+        index = {spec.name: i for i, spec in enumerate(self.specs)}
+        return index | {name: index[owner] for name, owner in self.aliases}
+
+    @cached_property
+    def body_nbytes(self) -> int:
+        """Size of the body, in bytes."""
+        return max((spec.offset + spec.nbytes for spec in self.specs), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of a payload, header and body, in bytes."""
+        return len(self.header) + self.body_nbytes
+
+    @cached_property
+    def header(self) -> bytes:
+        """The safetensors header, its length first; padded so that the body is aligned."""
+        metadata = {"format": "pt"}
+        if self.aliases:
+            metadata["sync.aliases"] = json.dumps(dict(self.aliases))
+        raw = {
+            spec.name: [str(spec.dtype), spec.shape]
+            for spec in self.specs
+            if spec.dtype not in _SAFETENSORS_NAMES
+        }
+        if raw:
+            metadata["sync.raw"] = json.dumps(raw)
+        content: dict[str, object] = {_METADATA: metadata}
+        end = 0
+        for spec in self.specs:
+            if spec.offset > end:
+                content[f"{_FILLER}{end}"] = _entry("U8", (spec.offset - end,), end, spec.offset)
+            end = spec.offset + spec.nbytes
+            if spec.name in raw:
+                content[spec.name] = _entry("U8", (spec.nbytes,), spec.offset, end)
+            else:
+                name = _SAFETENSORS_NAMES[spec.dtype]
+                content[spec.name] = _entry(name, spec.shape, spec.offset, end)
+        text = json.dumps(content, separators=(",", ":")).encode()
+        text += b" " * (-(len(text) + 8) % ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the header, in hexadecimal."""
+        return hashlib.sha256(self.header).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self.digest == other.digest)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __reduce__(self) -> tuple[object, tuple[bytes]]:
+        return Layout.from_header, (self.header,)
+
+    @classmethod
+    def from_header(cls, header: bytes) -> Layout:
+        """The layout that a safetensors header describes, ours or another writer's.
+
+        Args:
+            header: the length (8 bytes) and the JSON text.
+
+        Raises:
+            PayloadError: not a safetensors header, or one that contradicts itself.
+        """
+        try:
+            content = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
+            metadata = content.pop(_METADATA, {})
+            raw = json.loads(metadata.get("sync.raw", "{}"))
+            aliases = tuple(json.loads(metadata.get("sync.aliases", "{}")).items())
+            specs = [
+                _read_entry(name, entry, raw.get(name))
+                for name, entry in content.items()
+                if not name.startswith(_FILLER)
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise PayloadError(f"not a safetensors header: {error!r}") from error
+        names = {spec.name for spec in specs}
+        if any(owner not in names or name in names for name, owner in aliases):
+            raise PayloadError("the header's tied tensors name tensors that are not there")
+        layout = cls(tuple(sorted(specs, key=lambda spec: spec.offset)), aliases)
+        # Another writer's header may be longer or shorter than ours, and the body starts after it.
+        layout.__dict__["header"] = header
+        return layout
+
+
+def check_tensor(name: object, tensor: object) -> None:
+    """Raise `ModelError`, naming the tensor, unless it can travel."""
+    if not isinstance(name, str):
+        raise ModelError(f"weights need names that are strings, not {name!r}")
+    if name == _METADATA or name.startswith(_FILLER):
+        raise ModelError(f"the name {name!r} is reserved by the payload's format")
+    if not isinstance(tensor, Tensor):
+        raise ModelError(f"{name!r} is a {type(tensor).__name__}; only tensors travel")
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ModelError(
+            f"{name!r} has no shape yet (a lazy parameter); run the model once before this"
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        raise ModelError(
+            f"{name!r} is a {type(tensor).__name__}, which spans several tensors; "
+            "send a plain one, such as tensor.full_tensor() of a DTensor"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise ModelError(f"{name!r} is sparse, quantized or on the meta device; it cannot travel")
+    if tensor.dtype not in _SAFETENSORS_NAMES and str(tensor.dtype) not in _RAW_DTYPES:
+        raise ModelError(f"{name!r} has dtype {tensor.dtype}, which has no place in a payload")
+
+
+def _memory_of(tensor: Tensor) -> object:
+    if tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _place(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[TensorSpec, ...]:
+    specs: list[TensorSpec] = []
+    end = 0
+    for name, dtype, shape in entries:
+        spec = TensorSpec(name, dtype, shape, end + -end % ALIGNMENT)
+        end = spec.offset + spec.nbytes
+        specs.append(spec)
+    return tuple(specs)
+
+
+@lru_cache(maxsize=64)
+def _retyped(layout: Layout, kinds: tuple[tuple[torch.dtype, torch.Size], ...]) -> Layout:
+    entries = (
+        (spec.name, dtype, tuple(shape))
+        for spec, (dtype, shape) in zip(layout.specs, kinds, strict=True)
+    )
+    return Layout(_place(entries), layout.aliases)
+
+
+def _entry(dtype: str, shape: tuple[int, ...], start: int, stop: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def _read_entry(
+    name: str, entry: Mapping[str, object], raw: tuple[str, list[int]] | None
+) -> TensorSpec:
+    start, stop = entry["data_offsets"]  # type: ignore[misc]
+    dtype_name, shape = raw if raw is not None else (entry["dtype"], entry["shape"])
+    dtype = _RAW_DTYPES[dtype_name] if raw is not None else _DTYPES[dtype_name]  # type: ignore[index]
+    spec = TensorSpec(name, dtype, tuple(shape), start)  # type: ignore[arg-type]
+    if not all(isinstance(n, int) and n >= 0 for n in (start, stop, *spec.shape)):
+        raise ValueError(f"{name!r} has a size or an offset that is no natural number")
+    if spec.nbytes != stop - start:
+        raise ValueError(f"{name!r} needs {spec.nbytes} bytes, the header gives {stop - start}")
+    return spec

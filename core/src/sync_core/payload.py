@@ -1,0 +1,86 @@
+"""A version of the weights on its way: the layout, and the tensors that it lays out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sync_core.block import Block
+from sync_core.commit import copy
+from sync_core.layout import Layout
+
+
+def _nothing_to_release() -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A version of the weights on its way.
+
+    On the sender's side the tensors are the trainer's own, which the trainer changes as soon as
+    the transport's `send` returns: read them before that. On the receiver's side they are views
+    of what arrived, good until ``release`` is called.
+
+    Args:
+        version: the version of the weights.
+        layout: the layout of the tensors.
+        tensors: in the order of ``layout.specs``.
+        release: called by the receiver when it no longer reads the tensors.
+
+    Example:
+        >>> layout = Layout.of({"bias": torch.ones(3)})
+        >>> data = Payload(1, layout, (torch.ones(3),)).to_bytes()
+        >>> Payload.from_bytes(data, version=1).tensors
+        (tensor([1., 1., 1.]),)
+    """
+
+    version: int
+    layout: Layout
+    tensors: tuple[Tensor, ...]
+    release: Callable[[], None] = _nothing_to_release
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes when packed, header and body."""
+        return self.layout.nbytes
+
+    def pack(self, block: Block) -> None:
+        """Copy header and tensors into a block, in one fused copy."""
+        block.write_header(self.layout)
+        copy(block.views(self.layout), self.tensors)
+
+    def to_bytes(self) -> bytes:
+        """The payload as the bytes of a ``.safetensors`` file."""
+        block = Block.allocate(self.nbytes)
+        block.memory.zero_()
+        self.pack(block)
+        return block.memory.numpy().tobytes()
+
+    @classmethod
+    def unpack(
+        cls,
+        block: Block,
+        version: int,
+        *,
+        digest: str | None = None,
+        release: Callable[[], None] = _nothing_to_release,
+    ) -> Payload:
+        """The payload that stands in a block, as views of it.
+
+        Raises:
+            PayloadError: the block holds no payload, or not the one with this digest.
+        """
+        layout = block.read_layout(digest)
+        return cls(version, layout, block.views(layout), release)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview, version: int) -> Payload:
+        """The payload that ``data`` holds, in memory of its own.
+
+        Raises:
+            PayloadError: the bytes are no payload.
+        """
+        return cls.unpack(Block.of_bytes(data), version)

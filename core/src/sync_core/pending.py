@@ -1,0 +1,99 @@
+"""A send under way: its deliveries, its deadline, and the report at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from sync_core.errors import SendError, WorkerTimeoutError
+from sync_core.report import SendReport, WorkerResult
+from sync_core.transport import Delivery
+
+
+class PendingSend:
+    """A send that was started and not yet waited for.
+
+    Args:
+        version: the version sent.
+        deliveries: one for each worker that is to get it.
+        skipped: the workers that a hook held back.
+        started: when the send was called (`time.perf_counter`).
+        timeout: seconds after ``started`` by which every worker must have answered.
+        finish: called once with the report before it is returned or raised.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        deliveries: Mapping[int, Delivery],
+        skipped: Sequence[int],
+        *,
+        started: float,
+        timeout: float,
+        finish: Callable[[SendReport], SendReport],
+    ) -> None:
+        self.version = version
+        self._deliveries = deliveries
+        self._skipped = skipped
+        self._started = started
+        self._timeout = timeout
+        self._finish = finish
+        self._report: SendReport | None = None
+
+    def done(self) -> bool:
+        """Whether every worker has answered, or the send was waited for already."""
+        return self._report is not None or all(d.wait(0) for d in self._deliveries.values())
+
+    def wait(self, timeout: float | None = None) -> SendReport:
+        """Wait until every worker has committed the version, and end the send.
+
+        A worker that has not answered by then counts as failed; should it answer later, that is
+        not taken for an answer to another send. Waiting again gives the same outcome.
+
+        Args:
+            timeout: seconds from now; None for what is left of the send's own deadline.
+
+        Raises:
+            SendError: some workers failed; the others have the version.
+        """
+        if self._report is None:
+            limit = self._started + self._timeout
+            if timeout is not None:
+                limit = time.perf_counter() + timeout
+            for delivery in self._deliveries.values():
+                delivery.wait(max(0.0, limit - time.perf_counter()))
+            self._report = self._finish(self._make_report())
+        if self._report.failed:
+            raise SendError(self._report)
+        return self._report
+
+    def abandon(self) -> None:
+        """End the send now; whoever has not answered counts as failed."""
+        if self._report is None:
+            self._report = self._finish(self._make_report())
+
+    def _make_report(self) -> SendReport:
+        now = time.perf_counter()
+        for worker_id, delivery in self._deliveries.items():
+            if not delivery.wait(0):
+                waited = now - self._started
+                delivery.fail(
+                    WorkerTimeoutError(
+                        worker_id,
+                        f"did not confirm version {self.version} within {waited:.1f} s; "
+                        "is it alive, and does it call receive()?",
+                    )
+                )
+        results = {
+            worker_id: WorkerResult(
+                version=None if delivery.error else self.version,
+                seconds=(delivery.ended_at or now) - self._started,
+                nbytes=0 if delivery.error else delivery.nbytes,
+                error=delivery.error,
+            )
+            for worker_id, delivery in self._deliveries.items()
+        }
+        for worker_id in self._skipped:
+            results[worker_id] = WorkerResult(None, 0.0, 0, skipped=True)
+        ordered = {worker_id: results[worker_id] for worker_id in sorted(results)}
+        return SendReport(self.version, now - self._started, ordered)

@@ -1,0 +1,275 @@
+"""The worker's side: receives versions of the weights and commits them to a model."""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Self
+
+from sync_core import registry
+from sync_core.address import Address
+from sync_core.binding import Binding
+from sync_core.commit import own_memory
+from sync_core.compare import check_match
+from sync_core.contexts import ApplyContext, TransportContext
+from sync_core.defaults import Defaults
+from sync_core.errors import AddressError, ClosedError, ModelError, SenderLostError
+from sync_core.extract import Strategy, named_tensors
+from sync_core.getter import GetterScheme
+from sync_core.paths import resolve
+from sync_core.payload import Payload
+from sync_core.stack import Stack
+from sync_core.transport import ReceiverTransport
+from sync_core.update import Update
+
+
+class Receiver:
+    """Receives the weights of one model in one worker.
+
+    Args:
+        address: what `Sender.address` gave for this worker.
+        model: what the weights are committed to: a module, a TensorDict or a state_dict, all
+            written in place; a string such as ``"env.value_net"``, looked up in ``context`` at
+            every commit; or, for a scheme that loads weights itself, whatever it loads into.
+            None for a model that is registered later.
+        context: the object in which string references are looked up.
+        timeout: deadline of blocking calls, in seconds; None for the sender's.
+
+    Raises:
+        AddressError: not an address, or one that cannot be reached from here.
+        LayoutMismatchError: the model does not fit the sender's; names, dtypes and shapes of
+            both are in the message.
+        ModelError: the model is lazy, empty, or cannot be written to.
+        SenderLostError: the sender is gone.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        model: Any = None,
+        *,
+        context: Any = None,
+        timeout: float | None = None,
+    ) -> None:
+        if not isinstance(address, Address):
+            raise AddressError(f"{address!r} is no address; get one by sender.address(worker_id)")
+        self._address = address
+        self._context = context
+        self._timeout = address.timeout if timeout is None else timeout
+        self._backend = registry.find("sync.schemes", address.scheme)
+        layers = [registry.find("sync.layers", layer) for layer in address.layers]
+        defaults = Defaults(address.strategy)
+        self._stack = Stack(defaults, self._backend, layers)
+        self._stack_without_layers = Stack(defaults, self._backend, ())
+        self._model: Any = None
+        self._version = 0
+        self._lease = _Lease()
+        if model is not None:
+            self.register_model(model)
+        self._transport: ReceiverTransport = self._stack.create_transport(
+            TransportContext(
+                side="receiver",
+                scheme=self._backend.name,
+                model_id=address.model_id,
+                token=address.token,
+                timeout=self._timeout,
+                zero_copy=address.zero_copy,
+                options=address.options,
+                worker_id=address.worker_id,
+                endpoint=address.endpoint,
+            )
+        )
+        self._leave = weakref.finalize(self, _leave, self._transport, self._lease)
+        self._leave.atexit = False
+
+    @classmethod
+    def from_getter(
+        cls, getter: Callable[[], Any], model: Any, *, strategy: Strategy = "tensordict"
+    ) -> Self:
+        """A receiver that has no sender: every `receive` asks a function for the weights.
+
+        Args:
+            getter: gives a module, a TensorDict or a state_dict; or None when there is nothing
+                new.
+            model: what the weights are committed to.
+            strategy: ``"tensordict"`` or ``"state_dict"``.
+
+        Example:
+            >>> server, local = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+            >>> Receiver.from_getter(lambda: server, local).receive()
+            1
+            >>> torch.equal(server.weight, local.weight)
+            True
+        """
+        address = Address(
+            scheme=GetterScheme(getter, strategy),
+            layers=(),
+            options={},
+            worker_id=0,
+            model_id="policy",
+            endpoint=None,
+            token="",
+            strategy=strategy,
+            zero_copy=False,
+            partial=False,
+            timeout=60.0,
+            layout=Binding(model, strategy).layout,
+        )
+        return cls(address, model)
+
+    @property
+    def version(self) -> int:
+        """The version that the model has; 0 before the first commit."""
+        return self._version
+
+    @property
+    def model_id(self) -> str:
+        """The model's name."""
+        return self._address.model_id
+
+    def register_model(self, model: Any) -> None:
+        """Say what the weights are committed to; see the argument ``model``.
+
+        Raises:
+            LayoutMismatchError: the model does not fit the sender's.
+        """
+        if isinstance(model, str):
+            if self._context is None:
+                raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
+        elif not self._stack.implements("apply_weights"):
+            layout = Binding(model, self._address.strategy).layout
+            check_match(self._address.layout, layout, partial=self._address.partial)
+        self._model = model
+
+    def receive(self, timeout: float | None = None) -> int | None:
+        """Commit the newest version, if there is one that the model does not have.
+
+        Args:
+            timeout: seconds to wait for one; 0 looks and returns; None for the receiver's own
+                deadline.
+
+        Returns:
+            The version committed, or None when there was no newer one in time.
+
+        Raises:
+            SenderLostError: the sender has closed or died; the model keeps its version.
+            SyncError: the weights could not be committed. The model keeps its version, and the
+                sender is told.
+        """
+        if not self._leave.alive:
+            raise ClosedError("the receiver is closed")
+        try:
+            payload = self._transport.receive(self._timeout if timeout is None else timeout)
+        except SenderLostError:
+            self.close()
+            raise
+        if payload is None:
+            return None
+        if payload.version <= self._version:
+            payload.release()
+            return None
+        model = self._resolve_model()
+        try:
+            update = Update(payload.layout, payload.tensors)
+            self._stack.apply_weights(update, model, self._context_of(payload.version))
+        except BaseException as error:
+            payload.release()
+            self._answer(payload.version, _describe(error))
+            raise
+        self._version = payload.version
+        if self._address.zero_copy:
+            self._lease.replace(model, payload)
+        else:
+            payload.release()
+        self._answer(payload.version, None)
+        return payload.version
+
+    def apply_weights(self, weights: Any) -> None:
+        """Commit weights given by hand; the version stays what it is.
+
+        Args:
+            weights: a module, a TensorDict or a state_dict.
+
+        Raises:
+            LayoutMismatchError: they do not fit the model; nothing was written.
+        """
+        update = Update.of(named_tensors(weights, self._address.strategy))
+        # What zero-copy parameters view is shared and read-only, so they get memory of their own.
+        if self._address.zero_copy:
+            update.replace([tensor.detach().clone() for tensor in update.tensors])
+        self._stack_without_layers.apply_weights(
+            update, self._resolve_model(), self._context_of(version=0)
+        )
+
+    def update_weights(self, weights: Any = None) -> int | None:
+        """Commit the weights given, or what the sender has; see `apply_weights` and `receive`."""
+        if weights is None:
+            return self.receive()
+        self.apply_weights(weights)
+        return self._version
+
+    __call__ = update_weights
+
+    def close(self) -> None:
+        """Leave the sender. The model keeps what it has, in memory of its own."""
+        self._leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _answer(self, version: int, error: str | None) -> None:
+        # A sender that has gone meanwhile needs no answer; the next receive() says that it went.
+        with suppress(SenderLostError):
+            self._transport.acknowledge(version, error)
+
+    def _context_of(self, version: int) -> ApplyContext:
+        return ApplyContext(
+            model_id=self._address.model_id,
+            version=version,
+            worker_id=self._address.worker_id,
+            zero_copy=self._address.zero_copy,
+            partial=self._address.partial,
+            layout=self._address.layout,
+        )
+
+    def _resolve_model(self) -> Any:
+        if self._model is None:
+            raise ModelError("the receiver has no model; give it one, or call register_model()")
+        if isinstance(self._model, str):
+            return resolve(self._context, self._model)
+        return self._model
+
+
+class _Lease:
+    """The payload that a zero-copy model views, and the model."""
+
+    def __init__(self) -> None:
+        self._model: Any = None
+        self._payload: Payload | None = None
+
+    def replace(self, model: Any, payload: Payload) -> None:
+        if self._payload is not None and model is self._model:
+            self._payload.release()
+        else:
+            self.end()
+        self._model, self._payload = model, payload
+
+    def end(self) -> None:
+        if self._payload is not None:
+            own_memory(named_tensors(self._model), self._payload.tensors)
+            self._payload.release()
+            self._model = self._payload = None
+
+
+def _leave(transport: ReceiverTransport, lease: _Lease) -> None:
+    lease.end()
+    transport.close()
+
+
+def _describe(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()

@@ -1,0 +1,200 @@
+"""Finds plugins by name among the entry points of installed distributions."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from importlib_metadata import EntryPoint, entry_points
+
+from sync_core.errors import (
+    NotAPluginError,
+    PluginConflictError,
+    PluginImportError,
+    PluginNotFoundError,
+)
+from sync_core.hookspecs import PROJECT
+from sync_core.workers import WorkerGroup
+
+SCHEMES = "sync.schemes"
+LAYERS = "sync.layers"
+WORKERS = "sync.workers"
+
+_KINDS = {SCHEMES: "scheme", LAYERS: "layer", WORKERS: "worker group"}
+_LAYER_HOOKS = ("prepare_weights", "apply_weights", "skip_update")
+
+_STD, _RAY, _DIST = "sync-plugin-std", "sync-plugin-ray", "sync-plugin-dist"
+#: Where the names live that this project publishes.
+KNOWN = MappingProxyType(
+    {
+        SCHEMES: {
+            **dict.fromkeys(("none", "thread", "shm", "mp"), _STD),
+            "ray": _RAY,
+            **dict.fromkeys(("dist", "rpc"), _DIST),
+        },
+        LAYERS: dict.fromkeys(("bf16", "fp16", "interval"), _STD),
+        WORKERS: {**dict.fromkeys(("inline", "thread", "process"), _STD), "ray": _RAY},
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A plugin that was found.
+
+    Args:
+        group: the entry point group that it was looked up in.
+        name: its name there, or its type's name when it was given as an object.
+        object: the scheme or layer itself, or the worker group's class.
+        distribution: the distribution that it came from, or None.
+        version: that distribution's version, or None.
+    """
+
+    group: str
+    name: str
+    object: Any
+    distribution: str | None = None
+    version: str | None = None
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """What the plugin declares that it can do."""
+        declared: frozenset[str] = self.object.capabilities
+        return declared
+
+    def describe(self) -> str:
+        """The plugin's kind, name, distribution and version, for messages."""
+        return _describe(self.group, self.name, self.distribution, self.version)
+
+
+def find(group: str, name: Any) -> Plugin:
+    """The plugin of a name, loaded; no other is.
+
+    Args:
+        group: ``"sync.schemes"``, ``"sync.layers"`` or ``"sync.workers"``.
+        name: its name, or a plugin object (or class) to be used as it is.
+
+    Raises:
+        PluginNotFoundError: nothing installed has the name; says what to install or to type.
+        PluginConflictError: two distributions claim the name.
+        PluginImportError: it does not import; the cause is chained.
+        NotAPluginError: it is something else.
+    """
+    if not isinstance(name, str):
+        return _checked(Plugin(group, _name_of(name), _instance(group, name)))
+    entry = _only(group, name)
+    distribution, version = _distribution_of(entry)
+    owner = _describe(group, name, distribution, version)
+    try:
+        loaded = entry.load()
+    except Exception as error:
+        raise PluginImportError(
+            f"{owner} does not import: {type(error).__name__}: {error}"
+        ) from error
+    try:
+        found = _instance(group, loaded)
+    except TypeError as error:
+        raise NotAPluginError(
+            f"{owner} needs arguments; give an object, such as {loaded.__name__}(…), "
+            "instead of the name"
+        ) from error
+    return _checked(Plugin(group, name, found, distribution, version))
+
+
+def installed(group: str) -> list[EntryPoint]:
+    """The entry points of a group, sorted by name; a distribution seen twice counts once."""
+    unique = {
+        (entry.name, *_distribution_of(entry)): entry for entry in entry_points(group=group)
+    }
+    return [unique[key] for key in sorted(unique, key=lambda key: tuple(map(str, key)))]
+
+
+def _only(group: str, name: str) -> EntryPoint:
+    entries = [entry for entry in installed(group) if entry.name == name]
+    if not entries:
+        raise PluginNotFoundError(_not_found(group, name))
+    if len(entries) > 1:
+        owners = [" ".join(map(str, _distribution_of(entry))) for entry in entries]
+        other = _distribution_of(entries[-1])[0]
+        raise PluginConflictError(
+            f"{len(entries)} distributions claim the {_KINDS[group]} {name!r}: "
+            f"{' and '.join(owners)}; remove one, for example: pip uninstall {other}"
+        )
+    return entries[0]
+
+
+def _not_found(group: str, name: str) -> str:
+    kind, known = _KINDS[group], KNOWN[group]
+    there = sorted({entry.name for entry in installed(group)})
+    message = f"no {kind} {name!r} is installed"
+    near = difflib.get_close_matches(name, {*there, *known}, n=1)
+    if name in known:
+        message += f"; type: pip install {known[name]}"
+    elif near:
+        message += f"; did you mean {near[0]!r}?"
+        if near[0] not in there:
+            message += f" Then type: pip install {known[near[0]]}"
+    return f"{message} (installed: {', '.join(there) or 'none'})"
+
+
+def _distribution_of(entry: EntryPoint) -> tuple[str | None, str | None]:
+    if entry.dist is None:
+        return None, None
+    return entry.dist.name, entry.dist.version
+
+
+def _instance(group: str, loaded: Any) -> Any:
+    return loaded() if inspect.isclass(loaded) and group != WORKERS else loaded
+
+
+def _name_of(given: Any) -> str:
+    if inspect.isclass(given) or inspect.ismodule(given):
+        return given.__name__
+    return type(given).__name__
+
+
+def _checked(plugin: Plugin) -> Plugin:
+    if plugin.group == WORKERS:
+        if not (inspect.isclass(plugin.object) and issubclass(plugin.object, WorkerGroup)):
+            raise NotAPluginError(f"{plugin.describe()} is no subclass of sync_core.WorkerGroup")
+        return plugin
+    hooks = implemented(plugin.object)
+    if plugin.group == SCHEMES:
+        if "create_transport" not in hooks:
+            raise NotAPluginError(
+                f"{plugin.describe()} has no create_transport marked with @sync_core.hookimpl"
+                f"{_but(hooks)}"
+            )
+        if not isinstance(getattr(plugin.object, "capabilities", None), frozenset):
+            raise NotAPluginError(
+                f"{plugin.describe()} declares no capabilities; "
+                "add one line: capabilities = frozenset()"
+            )
+    elif not hooks:
+        raise NotAPluginError(
+            f"{plugin.describe()} has none of {', '.join(_LAYER_HOOKS)} "
+            "marked with @sync_core.hookimpl"
+        )
+    return plugin
+
+
+def implemented(plugin: Any) -> tuple[str, ...]:
+    """The names of the functions of a plugin that are marked as hook implementations."""
+    return tuple(
+        name
+        for name in dir(plugin)
+        if getattr(inspect.getattr_static(plugin, name), f"{PROJECT}_impl", None)
+    )
+
+
+def _but(hooks: Sequence[str]) -> str:
+    return f"; it has: {', '.join(hooks)}" if hooks else ""
+
+
+def _describe(group: str, name: str, distribution: str | None, version: str | None) -> str:
+    source = f" ({distribution} {version})" if distribution else ""
+    return f"{_KINDS[group]} {name!r}{source}"

@@ -1,0 +1,74 @@
+"""What became of a send: a result for each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from sync_core.errors import SyncError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerResult:
+    """What became of one worker in one send.
+
+    Args:
+        version: the version that the worker acknowledged in this send, or None.
+        seconds: from the call to the acknowledgement (or to the failure).
+        nbytes: bytes delivered.
+        error: why the worker does not have the new version, or None.
+        skipped: True when a `skip_update` hook held this worker back; that is no error.
+        dropped: True when ``on_failure="drop"`` removed this worker after its error.
+    """
+
+    version: int | None
+    seconds: float
+    nbytes: int
+    error: SyncError | None = None
+    skipped: bool = False
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    """What became of one send.
+
+    Args:
+        version: the version sent; the newest one before it when nobody was to get it.
+        seconds: from the call to its end.
+        workers: a result for each worker that was addressed, by id.
+    """
+
+    version: int
+    seconds: float
+    workers: Mapping[int, WorkerResult]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes delivered to all workers together."""
+        return sum(result.nbytes for result in self.workers.values())
+
+    @property
+    def updated(self) -> tuple[int, ...]:
+        """The workers that committed the new version."""
+        return tuple(i for i, result in self.workers.items() if result.version == self.version)
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """The workers that a `skip_update` hook held back."""
+        return tuple(i for i, result in self.workers.items() if result.skipped)
+
+    @property
+    def failed(self) -> dict[int, WorkerResult]:
+        """The workers that should have the new version and do not."""
+        return {i: r for i, r in self.workers.items() if r.error is not None and not r.dropped}
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The workers that failed and that the sender serves no longer."""
+        return tuple(i for i, result in self.workers.items() if result.dropped)
+
+    def with_failed_dropped(self) -> SendReport:
+        """The same report with the workers that failed marked as dropped."""
+        workers = {i: replace(r, dropped=r.error is not None) for i, r in self.workers.items()}
+        return replace(self, workers=workers)

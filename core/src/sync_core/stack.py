@@ -1,0 +1,152 @@
+"""The plugins of one sender or receiver, in order, behind one typed method for each hook."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import pluggy
+
+from sync_core import hookspecs
+from sync_core.contexts import ApplyContext, SendContext, SkipContext, TransportContext
+from sync_core.errors import HookResultError, UnknownHookError
+from sync_core.hookspecs import PROJECT, hookimpl
+from sync_core.registry import Plugin
+from sync_core.transport import ReceiverTransport, SenderTransport
+from sync_core.update import Update
+
+HOOKS = ("create_transport", "prepare_weights", "apply_weights", "skip_update")
+
+
+class Stack:
+    """Core defaults, then a backend, then layers; never changed after it is built.
+
+    Args:
+        defaults: the core's own implementations, called last.
+        backend: the scheme.
+        layers: each changes an update after the one before it, and undoes itself before it.
+
+    Raises:
+        UnknownHookError: a plugin has a hook that does not exist, or with arguments that the
+            hook does not have.
+    """
+
+    def __init__(self, defaults: object, backend: Plugin, layers: Sequence[Plugin] = ()) -> None:
+        self._backend = backend
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._manager.register(defaults, "sync-core")
+        for position, plugin in enumerate((backend, *layers)):
+            self._register(plugin, f"{position}: {plugin.name}")
+        self._extended = frozenset(
+            hook
+            for hook in HOOKS
+            for impl in getattr(self._manager.hook, hook).get_hookimpls()
+            if impl.plugin is not defaults and not isinstance(impl.plugin, _Check)
+        )
+
+    def implements(self, hook: str) -> bool:
+        """Whether the backend or a layer implements the hook, and not the core alone."""
+        return hook in self._extended
+
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        """The backend's transport for ``context.side``."""
+        transport = self._manager.hook.create_transport(context=context)
+        wanted = SenderTransport if context.side == "sender" else ReceiverTransport
+        if not isinstance(transport, wanted):
+            raise HookResultError(
+                f"{self._backend.describe()}: create_transport returned "
+                f"{_kind(transport)} for the {context.side}, not a {wanted.__name__}"
+            )
+        return transport
+
+    def prepare_weights(self, update: Update, context: SendContext) -> Update:
+        """The update to send."""
+        prepared: Update = self._manager.hook.prepare_weights(update=update, context=context)
+        return prepared
+
+    def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> None:
+        """Load the update into the model."""
+        self._manager.hook.apply_weights(update=update, model=model, context=context)
+
+    def skip_update(self, context: SkipContext) -> bool:
+        """Whether the worker is left out of this push."""
+        skipped: bool = self._manager.hook.skip_update(context=context)
+        return skipped
+
+    def _register(self, plugin: Plugin, name: str) -> None:
+        try:
+            self._manager.register(plugin.object, name)
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            raise UnknownHookError(_explain(plugin, error)) from error
+        except ValueError as error:
+            raise UnknownHookError(
+                f"{plugin.describe()} is given twice; give each layer once, or an object of its own"
+            ) from error
+        self._manager.register(_Check(plugin), f"{name} (check)")
+
+
+class _Check:
+    """Wraps one plugin's results, so that the one that returned nonsense can be named.
+
+    Registered right after its plugin, it sees that plugin's result before any other can
+    change it.
+    """
+
+    def __init__(self, plugin: Plugin) -> None:
+        self._plugin = plugin
+
+    @hookimpl(wrapper=True)
+    def prepare_weights(self) -> Generator[None, Any, Update]:
+        result = yield
+        if not isinstance(result, Update):
+            raise self._error("prepare_weights", result, "an Update")
+        return result
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self) -> Generator[None, Any, bool]:
+        result = yield
+        if result is not True:
+            raise self._error("apply_weights", result, "True (or None, to leave it to the core)")
+        return result
+
+    @hookimpl(wrapper=True)
+    def skip_update(self) -> Generator[None, Any, bool]:
+        result = yield
+        if not isinstance(result, bool):
+            raise self._error("skip_update", result, "True, False or None")
+        return result
+
+    def _error(self, hook: str, result: object, wanted: str) -> HookResultError:
+        return HookResultError(
+            f"{self._plugin.describe()}: {hook} returned {_kind(result)}, not {wanted}"
+        )
+
+
+def _kind(result: object) -> str:
+    return "None" if result is None else f"a {type(result).__name__}"
+
+
+def _explain(plugin: Plugin, error: pluggy.PluginValidationError) -> str:
+    for name in dir(plugin.object):
+        function = inspect.getattr_static(plugin.object, name)
+        if not getattr(function, f"{PROJECT}_impl", None):
+            continue
+        if name not in HOOKS:
+            near = difflib.get_close_matches(name, HOOKS, n=1) or HOOKS
+            return (
+                f"{plugin.describe()} implements {name!r}, which is no hook; "
+                f"did you mean {near[0]!r}? The hooks are: {', '.join(HOOKS)}"
+            )
+        wanted = inspect.signature(getattr(hookspecs, name))
+        given = [p for p in inspect.signature(function).parameters if p != "self"]
+        if not set(given) <= set(wanted.parameters):
+            return (
+                f"{plugin.describe()} implements {name}({', '.join(given)}); "
+                f"the hook is {name}({', '.join(wanted.parameters)}), "
+                "of which an implementation may leave out what it does not need"
+            )
+    return f"{plugin.describe()} was refused: {error}"

@@ -1,0 +1,112 @@
+"""The two sides of a transport, and the delivery that a sender waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sync_core.errors import WorkerError
+from sync_core.payload import Payload
+
+
+class Delivery:
+    """One version on its way to one worker; it ends once, with an acknowledgement or an error.
+
+    Args:
+        worker_id: the worker.
+        version: the version.
+        nbytes: the size of what is delivered, in bytes.
+
+    Example:
+        >>> delivery = Delivery(worker_id=0, version=3, nbytes=1024)
+        >>> delivery.acknowledge()
+        >>> delivery.wait(timeout=0), delivery.error
+        (True, None)
+    """
+
+    def __init__(self, worker_id: int, version: int, nbytes: int) -> None:
+        self.worker_id = worker_id
+        self.version = version
+        self.nbytes = nbytes
+        self.error: WorkerError | None = None
+        self.ended_at: float | None = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def acknowledge(self) -> None:
+        """The worker has committed the version."""
+        self._end(None)
+
+    def fail(self, error: WorkerError) -> None:
+        """The worker does not have the version, and will not get it by this delivery."""
+        self._end(error)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for the end, at most ``timeout`` seconds; whether it has ended."""
+        return self._ended.wait(timeout)
+
+    def _end(self, error: WorkerError | None) -> None:
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self.error = error
+            self.ended_at = time.perf_counter()
+            self._ended.set()
+
+
+class SenderTransport(ABC):
+    """The sender's side of a transport; one serves all workers of a sender.
+
+    Methods are called by one thread at a time. A worker that joins late or comes back is given,
+    without a further call, the newest version that was meant for it or for all.
+    """
+
+    @abstractmethod
+    def address(self, worker_id: int) -> Any:
+        """What a worker needs to reach this transport; it must pickle."""
+
+    @abstractmethod
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
+        """Start delivering a version to some workers, and wait for none of them.
+
+        The payload's tensors are the trainer's own: they must have been read when this returns.
+        A worker that is known to be dead gets a failed delivery at once.
+        """
+
+    @abstractmethod
+    def add_worker(self, worker_id: int) -> None:
+        """Serve one more worker."""
+
+    @abstractmethod
+    def remove_worker(self, worker_id: int) -> None:
+        """Stop serving a worker and forget it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; receivers learn that the sender is gone. Closing again is allowed."""
+
+
+class ReceiverTransport(ABC):
+    """A receiver's side of a transport. Methods are called by one thread at a time."""
+
+    @abstractmethod
+    def receive(self, timeout: float) -> Payload | None:
+        """The newest version that this worker has not seen, or None when ``timeout`` is over.
+
+        Args:
+            timeout: seconds to wait for one; with 0 it answers at once.
+
+        Raises:
+            SenderLostError: the sender has closed or died.
+        """
+
+    @abstractmethod
+    def acknowledge(self, version: int, error: str | None) -> None:
+        """Tell the sender that a version was committed, or why it was not."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Closing again is allowed."""

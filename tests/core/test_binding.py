@@ -1,0 +1,247 @@
+"""Bindings: reading a model and writing into it, all or nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from tensordict import TensorDict
+from torch import nn
+
+from sync_core import LayoutMismatchError, ModelError, Update
+from sync_core.binding import Binding
+from sync_core.extract import Strategy
+
+STRATEGIES: list[Strategy] = ["tensordict", "state_dict"]
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def filled(module: nn.Module, value: float) -> nn.Module:
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(value)
+    return module
+
+
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_an_update_is_written_whole(strategy: Strategy, zero_copy: bool) -> None:
+    source, target = filled(model(), 2.0), filled(model(), 1.0)
+    Binding(target, strategy).write(Binding(source, strategy).read(), zero_copy=zero_copy)
+    assert all(torch.equal(v, target.state_dict()[k]) for k, v in source.state_dict().items())
+
+
+def test_identity_grad_and_optimiser_state_survive() -> None:
+    target = model()
+    optimiser = torch.optim.Adam(target.parameters())
+    target(torch.randn(8, 3)).sum().backward()
+    optimiser.step()
+    before = {n: (id(p), p.requires_grad, p.grad) for n, p in target.named_parameters()}
+    momenta = [state["exp_avg"].clone() for state in optimiser.state.values()]
+    target[0].weight.requires_grad_(False)  # type: ignore[operator,union-attr]
+    Binding(target).write(Binding(filled(model(), 3.0)).read())
+    for name, parameter in target.named_parameters():
+        assert (id(parameter), parameter.grad) == (before[name][0], before[name][2])
+        assert parameter.requires_grad is (name != "0.weight")
+    for state, momentum in zip(optimiser.state.values(), momenta, strict=True):
+        assert torch.equal(state["exp_avg"], momentum)
+    assert {id(p) for p in optimiser.param_groups[0]["params"]} == {b[0] for b in before.values()}
+
+
+def test_writing_twice_changes_nothing_more() -> None:
+    source, target = filled(model(), 2.0), model()
+    binding = Binding(target)
+    binding.write(Binding(source).read())
+    first = values(target)
+    binding.write(Binding(source).read())
+    assert all(torch.equal(first[name], value) for name, value in values(target).items())
+
+
+MISMATCHES: list[tuple[dict[str, torch.Tensor], str]] = [
+    ({"w": torch.ones(1, 2), "b": torch.ones(2)}, r"'w' is float32\[1, 2\] .* float32\[3, 2\]"),
+    ({"w": torch.ones(()), "b": torch.ones(2)}, r"'w' is float32\[\] in the weights"),
+    ({"w": torch.ones(3, 2), "b": torch.ones(2).double()}, r"'b' is float64\[2\] .* float32\[2\]"),
+    ({"w": torch.ones(3, 2), "b": torch.ones(2, dtype=torch.int64)}, "int64"),
+    ({"w": torch.ones(3, 2)}, r"'b' is in the model, not in the weights \(partial=True"),
+    ({"w": torch.ones(3, 2), "b": torch.ones(2), "c": torch.ones(1)}, "'c' is in the weights, not"),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("weights", "message"), MISMATCHES)
+def test_a_mismatch_is_named_and_nothing_is_written(
+    strategy: Strategy, weights: dict[str, torch.Tensor], message: str
+) -> None:
+    target = nn.ParameterDict({"w": torch.zeros(3, 2), "b": torch.zeros(2)})
+    with pytest.raises(LayoutMismatchError, match=message):
+        Binding(target, strategy).write(Update.of(weights))
+    assert not any(parameter.any() for parameter in target.values())
+
+
+def test_a_float_does_not_become_an_integer() -> None:
+    target = {"steps": torch.zeros(1, dtype=torch.int64)}
+    with pytest.raises(LayoutMismatchError, match="float32.*int64"):
+        Binding(target).write(Update.of({"steps": torch.tensor([3.7])}))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_partial_update_only_when_asked_for(strategy: Strategy) -> None:
+    target = nn.ParameterDict({"w": torch.zeros(2), "b": torch.zeros(2)})
+    Binding(target, strategy).write(Update.of({"b": torch.ones(2)}), partial=True)
+    assert target["b"].all()
+    assert not target["w"].any()
+
+
+@given(st.permutations(["0.weight", "0.bias", "1.weight", "1.bias"]))
+def test_the_order_of_names_does_not_matter(order: list[str]) -> None:
+    source = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    target = copy.deepcopy(filled(source, 0.0))
+    filled(source, 1.0)
+    state = source.state_dict()
+    Binding(target).write(Update.of({name: state[name] for name in order}))
+    assert all(parameter.all() for parameter in target.parameters())
+
+
+def test_tied_on_both_sides() -> None:
+    def tied() -> nn.Module:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
+        module[1].weight = module[0].weight
+        return module
+
+    source, target = filled(tied(), 1.0), tied()
+    Binding(target).write(Binding(source).read())
+    assert target[1].weight is target[0].weight  # type: ignore[index]
+    assert all((parameter == 1).all() for parameter in target.parameters())
+
+
+def test_tied_in_the_weights_only_fills_both() -> None:
+    shared = torch.ones(2)
+    target = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    Binding(target).write(Update.of({"a": shared, "b": shared}))
+    assert target["a"].all()
+    assert target["b"].all()
+
+
+def test_tied_in_the_model_only_is_an_error() -> None:
+    shared = torch.zeros(2)
+    with pytest.raises(LayoutMismatchError, match="one tensor in the model and two"):
+        Binding({"a": shared, "b": shared}).write(Update.of({"a": torch.ones(2), "b": torch.ones(2)}))
+    assert not shared.any()
+
+
+def test_zero_copy_points_parameters_and_copies_buffers() -> None:
+    target = model()
+    update = Binding(filled(model(), 2.0)).read()
+    pointers = {n: p.data_ptr() for n, p in dict(update.items()).items()}
+    identity = [id(parameter) for parameter in target.parameters()]
+    Binding(target).write(update, zero_copy=True)
+    assert [id(parameter) for parameter in target.parameters()] == identity
+    assert all(p.data_ptr() == pointers[n] for n, p in target.named_parameters())
+    assert all(b.data_ptr() != pointers[n] for n, b in target.named_buffers())
+
+
+class Counter(nn.Module):
+    """A module with extra state that can refuse to be set."""
+
+    def __init__(self, count: int, *, fails: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), float(count)))
+        self.count = torch.tensor(count)
+        self.fails = fails
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        if self.fails and int(state["count"]) == 5:
+            raise RuntimeError("five is not allowed")
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_extra_state_arrives_and_does_not_alias(strategy: Strategy) -> None:
+    source, target = nn.Sequential(Counter(5)), nn.Sequential(Counter(1))
+    Binding(target, strategy).write(Binding(source, strategy).read())
+    source[0].count.fill_(9)  # type: ignore[operator,union-attr]
+    assert int(target[0].count) == 5  # type: ignore[arg-type]
+    assert (target[0].weight == 5).all()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_extra_state_that_raises_leaves_the_old_version_whole(strategy: Strategy) -> None:
+    source = nn.Sequential(Counter(5), Counter(5))
+    target = nn.Sequential(Counter(1), Counter(1, fails=True))
+    with pytest.raises(RuntimeError, match="five"):
+        Binding(target, strategy).write(Binding(source, strategy).read())
+    for module in target:
+        assert int(module.count) == 1  # type: ignore[arg-type]
+        assert (module.weight == 1).all()  # type: ignore[union-attr]
+
+
+def test_a_model_that_changes_is_found_again() -> None:
+    target = nn.Sequential(nn.Linear(2, 2))
+    binding = Binding(target)
+    target[0].weight = nn.Parameter(torch.zeros(2, 2))
+    source = filled(nn.Sequential(nn.Linear(2, 2)), 4.0)
+    binding.write(Binding(source).read())
+    assert (target[0].weight == 4).all()
+    target.append(nn.Linear(2, 1))
+    assert "1.weight" in binding.layout.names
+    target.half()
+    assert {spec.dtype for spec in binding.layout.specs} == {torch.float16}
+
+
+def test_a_tie_that_is_undone_is_noticed() -> None:
+    shared = nn.Parameter(torch.zeros(2))
+    other = nn.Parameter(shared.detach())
+    target = nn.ParameterDict({"a": shared, "b": other})
+    binding = Binding(target)
+    assert binding.layout.aliases == (("b", "a"),)
+    other.data = torch.zeros(2)
+    assert not binding.layout.aliases
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (nn.Sequential(), "Sequential has no tensors"),
+        ({}, "dict has no tensors"),
+        (nn.LazyLinear(2), "'weight' has no shape yet"),
+    ],
+)
+def test_models_that_cannot_be_bound(target: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        Binding(target)
+
+
+def test_an_expanded_tensor_cannot_be_written() -> None:
+    target = {"a": torch.zeros(2), "b": torch.zeros(1).expand(3)}
+    with pytest.raises(ModelError, match=r"'b' was made by expand"):
+        Binding(target).write(Update.of({"a": torch.ones(2), "b": torch.ones(3)}))
+    assert not target["a"].any()
+
+
+def test_a_tensordict_and_a_nested_dict_are_written_in_place() -> None:
+    weight = torch.zeros(2)
+    Binding({"net": {"weight": weight}}).write(Update.of({"net.weight": torch.ones(2)}))
+    assert weight.all()
+    target = TensorDict({"net": {"weight": torch.zeros(2)}})
+    Binding(target).write(Update.of({"net.weight": torch.ones(2)}))
+    assert target["net", "weight"].all()
+
+
+def test_tensors_on_the_way_to_the_graph_are_not_recorded() -> None:
+    target = nn.Linear(2, 2)
+    Binding(target).write(Binding(nn.Linear(2, 2)).read())
+    assert target.weight.grad_fn is None
+    assert target.weight.is_leaf

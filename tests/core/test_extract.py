@@ -1,0 +1,142 @@
+"""Extraction: named tensors from modules, TensorDicts, state_dicts and string references."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from sync_core import ModelError, ModelPathError
+from sync_core.extract import named_tensors
+from sync_core.paths import resolve
+
+
+class WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("kept", torch.ones(3))
+        self.register_buffer("scratch", torch.ones(4), persistent=False)
+        self.register_buffer("absent", None)
+
+
+class WithExtraState(nn.Module):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_a_module_gives_parameters_and_all_buffers(strategy: Any) -> None:
+    named = named_tensors(nn.Sequential(WithBuffers()), strategy)
+    assert set(named) == {"0.weight", "0.kept", "0.scratch"}
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_extra_state_of_tensors_travels(strategy: Any) -> None:
+    state = {"mean": torch.ones(2), "counts": [torch.tensor(1), torch.tensor(2)]}
+    named = named_tensors(nn.Sequential(WithExtraState(state)), strategy)
+    assert set(named) == {
+        "0.weight",
+        "0._extra_state.mean",
+        "0._extra_state.counts.0",
+        "0._extra_state.counts.1",
+    }
+
+
+def test_extra_state_of_something_else_is_an_error_that_names_it() -> None:
+    with pytest.raises(ModelError, match=r"'_extra_state' is or holds a int"):
+        named_tensors(WithExtraState(3))
+
+
+def test_the_state_dict_strategy_honours_the_modules_hooks() -> None:
+    module = nn.Linear(2, 2)
+
+    def without_bias(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        del state[prefix + "bias"]
+
+    module.register_state_dict_post_hook(without_bias)
+    assert set(named_tensors(module, "state_dict")) == {"weight"}
+    assert set(named_tensors(module, "tensordict")) == {"weight", "bias"}
+
+
+def test_parametrized_modules_travel_by_their_originals() -> None:
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    assert set(named_tensors(module)) == {
+        "bias",
+        "parametrizations.weight.original0",
+        "parametrizations.weight.original1",
+    }
+
+
+def test_flat_and_nested_state_dicts_and_tensordicts_name_alike() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    expected = {"0.weight", "0.bias", "1.weight", "1.bias"}
+    flat = module.state_dict()
+    nested = {"0": {"weight": flat["0.weight"], "bias": flat["0.bias"]}}
+    nested["1"] = OrderedDict(weight=flat["1.weight"], bias=flat["1.bias"])
+    assert set(named_tensors(flat)) == expected
+    assert set(named_tensors(nested)) == expected
+    assert set(named_tensors(TensorDict.from_module(module))) == expected
+    assert set(named_tensors(TensorDict(flat))) == expected
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({0: torch.ones(1)}, "names that are strings"),
+        ({"a": {"b": 1.0}}, r"'a\.b' is a float"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, r"two tensors are named 'a\.b'"),
+        ([torch.ones(1)], "cannot read weights from a list"),
+        (None, "cannot read weights from a NoneType"),
+    ],
+)
+def test_other_weights_are_refused(weights: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        named_tensors(weights)
+
+
+def test_paths_lead_through_attributes_indices_and_keys() -> None:
+    root = SimpleNamespace(env=SimpleNamespace(transform=[1, 2]), heads={"a.b": nn.Identity()})
+    assert resolve(root, "env.transform[-1]") == 2
+    assert resolve(root, "heads['a.b']") is root.heads["a.b"]
+    assert resolve(root, 'heads["a.b"].training') is True
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("env.nothing", "'env', a SimpleNamespace, has no 'nothing'"),
+        ("env.transform[5]", r"'env\.transform', a list, has no '\[5\]'"),
+        ("heads['x']", r"'heads', a dict, has no \"\['x'\]\""),
+        ("env..transform", "cannot read"),
+        ("env.transform[x]", "cannot read"),
+        ("missing", "'the root', a SimpleNamespace, has no 'missing'"),
+    ],
+)
+def test_a_path_that_leads_nowhere_names_the_step(path: str, message: str) -> None:
+    root = SimpleNamespace(env=SimpleNamespace(transform=[1, 2]), heads={})
+    with pytest.raises(ModelPathError, match=message):
+        resolve(root, path)
+
+
+def test_an_error_inside_a_property_is_shown_as_it_is() -> None:
+    class Broken:
+        @property
+        def policy(self) -> Any:
+            return [].missing  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'missing'"):
+        resolve(Broken(), "policy")
