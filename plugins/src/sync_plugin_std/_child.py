@@ -1,0 +1,192 @@
+"""A worker process, seen from its parent: started, written to, read from, ended, reaped."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing import current_process
+from typing import Any
+
+from sync_plugin_std._frames import receive_message
+from sync_plugin_std._outbox import Outbox
+from sync_plugin_std._outcome import Failed, Outcome, name_of
+from sync_plugin_std._pending import PendingCalls, settle
+from sync_plugin_std._pickling import dumps_copy, loads
+from sync_plugin_std.process_worker import Startup
+
+# `-m` would import from the current directory first, and could not find a package that only this
+# process's sys.path leads to.
+_BOOT = (
+    "import sys; fds = map(int, sys.argv[1:3]); sys.path[:] = sys.argv[3:]; del sys.argv[1:]; "
+    "from sync_plugin_std.process_worker import main; main(*fds)"
+)
+
+# From the end of its connection to the end of a process: closing a GPU takes a moment.
+_BURIAL = 5.0
+
+
+class Child:
+    """One process, with a connection for calls and a lifeline that tells it of this one's end.
+
+    Neither side can block the other: calls wait in an outbox while the process does not read, and
+    a thread reads its outcomes at all times.
+
+    Args:
+        worker_id: given to the factory, and named by errors.
+        factory_name: named by errors.
+        factory: the pickled call that makes the object.
+        torch_threads: threads that torch is to use.
+    """
+
+    def __init__(
+        self, worker_id: int, factory_name: str, factory: list[bytes], torch_threads: int
+    ) -> None:
+        self.worker_id = worker_id
+        self._ending = False
+        self._pending = PendingCalls(worker_id)
+        self._calls, calls = socket.socketpair()
+        self._lifeline, lifeline = socket.socketpair()
+        with calls, lifeline:
+            try:
+                self._process = _spawn(calls, lifeline)
+            except BaseException:
+                self._calls.close()
+                self._lifeline.close()
+                raise
+        _sockets.update((self._calls, self._lifeline))
+        self._outbox = Outbox(self._calls, f"sync worker {worker_id} writer")
+        startup = Startup(worker_id, bytes(current_process().authkey), torch_threads)
+        self._outbox.put([pickle.dumps(startup)])
+        self.ready: Future[None] = self._pending.add(
+            factory_name, lambda: self._outbox.put(factory)
+        )
+        self._reader = threading.Thread(
+            target=self._read, name=f"sync worker {worker_id} reader", daemon=True
+        )
+        self._reader.start()
+
+    @property
+    def alive(self) -> bool:
+        return not self._ending and self._process.poll() is None
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
+        name = name_of(function)
+        try:
+            message = dumps_copy((function, args, kwargs))
+        except Exception as error:
+            future: Future[Any] = Future()
+            failure = Failed.because("or its arguments cannot be pickled:", error)
+            settle(future, self.worker_id, name, failure)
+            return future
+        return self._pending.add(name, lambda: self._outbox.put(message))
+
+    def ask_to_end(self) -> None:
+        """Let the call in progress finish, and no other begin."""
+        self._ending = True
+        with suppress(OSError):
+            self._lifeline.send(b"\0", socket.MSG_DONTWAIT)
+            self._calls.shutdown(socket.SHUT_WR)
+
+    def terminate(self) -> None:
+        """Send SIGTERM, which a stopped process (SIGSTOP) does not feel."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._process.kill()
+
+    def exited(self, timeout: float) -> bool:
+        """Whether the process has ended, at the latest after ``timeout`` seconds; reaps it."""
+        try:
+            self._process.wait(max(0.0, timeout))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def join(self, timeout: float) -> None:
+        """After the process has ended: wait until every call has ended too and nothing is left."""
+        # Something that the process has forked may hold its end open.
+        with suppress(OSError):
+            self._calls.shutdown(socket.SHUT_RDWR)
+        if self._reader is not threading.current_thread():
+            self._reader.join(max(0.0, timeout))
+
+    def _read(self) -> None:
+        while self._read_next():
+            pass
+        if not self.exited(_BURIAL):
+            self._process.kill()
+            self._process.wait()
+        self._outbox.join()
+        self._calls.close()
+        self._lifeline.close()
+        code = self._process.returncode
+        reason = "was stopped" if self._ending else _epitaph(code)
+        # A worker that was asked to end and did so has finished what it was running.
+        self._pending.lose(reason, running=not (self._ending and code == 0))
+
+    def _read_next(self) -> bool:
+        parts = receive_message(self._calls)
+        if parts is None:
+            return False
+        self._pending.finish(_outcome(parts))
+        return True
+
+
+def _spawn(calls: socket.socket, lifeline: socket.socket) -> subprocess.Popen[bytes]:
+    fds = [calls.fileno(), lifeline.fileno()]
+    path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
+    command = [sys.executable, "-c", _BOOT, *map(str, fds), *path]
+    # Blocked, and inherited so, until the child ignores it: Ctrl-C is for the parent to act on.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _outcome(parts: list[bytearray]) -> Outcome:
+    try:
+        outcome: Outcome = loads(parts)
+    except Exception as error:
+        return Failed.because("returned a value that cannot be unpickled here:", error)
+    if not isinstance(outcome, Failed) or not isinstance(outcome.cause, list):
+        return outcome
+    try:
+        cause = loads(outcome.cause)
+    except Exception:
+        # An exception class need not be able to travel; the text says it all.
+        cause = None
+    return Failed(outcome.verdict, outcome.traceback, cause)
+
+
+def _epitaph(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"
+
+
+# A process forked from this one must not keep the workers alive after this one has died.
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for inherited in list(_sockets):
+        inherited.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

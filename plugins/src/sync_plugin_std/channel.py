@@ -1,0 +1,128 @@
+"""Messages over a unix socket: small JSON objects, with file descriptors beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+_MAX_MESSAGE = 1 << 20
+_MAX_DESCRIPTORS = 4
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """One end of a connection.
+
+    Messages are far smaller than a socket's buffer, and a peer asks before it is answered, so a
+    write that would block means a peer that does not keep to the protocol.
+
+    Args:
+        connection: a connected unix stream socket; the channel owns it from now on.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._received = bytearray()
+        self._messages: deque[Message] = deque()
+        self._descriptors: deque[int] = deque()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for a selector."""
+        return self._socket.fileno()
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, with descriptors that the other side gets duplicates of.
+
+        Raises:
+            ConnectionError: the other side is gone, or reads nothing.
+        """
+        text = json.dumps(message, separators=(",", ":")).encode()
+        data = len(text).to_bytes(4, "little") + text
+        try:
+            if socket.send_fds(self._socket, [data], descriptors) != len(data):
+                raise ConnectionError("the peer does not read its messages")
+        except BlockingIOError as error:
+            raise ConnectionError("the peer does not read its messages") from error
+        except OSError as error:
+            raise ConnectionError(f"the connection is gone: {error}") from error
+
+    def receive(self, timeout: float) -> Message | None:
+        """The next message, or None when none came within ``timeout`` seconds.
+
+        Raises:
+            ConnectionError: the other side is gone, or sent no messages of ours.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._messages:
+            left = max(0.0, deadline - time.monotonic())
+            if not self._poll.poll(left * 1000):
+                return None
+            self.read()
+        return self._messages.popleft()
+
+    def read(self) -> None:
+        """Read what has arrived, without waiting.
+
+        Raises:
+            ConnectionError: the other side is gone, or sent no messages of ours.
+        """
+        try:
+            data, descriptors, _, _ = socket.recv_fds(
+                self._socket, 1 << 16, _MAX_DESCRIPTORS, _CLOSE_ON_EXEC
+            )
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ConnectionError(f"the connection is gone: {error}") from error
+        self._descriptors.extend(descriptors)
+        if not data:
+            raise ConnectionError("the other side closed the connection")
+        self._received += data
+        self._parse()
+
+    def pop_message(self) -> Message | None:
+        """A message that was read already, if there is one."""
+        return self._messages.popleft() if self._messages else None
+
+    def pop_descriptor(self) -> int:
+        """The next descriptor that came with a message; the caller owns it.
+
+        Raises:
+            ConnectionError: a message promised one that did not come.
+        """
+        if not self._descriptors:
+            raise ConnectionError("a message came without its file descriptor")
+        return self._descriptors.popleft()
+
+    def close(self) -> None:
+        """Close the connection and what came over it unused."""
+        self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def _parse(self) -> None:
+        while len(self._received) >= 4:
+            size = int.from_bytes(self._received[:4], "little")
+            if size > _MAX_MESSAGE:
+                raise ConnectionError(f"the peer announced a message of {size} bytes")
+            if len(self._received) < 4 + size:
+                return
+            try:
+                message = json.loads(bytes(self._received[4 : 4 + size]))
+            except (ValueError, RecursionError) as error:
+                raise ConnectionError("the peer sent no message of ours") from error
+            if not isinstance(message, dict):
+                raise ConnectionError("the peer sent no message of ours")
+            del self._received[: 4 + size]
+            self._messages.append(message)

@@ -1,0 +1,77 @@
+"""Worker group `inline`: no workers at all, every call runs at once in the caller's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, ClassVar
+
+from sync_plugin_std._local_group import LocalGroup
+from sync_plugin_std._outcome import Failed, Outcome, Returned, attempt, name_of
+from sync_plugin_std._pending import settle
+
+
+class InlineGroup(LocalGroup["InlineWorker"]):
+    """Objects that live in the caller's process and run in the caller's thread.
+
+    For debugging, and for work too small to share out. `call` returns when the function has; the
+    future is done. A KeyboardInterrupt is the caller's own and is raised by `call`.
+
+    Args:
+        factory: see `WorkerGroup`.
+        num_workers: likewise.
+        timeout: not used; nothing is waited for.
+
+    Example:
+        >>> group = InlineGroup(lambda worker_id: [worker_id], 2)
+        >>> group.call(1, list.__len__).result()
+        1
+    """
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"restart"})
+
+    def _launch(self, worker_ids: Sequence[int]) -> Iterator[InlineWorker]:
+        for worker_id in worker_ids:
+            worker = InlineWorker(worker_id, self._factory)
+            # Nothing is gained by making the other objects once one could not be made.
+            worker.ready.result()
+            yield worker
+
+    @staticmethod
+    def _end(workers: Collection[InlineWorker], timeout: float) -> None:
+        for worker in workers:
+            worker.end()
+
+
+class InlineWorker:
+    """One hosted object, made at once."""
+
+    def __init__(self, worker_id: int, factory: Callable[[int], Any]) -> None:
+        self.worker_id = worker_id
+        self.ready: Future[None] = Future()
+        self.alive = True
+        self._hosted: Any = None
+        outcome = _attempt(factory, worker_id)
+        if isinstance(outcome, Returned):
+            self._hosted = outcome.value
+            outcome = Returned(None)
+        settle(self.ready, worker_id, name_of(factory), outcome)
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
+        future: Future[Any] = Future()
+        outcome = _attempt(function, self._hosted, *args, **kwargs)
+        settle(future, self.worker_id, name_of(function), outcome)
+        return future
+
+    def end(self) -> None:
+        self.alive = False
+        self._hosted = None
+
+
+def _attempt(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Outcome:
+    outcome = attempt(function, *args, **kwargs)
+    if isinstance(outcome, Failed) and isinstance(outcome.cause, KeyboardInterrupt):
+        raise outcome.cause
+    return outcome

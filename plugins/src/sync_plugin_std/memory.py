@@ -1,0 +1,102 @@
+"""Shared memory that leaves nothing behind: it goes with the last process that maps it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+from sync_core import Block, CapacityError
+
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+
+
+def create(nbytes: int, directory: str | None = None) -> int:
+    """A file descriptor of new shared memory, mode 0600, its pages reserved.
+
+    Args:
+        nbytes: its size.
+        directory: a directory in memory, such as ``/dev/shm``, to hold it; None for anonymous
+            memory, which needs no room anywhere (containers give ``/dev/shm`` 64 MB).
+
+    Raises:
+        CapacityError: there is not enough memory; says what is needed and what there is.
+    """
+    available = _available(directory)
+    if nbytes > available:
+        raise CapacityError(_shortage(nbytes, available, directory))
+    descriptor = _open(directory)
+    try:
+        if sys.platform == "linux":
+            # Reserved now, since a page that cannot be had later is a bus error.
+            os.posix_fallocate(descriptor, 0, nbytes)
+        else:
+            os.ftruncate(descriptor, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise CapacityError(_shortage(nbytes, available, directory)) from error
+    return descriptor
+
+
+def create_sparse(nbytes: int) -> int:
+    """A file descriptor of new anonymous memory whose pages come as they are written to."""
+    descriptor = _open(None)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor
+
+
+def map_block(descriptor: int, *, writable: bool) -> Block:
+    """The memory behind a descriptor as a block, all its pages mapped.
+
+    The mapping lives as long as the block; the descriptor may be closed.
+    """
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    size = os.fstat(descriptor).st_size
+    mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | _POPULATE, prot=protection)
+    with warnings.catch_warnings():
+        # torch warns that it does not know of read-only memory; nothing here writes to it.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return Block(torch.frombuffer(mapping, dtype=torch.uint8))
+
+
+def _open(directory: str | None) -> int:
+    if directory is None and sys.platform == "linux":
+        return os.memfd_create("sync-core", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return os.dup(file.fileno())
+
+
+def _available(directory: str | None) -> int:
+    if directory is not None:
+        space = os.statvfs(directory)
+        return space.f_bavail * space.f_frsize
+    if sys.platform != "linux":
+        return sys.maxsize
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, _cgroup_room())
+    return _cgroup_room()
+
+
+def _cgroup_room() -> int:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+    except OSError:
+        return sys.maxsize
+    return sys.maxsize if limit == "max" else int(limit) - int(used)
+
+
+def _shortage(nbytes: int, available: int, directory: str | None) -> str:
+    where = "memory" if directory is None else directory
+    remedy = (
+        "use fewer slots=, or a layer such as 'bf16'"
+        if directory is None
+        else "leave out directory= to use anonymous memory, or give it more room"
+    )
+    return f"a slot needs {nbytes} bytes of {where}, {available} are available; {remedy}"

@@ -1,0 +1,105 @@
+"""The scheme ``none``: workers act with the trainer's own model, so nothing has to travel."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sync_core import (
+    ApplyContext,
+    Delivery,
+    Payload,
+    ReceiverTransport,
+    SenderTransport,
+    TransportContext,
+    Update,
+    hookimpl,
+)
+
+_senders: weakref.WeakValueDictionary[str, NoneSender] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class NoneOptions:
+    """The scheme ``none`` has no options."""
+
+
+class NoneScheme:
+    """Versions are counted, and no weights are moved."""
+
+    capabilities = frozenset({"broadcast", "late_join", "same_object"})
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        """The sender's or a receiver's side."""
+        if context.side == "receiver":
+            return NoneReceiver(context)
+        return NoneSender(context)
+
+    @hookimpl
+    def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> bool | None:
+        """Leave the model as it is; weights given by hand (version 0) are applied."""
+        del update, model
+        return True if context.version else None
+
+
+class NoneSender(SenderTransport):
+    """Answers for every worker at once."""
+
+    def __init__(self, context: TransportContext) -> None:
+        context.parse_options(NoneOptions)
+        self._name = secrets.token_hex(8)
+        self.newest: dict[int, Payload] = {}
+        _senders[self._name] = self
+
+    def address(self, worker_id: int) -> str:
+        """The name under which this process knows the sender."""
+        del worker_id
+        return self._name
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        """Count the version as committed."""
+        deliveries = {}
+        for worker_id in worker_ids:
+            self.newest[worker_id] = payload
+            deliveries[worker_id] = Delivery(worker_id, payload.version, nbytes=0)
+            deliveries[worker_id].acknowledge()
+        return deliveries
+
+    def add_worker(self, worker_id: int) -> None:
+        """Nothing is kept for a worker."""
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget a worker."""
+        self.newest.pop(worker_id, None)
+
+    def close(self) -> None:
+        """Let go of the trainer's tensors."""
+        self.newest.clear()
+
+
+class NoneReceiver(ReceiverTransport):
+    """Tells the version in the trainer's process; elsewhere there is never one."""
+
+    def __init__(self, context: TransportContext) -> None:
+        self._sender = _senders.get(context.endpoint)
+        self._worker_id = context.worker_id
+        self._seen = 0
+
+    def receive(self, timeout: float) -> Payload | None:
+        """The newest version, at once or never."""
+        del timeout
+        payload = None if self._sender is None else self._sender.newest.get(self._worker_id)
+        if payload is None or payload.version <= self._seen:
+            return None
+        self._seen = payload.version
+        return payload
+
+    def acknowledge(self, version: int, error: str | None) -> None:
+        """The sender has counted it already."""
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,98 @@
+"""Worker group `process`: each worker is a fresh interpreter, reached over a socket pair."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, ClassVar
+
+from sync_core import RemoteCallError
+
+from sync_plugin_std._child import Child
+from sync_plugin_std._local_group import LocalGroup
+from sync_plugin_std._outcome import name_of
+from sync_plugin_std._pickling import dumps_copy
+
+# The longest that stopping waits for a worker to end by itself, and after SIGTERM.
+_ASKING = 5.0
+_TERMINATING = 2.0
+
+
+class ProcessGroup(LocalGroup[Child]):
+    """Objects that live in processes of their own, started afresh, so safe with CUDA and threads.
+
+    The caller's ``__main__`` is not run again in the workers: scripts without a main guard,
+    notebooks and ``python -`` work. The factory, functions, arguments, results and exceptions
+    travel by cloudpickle; tensors among them are copied, never shared. Arguments are pickled by
+    `call`, so changing them afterwards changes nothing.
+
+    A worker dies with this process, however that ends, even in the middle of a call. It ignores
+    Ctrl-C, which is for this process to act on. Stopping asks first: the call in progress has
+    half of the timeout (at most 5 s) to finish; then SIGTERM, then SIGKILL.
+
+    Args:
+        factory: see `WorkerGroup`.
+        num_workers: likewise.
+        timeout: likewise.
+        torch_threads: threads that torch uses in each worker; None shares the cores out.
+
+    Example:
+        >>> with ProcessGroup(lambda worker_id: [worker_id], 2) as group:
+        ...     group.call(1, list.__len__).result()
+        1
+    """
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"parallel", "cross_process", "restart"})
+
+    def __init__(
+        self,
+        factory: Callable[[int], Any],
+        num_workers: int,
+        *,
+        timeout: float = 60.0,
+        torch_threads: int | None = None,
+    ) -> None:
+        self._torch_threads = torch_threads
+        super().__init__(factory, num_workers, timeout=timeout)
+
+    def _launch(self, worker_ids: Sequence[int]) -> Iterator[Child]:
+        name = name_of(self._factory)
+        try:
+            factory = dumps_copy((self._factory, (), {}))
+        except Exception as error:
+            message = f"was not started, its factory {name} cannot be pickled: {error}"
+            raise RemoteCallError(worker_ids[0], message) from error
+        threads = self._torch_threads
+        if threads is None:
+            workers = {*self._workers, *worker_ids}
+            threads = max(1, _cores() // max(1, len(workers)))
+        for worker_id in worker_ids:
+            yield Child(worker_id, name, factory, threads)
+
+    @staticmethod
+    def _end(workers: Collection[Child], timeout: float) -> None:
+        begin = time.monotonic()
+        terminate_at = begin + min(timeout / 2, _ASKING)
+        kill_at = terminate_at + min(timeout / 4, _TERMINATING)
+        steps = (
+            (Child.ask_to_end, terminate_at),
+            (Child.terminate, kill_at),
+            (Child.kill, begin + timeout),
+        )
+        running = list(workers)
+        for step, until in steps:
+            for worker in running:
+                step(worker)
+            running = [w for w in running if not w.exited(until - time.monotonic())]
+        for worker in workers:
+            if worker not in running:
+                worker.join(begin + timeout - time.monotonic())
+
+
+def _cores() -> int:
+    """The cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

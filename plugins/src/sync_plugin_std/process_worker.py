@@ -1,0 +1,135 @@
+"""A worker process, seen from inside: it makes one object and runs calls on it, in order."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass, replace
+from multiprocessing import current_process
+from typing import Any, NoReturn
+
+import torch
+
+from sync_plugin_std._frames import receive_message, send_message
+from sync_plugin_std._outcome import Failed, Outcome, Returned, attempt
+from sync_plugin_std._pickling import dumps, dumps_copy, loads
+
+
+@dataclass(frozen=True, slots=True)
+class Startup:
+    """The first message.
+
+    Args:
+        worker_id: given to the factory.
+        authkey: the parent's, without which multiprocessing passes no file descriptors.
+        torch_threads: at most so many threads for torch.
+    """
+
+    worker_id: int
+    authkey: bytes
+    torch_threads: int
+
+
+def main(calls_fd: int, lifeline_fd: int) -> None:
+    """Serve the parent until it hangs up.
+
+    Args:
+        calls_fd: this end of the connection for calls and their outcomes.
+        lifeline_fd: this end of a connection that the parent keeps open as long as it lives, and
+            writes to when it is about to hang up.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    calls = socket.socket(fileno=calls_fd)
+    lifeline = socket.socket(fileno=lifeline_fd)
+    closing = threading.Event()
+    for sock in calls, lifeline:
+        # What this process starts must not keep them open: their end means that this one died.
+        sock.set_inheritable(False)
+        os.register_at_fork(after_in_child=sock.close)
+    # A thread, so that not even a long call keeps this process alive without its parent.
+    threading.Thread(
+        target=_watch, args=(lifeline, closing), name="sync lifeline", daemon=True
+    ).start()
+    startup = receive_message(calls)
+    if startup is not None:
+        _serve(calls, closing, pickle.loads(startup[0]))
+    _leave()
+
+
+def _watch(lifeline: socket.socket, closing: threading.Event) -> None:
+    while lifeline.recv(1):
+        closing.set()
+    os._exit(1)
+
+
+def _leave() -> NoReturn:
+    # What a program is promised at its end, without taking its modules apart: that does nobody
+    # any good, and takes torch half a second.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _serve(calls: socket.socket, closing: threading.Event, startup: Startup) -> None:
+    current_process().authkey = startup.authkey
+    # OMP_NUM_THREADS may ask for fewer.
+    torch.set_num_threads(min(startup.torch_threads, torch.get_num_threads()))
+    # The first call is the factory's, on the id; each later one is on what that made.
+    factory = receive_message(calls)
+    if factory is None:
+        return
+    made = _run(factory, startup.worker_id)
+    if isinstance(made, Failed):
+        _reply(calls, made)
+        return
+    _reply(calls, Returned(None))
+    while _serve_next(calls, closing, made.value):
+        pass
+
+
+def _serve_next(calls: socket.socket, closing: threading.Event, hosted: Any) -> bool:
+    call = receive_message(calls)
+    if call is None or closing.is_set():
+        return False
+    _reply(calls, _run(call, hosted))
+    return True
+
+
+def _run(call: list[bytearray], hosted: Any) -> Outcome:
+    try:
+        function, args, kwargs = loads(call)
+    except Exception as error:
+        return Failed.because("or its arguments cannot be unpickled in the worker:", error)
+    return attempt(function, hosted, *args, **kwargs)
+
+
+def _reply(calls: socket.socket, outcome: Outcome) -> None:
+    message = _encode(outcome)
+    try:
+        send_message(calls, message)
+    except OSError:
+        os._exit(1)
+
+
+def _encode(outcome: Outcome) -> list[bytes | memoryview]:
+    if isinstance(outcome, Failed):
+        outcome = replace(outcome, cause=_encode_cause(outcome.cause))
+    try:
+        return dumps(outcome)
+    except Exception as error:
+        return _encode(Failed.because("returned a value that cannot be pickled:", error))
+
+
+def _encode_cause(cause: object) -> list[bytes] | None:
+    try:
+        return dumps_copy(cause)
+    except Exception:
+        # The traceback travels in any case; few exceptions hold what cannot.
+        return None

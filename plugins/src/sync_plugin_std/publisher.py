@@ -1,0 +1,239 @@
+"""Which version lies in which slot, who reads it, and who is still to get it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sync_core import (
+    ApplyError,
+    Block,
+    CapacityError,
+    ClosedError,
+    Delivery,
+    Payload,
+    WorkerError,
+    WorkerLostError,
+)
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory for one version.
+
+    Args:
+        index: its number, never used for another slot.
+        block: the memory.
+        version: the version that lies in it; 0 for none.
+        digest: the digest of that version's layout.
+        readers: who reads it now, and how to name them in a message.
+    """
+
+    index: int
+    block: Block
+    version: int = 0
+    digest: str = ""
+    nbytes: int = 0
+    readers: dict[object, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Place:
+    wanted: Slot | None = None
+    delivery: Delivery | None = None
+    reader: object = None
+    lost: str | None = None
+
+
+class Publisher:
+    """The slots and the workers of one sender; every method may be called from any thread.
+
+    A slot that somebody reads is never written to. A slot that a worker may yet ask for is
+    written to only when there is no other.
+
+    Args:
+        allocate: makes a block of at least so many bytes.
+        nbytes: the size of a payload.
+        limit: how many slots there may be at a time.
+        worker_ids: the workers.
+        timeout: how long `publish` waits for a slot, in seconds.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], Block],
+        nbytes: int,
+        limit: int,
+        worker_ids: Sequence[int],
+        timeout: float,
+    ) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.closed = False
+        self._allocate = allocate
+        self._limit = limit
+        self._timeout = timeout
+        self._places = {worker_id: _Place() for worker_id in worker_ids}
+        self._newest_for_all: Slot | None = None
+        self._made = 0
+        self._slots: list[Slot] = []
+        # Two: one that late workers may still ask for, one to write the next version to.
+        for _ in range(min(2, limit)):
+            self._slots.append(self._new_slot(nbytes))
+
+    def publish(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        """Pack a payload into a free slot and make it the one that these workers want.
+
+        Raises:
+            CapacityError: every slot is read by somebody, and stayed so until the deadline.
+        """
+        slot = self._writable(payload.nbytes)
+        payload.pack(slot.block)
+        deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
+        with self.changed:
+            slot.version, slot.digest = payload.version, payload.layout.digest
+            slot.nbytes = payload.nbytes
+            for worker_id, delivery in deliveries.items():
+                place = self._places[worker_id]
+                place.wanted, place.delivery = slot, delivery
+                if place.lost is not None:
+                    delivery.fail(WorkerLostError(worker_id, place.lost))
+            if len(deliveries) == len(self._places):
+                self._newest_for_all = slot
+            self.changed.notify_all()
+        return deliveries
+
+    def newest(self, worker_id: int) -> int:
+        """The version that the worker wants; 0 for none."""
+        with self.changed:
+            place = self._places.get(worker_id)
+            return 0 if place is None or place.wanted is None else place.wanted.version
+
+    def lend(self, worker_id: int, seen: int, reader: object, name: str) -> Slot | None:
+        """The slot that the worker wants, unless it has seen that version; it is read from now."""
+        with self.changed:
+            place = self._places.get(worker_id)
+            if place is None or place.wanted is None or place.wanted.version <= seen:
+                return None
+            place.wanted.readers[reader] = name
+            return place.wanted
+
+    def give_back(self, reader: object, kept: Sequence[int] = ()) -> None:
+        """The reader reads only the slots ``kept`` from now on."""
+        with self.changed:
+            for slot in self._slots:
+                if slot.index not in kept and slot.readers.pop(reader, None) is not None:
+                    self.changed.notify_all()
+
+    def answer(self, worker_id: int, version: int, error: str | None) -> None:
+        """The worker has committed a version, or could not."""
+        with self.changed:
+            place = self._places.get(worker_id)
+            if place is None or place.delivery is None or place.delivery.version != version:
+                return
+            if error is None:
+                place.delivery.acknowledge()
+            else:
+                message = f"could not apply version {version}; it keeps the one it had\n{error}"
+                place.delivery.fail(ApplyError(worker_id, message))
+
+    def joined(self, worker_id: int, reader: object) -> bool:
+        """The worker is there, as ``reader``; False when there is no such worker."""
+        with self.changed:
+            place = self._places.get(worker_id)
+            if place is None:
+                return False
+            place.reader, place.lost = reader, None
+            return True
+
+    def lost(self, worker_id: int, reader: object, reason: str) -> None:
+        """The worker is gone: what it has not confirmed has failed, and so will what is sent.
+
+        Unless another reader has taken its place meanwhile.
+        """
+        with self.changed:
+            self.give_back(reader)
+            place = self._places.get(worker_id)
+            if place is None or place.reader is not reader:
+                return
+            place.lost = reason
+            if place.delivery is not None:
+                place.delivery.fail(WorkerLostError(worker_id, reason))
+
+    def add_worker(self, worker_id: int) -> None:
+        """Serve one more worker; it wants the newest version that went to all."""
+        with self.changed:
+            self._places[worker_id] = _Place(wanted=self._newest_for_all)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget a worker."""
+        with self.changed:
+            place = self._places.pop(worker_id)
+            if place.delivery is not None:
+                place.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Fail what is not delivered, let go of the memory, wake up everybody who waits."""
+        with self.changed:
+            self.closed = True
+            for worker_id, place in self._places.items():
+                place.wanted = None
+                if place.delivery is not None:
+                    place.delivery.fail(WorkerError(worker_id, "the sender was closed"))
+            self._newest_for_all = None
+            self._slots.clear()
+            self.changed.notify_all()
+
+    def _writable(self, nbytes: int) -> Slot:
+        deadline = time.monotonic() + self._timeout
+        with self.changed:
+            while True:
+                if self.closed:
+                    raise ClosedError("the sender is closed")
+                slot = self._free_slot(nbytes)
+                if slot is not None:
+                    slot.version = 0
+                    return slot
+                if not self.changed.wait(deadline - time.monotonic()):
+                    raise CapacityError(self._all_taken())
+
+    def _free_slot(self, nbytes: int) -> Slot | None:
+        wanted = {place.wanted for place in self._places.values()} | {self._newest_for_all}
+        free = [slot for slot in self._slots if not slot.readers]
+        unwanted = [slot for slot in free if slot not in wanted]
+        for slot in unwanted:
+            if slot.block.nbytes >= nbytes:
+                return slot
+        if unwanted:
+            self._slots.remove(unwanted[0])
+        elif len(self._slots) >= self._limit:
+            if not free:
+                return None
+            oldest = min(free, key=lambda slot: slot.version)
+            self._forget(oldest)
+            if oldest.block.nbytes >= nbytes:
+                return oldest
+            self._slots.remove(oldest)
+        slot = self._new_slot(nbytes)
+        self._slots.append(slot)
+        return slot
+
+    def _forget(self, slot: Slot) -> None:
+        for place in self._places.values():
+            if place.wanted is slot:
+                place.wanted = None
+        if self._newest_for_all is slot:
+            self._newest_for_all = None
+
+    def _new_slot(self, nbytes: int) -> Slot:
+        self._made += 1
+        return Slot(self._made, self._allocate(nbytes))
+
+    def _all_taken(self) -> str:
+        readers = sorted({name for slot in self._slots for name in slot.readers.values()})
+        return (
+            f"no slot became free within {self._timeout:g} s: {', '.join(readers)} read all "
+            f"{len(self._slots)} of them; give the scheme more slots=, or let them call receive()"
+        )

@@ -1,0 +1,135 @@
+"""The scheme ``thread``: workers are threads of the trainer's process."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from sync_core import (
+    AddressError,
+    Block,
+    Delivery,
+    Payload,
+    ReceiverTransport,
+    SenderLostError,
+    SenderTransport,
+    TransportContext,
+    hookimpl,
+)
+from sync_plugin_std.publisher import Publisher
+
+_publishers: weakref.WeakValueDictionary[str, Publisher] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class ThreadOptions:
+    """Options of the scheme ``thread``.
+
+    Args:
+        slots: how many versions may be kept at a time, for readers of old ones.
+    """
+
+    slots: int = 3
+
+
+class ThreadScheme:
+    """Weights go through private memory of this process."""
+
+    capabilities = frozenset({"broadcast", "late_join", "zero_copy"})
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        """The sender's or a receiver's side."""
+        if context.side == "receiver":
+            return ThreadReceiver(context)
+        return ThreadSender(context)
+
+
+class ThreadSender(SenderTransport):
+    """Packs into a slot, from which every worker reads."""
+
+    def __init__(self, context: TransportContext) -> None:
+        options = context.parse_options(ThreadOptions)
+        assert context.layout is not None
+        self._publisher = Publisher(
+            Block.allocate, context.layout.nbytes, options.slots, context.worker_ids, context.timeout
+        )
+        self._name = secrets.token_hex(8)
+        _publishers[self._name] = self._publisher
+
+    def address(self, worker_id: int) -> str:
+        """The name under which this process knows the sender."""
+        del worker_id
+        return self._name
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        """Pack once for all."""
+        return self._publisher.publish(payload, worker_ids)
+
+    def add_worker(self, worker_id: int) -> None:
+        """Serve one more worker."""
+        self._publisher.add_worker(worker_id)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget a worker."""
+        self._publisher.remove_worker(worker_id)
+
+    def close(self) -> None:
+        """Let receivers know."""
+        self._publisher.close()
+
+
+class ThreadReceiver(ReceiverTransport):
+    """Reads from the slots of a sender in the same process."""
+
+    def __init__(self, context: TransportContext) -> None:
+        publisher = _publishers.get(context.endpoint)
+        if publisher is None:
+            raise AddressError(
+                "no such sender in this process: an address of scheme 'thread' is good only in "
+                "the process that made it, while its sender lives; use 'shm' between processes"
+            )
+        self._publisher = publisher
+        self._worker_id = context.worker_id
+        self._name = f"worker {context.worker_id}"
+        self._seen = 0
+        self._held: set[int] = set()
+        if not publisher.joined(self._worker_id, self):
+            raise AddressError(f"the sender has no worker {self._worker_id} any more")
+
+    def receive(self, timeout: float) -> Payload | None:
+        """Wait for a version that this worker has not seen."""
+        publisher = self._publisher
+        deadline = time.monotonic() + timeout
+        with publisher.changed:
+            while not publisher.closed and publisher.newest(self._worker_id) <= self._seen:
+                if not publisher.changed.wait(max(0.0, deadline - time.monotonic())):
+                    return None
+            if publisher.closed:
+                raise SenderLostError("the sender was closed")
+            slot = publisher.lend(self._worker_id, self._seen, self, self._name)
+        assert slot is not None
+        self._seen = slot.version
+        self._held.add(slot.index)
+        return Payload.unpack(
+            slot.block,
+            slot.version,
+            digest=slot.digest,
+            release=partial(self._release, slot.index),
+        )
+
+    def acknowledge(self, version: int, error: str | None) -> None:
+        """Answer at once."""
+        self._publisher.answer(self._worker_id, version, error)
+
+    def close(self) -> None:
+        """The worker is gone."""
+        self._publisher.lost(self._worker_id, self, "closed its receiver")
+
+    def _release(self, slot: int) -> None:
+        self._held.discard(slot)
+        self._publisher.give_back(self, kept=tuple(self._held))

@@ -1,0 +1,112 @@
+"""Worker group `thread`: each worker is a thread of this process with a queue of calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, ClassVar
+
+from sync_plugin_std._local_group import LocalGroup
+from sync_plugin_std._outcome import Failed, Returned, attempt, name_of
+from sync_plugin_std._pending import PendingCalls
+
+
+class ThreadGroup(LocalGroup["ThreadWorker"]):
+    """Objects that live in this process, each run by a thread of its own.
+
+    For environments that wait or compute outside the interpreter lock, and for models too big to
+    have twice. Arguments and results are passed as they are, not copied.
+
+    A thread cannot be killed. When one does not end within the time that `stop`, `remove` or
+    `restart` has, they return all the same: its worker is dead, its unfinished calls fail with
+    `WorkerLostError`, and the thread, a daemon, is left to itself.
+
+    Args:
+        factory: see `WorkerGroup`.
+        num_workers: likewise.
+        timeout: likewise.
+
+    Example:
+        >>> with ThreadGroup(lambda worker_id: [worker_id], 2) as group:
+        ...     group.call(1, list.__len__).result()
+        1
+    """
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"parallel", "restart"})
+
+    def _launch(self, worker_ids: Sequence[int]) -> Iterator[ThreadWorker]:
+        for worker_id in worker_ids:
+            yield ThreadWorker(worker_id, self._factory)
+
+    @staticmethod
+    def _end(workers: Collection[ThreadWorker], timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        for worker in workers:
+            worker.ask_to_end()
+        for worker in workers:
+            worker.end(deadline)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class ThreadWorker:
+    """One thread, and the queue by which it is reached."""
+
+    def __init__(self, worker_id: int, factory: Callable[[int], Any]) -> None:
+        self.worker_id = worker_id
+        self._inbox: SimpleQueue[_Call | None] = SimpleQueue()
+        self._ending = threading.Event()
+        self._pending = PendingCalls(worker_id)
+        self._thread = threading.Thread(
+            target=self._run, args=(factory,), name=f"sync worker {worker_id}", daemon=True
+        )
+        self.ready: Future[None] = self._pending.add(name_of(factory), self._thread.start)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._ending.is_set()
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
+        call = _Call(function, args, kwargs)
+        return self._pending.add(name_of(function), lambda: self._inbox.put(call))
+
+    def ask_to_end(self) -> None:
+        """Let the call in progress finish, and no other begin."""
+        self._ending.set()
+        self._inbox.put(None)
+
+    def end(self, deadline: float) -> None:
+        """Wait for the thread, and abandon it at the deadline."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._pending.lose("was stopped, and its thread abandoned,", running=True)
+
+    def _run(self, factory: Callable[[int], Any]) -> None:
+        made = attempt(factory, self.worker_id)
+        if isinstance(made, Failed):
+            self._pending.finish(made)
+            self._pending.lose("could not make its object", running=False)
+            return
+        self._pending.finish(Returned(None))
+        while self._run_next(made.value):
+            pass
+        self._pending.lose("was stopped", running=False)
+
+    def _run_next(self, hosted: Any) -> bool:
+        call = self._inbox.get()
+        if call is None or self._ending.is_set():
+            return False
+        self._pending.finish(attempt(call.function, hosted, *call.args, **call.kwargs))
+        return True
