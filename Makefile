@@ -1,0 +1,53 @@
+# Every path is relative, so that the repository may lie anywhere, also where there are spaces.
+PYTHON ?= python3
+SCHEME ?= shm
+WORKERS ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.DELETE_ON_ERROR:
+.PHONY: help test check tests demo format install clean
+
+help:
+	@echo "make test                        every check and every test"
+	@echo "make demo [SCHEME=] [WORKERS=]   learn CartPole with workers that a scheme keeps fresh"
+	@echo "make check                       linters, types and import contracts"
+	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
+	@echo "make format                      let ruff put the code into shape"
+	@echo "make install                     make .venv and install everything (the others do too)"
+	@echo "make clean                       remove .venv, caches and output"
+
+test: check tests
+
+check: $(INSTALLED)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports
+
+tests: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+demo: $(INSTALLED)
+	$(BIN)/python docs/examples/cartpole.py --scheme $(SCHEME) --workers $(WORKERS)
+
+format: $(INSTALLED)
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+install: $(INSTALLED)
+
+$(INSTALLED): requirements-dev.txt constraints.txt $(wildcard */pyproject.toml)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Python 3.11 or newer is needed; name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
+	    exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv; the first time takes some minutes."
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out
+	find core plugins tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
