@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
 
@@ -90,7 +91,7 @@ def test_a_mismatch_is_named_and_nothing_is_written(
 
 def test_a_float_does_not_become_an_integer() -> None:
     target = {"steps": torch.zeros(1, dtype=torch.int64)}
-    with pytest.raises(LayoutMismatchError, match="float32.*int64"):
+    with pytest.raises(LayoutMismatchError, match=r"float32.*int64"):
         Binding(target).write(Update.of({"steps": torch.tensor([3.7])}))
 
 
@@ -135,7 +136,9 @@ def test_tied_in_the_weights_only_fills_both() -> None:
 def test_tied_in_the_model_only_is_an_error() -> None:
     shared = torch.zeros(2)
     with pytest.raises(LayoutMismatchError, match="one tensor in the model and two"):
-        Binding({"a": shared, "b": shared}).write(Update.of({"a": torch.ones(2), "b": torch.ones(2)}))
+        Binding({"a": shared, "b": shared}).write(
+            Update.of({"a": torch.ones(2), "b": torch.ones(2)})
+        )
     assert not shared.any()
 
 

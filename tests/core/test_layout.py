@@ -8,7 +8,8 @@ import string
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from sync_core import Block, Layout, ModelError, Payload, PayloadError, Update
@@ -58,7 +59,11 @@ def round_trip(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_arrives_bit_for_bit(dtype: torch.dtype) -> None:
-    sent = {"matrix": of_dtype(dtype, 3, 5), "scalar": of_dtype(dtype), "empty": of_dtype(dtype, 0, 2)}
+    sent = {
+        "matrix": of_dtype(dtype, 3, 5),
+        "scalar": of_dtype(dtype),
+        "empty": of_dtype(dtype, 0, 2),
+    }
     received = round_trip(sent)
     for name, tensor in sent.items():
         assert received[name].dtype == dtype
@@ -73,7 +78,11 @@ def test_nan_bits_survive() -> None:
 
 def test_non_contiguous_sources_arrive_as_they_read() -> None:
     base = torch.arange(24.0).view(4, 6)
-    sent = {"transposed": base.t(), "strided": base[:, ::2], "expanded": torch.ones(1, 3).expand(4, 3)}
+    sent = {
+        "transposed": base.t(),
+        "strided": base[:, ::2],
+        "expanded": torch.ones(1, 3).expand(4, 3),
+    }
     received = round_trip(sent)
     assert all(torch.equal(received[name], tensor) for name, tensor in sent.items())
 
@@ -98,7 +107,9 @@ def test_tensors_that_share_storage_but_differ_are_not_tied() -> None:
 
 
 def test_every_tensor_and_the_body_are_aligned() -> None:
-    layout = Layout.of({"a": torch.ones(3), "b": torch.ones(5, dtype=torch.int8), "c": torch.ones(1)})
+    layout = Layout.of(
+        {"a": torch.ones(3), "b": torch.ones(5, dtype=torch.int8), "c": torch.ones(1)}
+    )
     assert len(layout.header) % 64 == 0
     assert [spec.offset for spec in layout.specs] == [0, 64, 128]
 

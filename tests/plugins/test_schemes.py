@@ -133,9 +133,7 @@ class Workers:
                 call.exception(30)
 
     def values(self) -> list[set[float]]:
-        return [
-            self.group.call(i, Worker.values).result(30) for i in self.sender.all_worker_ids()
-        ]
+        return [self.group.call(i, Worker.values).result(30) for i in self.sender.all_worker_ids()]
 
 
 _groups: dict[type[WorkerGroup], WorkerGroup] = {}
@@ -245,7 +243,8 @@ def test_the_forms_of_weights(scheme: str) -> None:
 
 def test_weights_found_by_a_path_in_a_context() -> None:
     class Trainer:
-        nets = {"actor": make_policy(3.0)}
+        def __init__(self) -> None:
+            self.nets = {"actor": make_policy(3.0)}
 
     with Sender("thread", "nets['actor']", context=Trainer(), num_workers=1) as sender:
         worker = Worker(0)
@@ -390,7 +389,7 @@ def test_an_apply_that_raises_reaches_the_sender(scheme: str) -> None:
 def test_a_model_that_does_not_fit_is_refused_at_once() -> None:
     with (
         Sender("thread", make_policy(), num_workers=1) as sender,
-        pytest.raises(LayoutMismatchError, match="'0.weight' is in the weights, not in the model"),
+        pytest.raises(LayoutMismatchError, match=r"'0.weight' is in the weights, not in the model"),
     ):
         Receiver(sender.address(0), nn.Linear(3, 4))
 
@@ -618,7 +617,7 @@ def test_nothing_is_left_behind(scheme: str, zero_copy: bool) -> None:
     def resources() -> tuple[int, set[str], int]:
         gc.collect()
         names = {path.name for path in Path("/dev/shm").iterdir()}
-        return len(os.listdir("/proc/self/fd")), names, threading.active_count()
+        return len(list(Path("/proc/self/fd").iterdir())), names, threading.active_count()
 
     with started(scheme, make_policy(), num_workers=1) as workers:
         workers.send()

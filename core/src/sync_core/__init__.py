@@ -45,8 +45,6 @@ from sync_core.workers import WorkerGroup
 __version__ = "0.1.0"
 
 __all__ = [
-    "__version__",
-    "hookimpl",
     "Address",
     "AddressError",
     "ApplyContext",
@@ -66,11 +64,11 @@ __all__ = [
     "PayloadError",
     "PendingSend",
     "PendingSendError",
-    "PointToPointTransport",
     "PluginConflictError",
     "PluginError",
     "PluginImportError",
     "PluginNotFoundError",
+    "PointToPointTransport",
     "Receiver",
     "ReceiverTransport",
     "RemoteCallError",
@@ -92,4 +90,6 @@ __all__ = [
     "WorkerLostError",
     "WorkerResult",
     "WorkerTimeoutError",
+    "__version__",
+    "hookimpl",
 ]

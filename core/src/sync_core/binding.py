@@ -106,7 +106,8 @@ class Binding:
         if list(map(_kind, named.values())) != self._kinds:
             return False
         return all(
-            named[name].data_ptr() == named[owner].data_ptr() for name, owner in self._layout.aliases
+            named[name].data_ptr() == named[owner].data_ptr()
+            for name, owner in self._layout.aliases
         )
 
     def _write_tensors(self, update: Update, *, zero_copy: bool) -> None:

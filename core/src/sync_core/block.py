@@ -40,7 +40,7 @@ class Block:
     def of_bytes(cls, data: bytes | bytearray | memoryview) -> Block:
         """A block with a copy of ``data``."""
         block = cls.allocate(len(data))
-        memoryview(block.memory.numpy())[:] = memoryview(data).cast("B")
+        block.memory.numpy()[:] = memoryview(data).cast("B")
         return block
 
     @property

@@ -130,9 +130,8 @@ class SendError(SyncError):
 
     def __str__(self) -> str:
         failed = self.report.failed
-        lines = [
+        head = (
             f"version {self.report.version} did not reach {len(failed)} of "
             f"{len(self.report.workers)} workers (the others have it):"
-        ]
-        lines += [f"  {result.error}" for result in failed.values()]
-        return "\n".join(lines)
+        )
+        return "\n".join([head, *(f"  {result.error}" for result in failed.values())])

@@ -43,7 +43,9 @@ def rebuild(name: str, like: Any, tensors: Mapping[str, Tensor]) -> Any:
     """A state of the structure of ``like`` with the tensors named, copied; missing ones kept."""
     if isinstance(like, Tensor):
         return tensors[name].clone() if name in tensors else like
-    children = {key: rebuild(f"{name}.{key}", value, tensors) for key, value in _children(name, like)}
+    children = {
+        key: rebuild(f"{name}.{key}", value, tensors) for key, value in _children(name, like)
+    }
     if isinstance(like, Mapping):
         return {key: children[key] for key in like}
     return type(like)(children.values())

@@ -75,15 +75,16 @@ def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
 def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that a module's `state_dict` leaves out."""
     return {
-        f"{prefix}.{name}" if prefix else name: submodule._buffers[name]
+        f"{prefix}.{name}" if prefix else name: buffer
         for prefix, submodule in module.named_modules(remove_duplicate=False)
-        for name in submodule._non_persistent_buffers_set
-        if isinstance(submodule._buffers.get(name), Tensor)
-    }  # type: ignore[return-value]
+        for name, buffer in submodule._buffers.items()
+        if name in submodule._non_persistent_buffers_set and buffer is not None
+    }
 
 
 def _from_tensordict(tensordict: TensorDictBase) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
+    key: str | tuple[str, ...]
     for key, value in tensordict.items(include_nested=True, leaves_only=True):
         _put(key if isinstance(key, str) else ".".join(key), value, named)
     return named

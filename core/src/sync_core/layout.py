@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -281,12 +282,12 @@ def _entry(dtype: str, shape: tuple[int, ...], start: int, stop: int) -> dict[st
 
 
 def _read_entry(
-    name: str, entry: Mapping[str, object], raw: tuple[str, list[int]] | None
+    name: str, entry: Mapping[str, Any], raw: tuple[str, list[int]] | None
 ) -> TensorSpec:
-    start, stop = entry["data_offsets"]  # type: ignore[misc]
+    start, stop = entry["data_offsets"]
     dtype_name, shape = raw if raw is not None else (entry["dtype"], entry["shape"])
-    dtype = _RAW_DTYPES[dtype_name] if raw is not None else _DTYPES[dtype_name]  # type: ignore[index]
-    spec = TensorSpec(name, dtype, tuple(shape), start)  # type: ignore[arg-type]
+    dtype = _RAW_DTYPES[dtype_name] if raw is not None else _DTYPES[dtype_name]
+    spec = TensorSpec(name, dtype, tuple(shape), start)
     if not all(isinstance(n, int) and n >= 0 for n in (start, stop, *spec.shape)):
         raise ValueError(f"{name!r} has a size or an offset that is no natural number")
     if spec.nbytes != stop - start:

@@ -38,7 +38,7 @@ def resolve(root: Any, path: str) -> Any:
         if match is None or match.end() == position:
             raise ModelPathError(
                 f"{path!r} is not a path: cannot read {path[position:]!r}; "
-                "write it like \"env.transform[0]\" or \"heads['a']\""
+                'write it like "env.transform[0]" or "heads[\'a\']"'
             )
         where = path[:position] or "the root"
         try:

@@ -107,7 +107,7 @@ class PointToPointTransport(SenderTransport):
                 self.send_to(worker_id, payload)
             except WorkerError as error:
                 delivery.fail(error)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the delivery has failed
+            except Exception as error:
                 delivery.fail(WorkerLostError(worker_id, f"send_to raised {error!r}"))
             else:
                 delivery.acknowledge()

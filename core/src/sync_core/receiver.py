@@ -68,7 +68,7 @@ class Receiver:
         self._lease = _Lease()
         if model is not None:
             self.register_model(model)
-        self._transport: ReceiverTransport = self._stack.create_transport(
+        self._transport = self._stack.create_receiver_transport(
             TransportContext(
                 side="receiver",
                 scheme=self._backend.name,

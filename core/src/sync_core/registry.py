@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -85,31 +84,41 @@ def find(group: str, name: Any) -> Plugin:
         NotAPluginError: it is something else.
     """
     if not isinstance(name, str):
-        return _checked(Plugin(group, _name_of(name), _instance(group, name)))
+        plugin = Plugin(group, _name_of(name), _instance(group, name))
+        _check(plugin.describe(), group, plugin.object)
+        return plugin
     entry = _only(group, name)
-    distribution, version = _distribution_of(entry)
-    owner = _describe(group, name, distribution, version)
-    try:
-        loaded = entry.load()
-    except Exception as error:
-        raise PluginImportError(
-            f"{owner} does not import: {type(error).__name__}: {error}"
-        ) from error
+    loaded = load(group, entry)
     try:
         found = _instance(group, loaded)
     except TypeError as error:
         raise NotAPluginError(
-            f"{owner} needs arguments; give an object, such as {loaded.__name__}(…), "
-            "instead of the name"
+            f"{_owner(group, entry)} needs arguments; give an object, such as "
+            f"{loaded.__name__}(…), instead of the name"
         ) from error
-    return _checked(Plugin(group, name, found, distribution, version))
+    return Plugin(group, name, found, *_distribution_of(entry))
+
+
+def load(group: str, entry: EntryPoint) -> Any:
+    """What an entry point refers to, checked to be a plugin of its group.
+
+    Raises:
+        PluginImportError: it does not import; the cause is chained.
+        NotAPluginError: it is something else.
+    """
+    try:
+        loaded = entry.load()
+    except Exception as error:
+        raise PluginImportError(
+            f"{_owner(group, entry)} does not import: {type(error).__name__}: {error}"
+        ) from error
+    _check(_owner(group, entry), group, loaded)
+    return loaded
 
 
 def installed(group: str) -> list[EntryPoint]:
     """The entry points of a group, sorted by name; a distribution seen twice counts once."""
-    unique = {
-        (entry.name, *_distribution_of(entry)): entry for entry in entry_points(group=group)
-    }
+    unique = {(entry.name, *_distribution_of(entry)): entry for entry in entry_points(group=group)}
     return [unique[key] for key in sorted(unique, key=lambda key: tuple(map(str, key)))]
 
 
@@ -157,42 +166,50 @@ def _name_of(given: Any) -> str:
     return type(given).__name__
 
 
-def _checked(plugin: Plugin) -> Plugin:
-    if plugin.group == WORKERS:
-        if not (inspect.isclass(plugin.object) and issubclass(plugin.object, WorkerGroup)):
-            raise NotAPluginError(f"{plugin.describe()} is no subclass of sync_core.WorkerGroup")
-        return plugin
-    hooks = implemented(plugin.object)
-    if plugin.group == SCHEMES:
-        if "create_transport" not in hooks:
+def _check(owner: str, group: str, plugin: Any) -> None:
+    if group == WORKERS:
+        if not (inspect.isclass(plugin) and issubclass(plugin, WorkerGroup)):
+            raise NotAPluginError(f"{owner} is no subclass of sync_core.WorkerGroup")
+        return
+    hooks = implemented(plugin)
+    if group == LAYERS:
+        if not hooks:
             raise NotAPluginError(
-                f"{plugin.describe()} has no create_transport marked with @sync_core.hookimpl"
-                f"{_but(hooks)}"
+                f"{owner} has none of {', '.join(_LAYER_HOOKS)} marked with @sync_core.hookimpl"
             )
-        if not isinstance(getattr(plugin.object, "capabilities", None), frozenset):
-            raise NotAPluginError(
-                f"{plugin.describe()} declares no capabilities; "
-                "add one line: capabilities = frozenset()"
-            )
-    elif not hooks:
+        return
+    if "create_transport" not in hooks:
+        there = f"; it has: {', '.join(hooks)}" if hooks else ""
         raise NotAPluginError(
-            f"{plugin.describe()} has none of {', '.join(_LAYER_HOOKS)} "
-            "marked with @sync_core.hookimpl"
+            f"{owner} has no create_transport marked with @sync_core.hookimpl{there}"
         )
-    return plugin
+    if not isinstance(getattr(plugin, "capabilities", None), frozenset):
+        raise NotAPluginError(
+            f"{owner} declares no capabilities; add one line: capabilities = frozenset()"
+        )
 
 
 def implemented(plugin: Any) -> tuple[str, ...]:
     """The names of the functions of a plugin that are marked as hook implementations."""
-    return tuple(
-        name
+    return tuple(_marks(plugin))
+
+
+def wraps(plugin: Any, hook: str) -> bool:
+    """Whether a plugin's implementation of a hook is a wrapper."""
+    mark = _marks(plugin).get(hook)
+    return mark is not None and bool(mark["wrapper"])
+
+
+def _marks(plugin: Any) -> dict[str, Any]:
+    marks = {
+        name: getattr(inspect.getattr_static(plugin, name), f"{PROJECT}_impl", None)
         for name in dir(plugin)
-        if getattr(inspect.getattr_static(plugin, name), f"{PROJECT}_impl", None)
-    )
+    }
+    return {name: mark for name, mark in marks.items() if mark is not None}
 
 
-def _but(hooks: Sequence[str]) -> str:
-    return f"; it has: {', '.join(hooks)}" if hooks else ""
+def _owner(group: str, entry: EntryPoint) -> str:
+    return _describe(group, entry.name, *_distribution_of(entry))
 
 
 def _describe(group: str, name: str, distribution: str | None, version: str | None) -> str:

@@ -291,7 +291,7 @@ class Sender(Updater):
             return
         if self._stack.implements("prepare_weights"):
             update = self._prepare(Update(update.layout, update.tensors), 0, ())
-        self._transport = self._stack.create_transport(
+        self._transport = self._stack.create_sender_transport(
             TransportContext(
                 side="sender",
                 scheme=self._backend.name,

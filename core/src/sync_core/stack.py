@@ -13,7 +13,7 @@ from sync_core import hookspecs
 from sync_core.contexts import ApplyContext, SendContext, SkipContext, TransportContext
 from sync_core.errors import HookResultError, UnknownHookError
 from sync_core.hookspecs import PROJECT, hookimpl
-from sync_core.registry import Plugin
+from sync_core.registry import Plugin, implemented, wraps
 from sync_core.transport import ReceiverTransport, SenderTransport
 from sync_core.update import Update
 
@@ -38,28 +38,32 @@ class Stack:
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._manager.register(defaults, "sync-core")
-        for position, plugin in enumerate((backend, *layers)):
+        plugins = (backend, *layers)
+        # Innermost, so that it sees what comes from implementations that wrap no other.
+        self._manager.register(_Check(plugins, wrappers=False), "check")
+        for position, plugin in enumerate(plugins):
             self._register(plugin, f"{position}: {plugin.name}")
+            self._manager.register(_Check((plugin,), wrappers=True), f"{position}: check")
         self._extended = frozenset(
-            hook
-            for hook in HOOKS
-            for impl in getattr(self._manager.hook, hook).get_hookimpls()
-            if impl.plugin is not defaults and not isinstance(impl.plugin, _Check)
+            hook for hook in HOOKS for plugin in plugins if hook in implemented(plugin.object)
         )
 
     def implements(self, hook: str) -> bool:
         """Whether the backend or a layer implements the hook, and not the core alone."""
         return hook in self._extended
 
-    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
-        """The backend's transport for ``context.side``."""
+    def create_sender_transport(self, context: TransportContext) -> SenderTransport:
+        """The sender's side of the backend's transport."""
         transport = self._manager.hook.create_transport(context=context)
-        wanted = SenderTransport if context.side == "sender" else ReceiverTransport
-        if not isinstance(transport, wanted):
-            raise HookResultError(
-                f"{self._backend.describe()}: create_transport returned "
-                f"{_kind(transport)} for the {context.side}, not a {wanted.__name__}"
-            )
+        if not isinstance(transport, SenderTransport):
+            raise self._wrong_transport(transport, "a SenderTransport for the sender")
+        return transport
+
+    def create_receiver_transport(self, context: TransportContext) -> ReceiverTransport:
+        """A receiver's side of the backend's transport."""
+        transport = self._manager.hook.create_transport(context=context)
+        if not isinstance(transport, ReceiverTransport):
+            raise self._wrong_transport(transport, "a ReceiverTransport for the receiver")
         return transport
 
     def prepare_weights(self, update: Update, context: SendContext) -> Update:
@@ -76,6 +80,12 @@ class Stack:
         skipped: bool = self._manager.hook.skip_update(context=context)
         return skipped
 
+    def _wrong_transport(self, transport: object, wanted: str) -> HookResultError:
+        return HookResultError(
+            f"{self._backend.describe()}: create_transport returned {_kind(transport)}, "
+            f"not {wanted}"
+        )
+
     def _register(self, plugin: Plugin, name: str) -> None:
         try:
             self._manager.register(plugin.object, name)
@@ -86,18 +96,17 @@ class Stack:
             raise UnknownHookError(
                 f"{plugin.describe()} is given twice; give each layer once, or an object of its own"
             ) from error
-        self._manager.register(_Check(plugin), f"{name} (check)")
 
 
 class _Check:
-    """Wraps one plugin's results, so that the one that returned nonsense can be named.
+    """Wraps what plugins return, so that the one that returned nonsense can be named.
 
-    Registered right after its plugin, it sees that plugin's result before any other can
-    change it.
+    Registered right after a plugin, it sees that plugin's result before any other changes it.
     """
 
-    def __init__(self, plugin: Plugin) -> None:
-        self._plugin = plugin
+    def __init__(self, plugins: Sequence[Plugin], *, wrappers: bool) -> None:
+        self._plugins = plugins
+        self._wrappers = wrappers
 
     @hookimpl(wrapper=True)
     def prepare_weights(self) -> Generator[None, Any, Update]:
@@ -121,8 +130,13 @@ class _Check:
         return result
 
     def _error(self, hook: str, result: object, wanted: str) -> HookResultError:
+        suspects = [
+            plugin.describe()
+            for plugin in self._plugins
+            if hook in implemented(plugin.object) and wraps(plugin.object, hook) is self._wrappers
+        ]
         return HookResultError(
-            f"{self._plugin.describe()}: {hook} returned {_kind(result)}, not {wanted}"
+            f"{' or '.join(suspects)}: {hook} returned {_kind(result)}, not {wanted}"
         )
 
 

@@ -23,7 +23,7 @@ class Updater(ABC):
         del policy
         return None
 
-    def init(self, *args: Any, **kwargs: Any) -> None:
+    def init(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - a no-op is the default
         """Called by a collector's `init_updater`; does nothing unless a subclass does."""
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, ClassVar, Concatenate, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 Result = TypeVar("Result")
 
@@ -47,7 +47,7 @@ class WorkerGroup(ABC):
     def call(
         self,
         worker_id: int,
-        function: Callable[Concatenate[Any, ...], Result],
+        function: Callable[..., Result],
         /,
         *args: Any,
         **kwargs: Any,
@@ -55,8 +55,9 @@ class WorkerGroup(ABC):
         """Run ``function(hosted, *args, **kwargs)`` on a worker; never blocks for long.
 
         The future ends with the result; with `RemoteCallError` (chained from the exception
-        itself where that can travel) when the function raised; with `WorkerLostError` when the
-        worker is dead or dies first.
+        itself where that can travel) when the function raised, or its arguments or result could
+        not travel; with `WorkerLostError` when the worker is dead or dies first. It cannot be
+        cancelled.
 
         Raises:
             UnknownWorkerError: no such worker.

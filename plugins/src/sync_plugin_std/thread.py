@@ -56,7 +56,11 @@ class ThreadSender(SenderTransport):
         options = context.parse_options(ThreadOptions)
         assert context.layout is not None
         self._publisher = Publisher(
-            Block.allocate, context.layout.nbytes, options.slots, context.worker_ids, context.timeout
+            Block.allocate,
+            context.layout.nbytes,
+            options.slots,
+            context.worker_ids,
+            context.timeout,
         )
         self._name = secrets.token_hex(8)
         _publishers[self._name] = self._publisher

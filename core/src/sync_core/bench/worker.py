@@ -1,0 +1,64 @@
+"""What a benchmark's worker does: receives, checks what arrived, and measures plain copies."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from sync_core.address import Address
+from sync_core.bench.models import is_marked, make_model
+from sync_core.receiver import Receiver
+
+
+class BenchWorker:
+    """Hosted by each worker of a benchmark.
+
+    Args:
+        model: the name of the model.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.model = make_model(model)
+        self._receiver: Receiver | None = None
+        self._source: np.ndarray[Any, Any] | None = None
+        self._target = torch.empty(0)
+
+    def connect(self, address: Address) -> None:
+        """Connect to the sender."""
+        self._receiver = Receiver(address, self.model)
+
+    def receive(self) -> int | None:
+        """Wait for a version and commit it."""
+        if self._receiver is None:
+            raise RuntimeError("connect comes before receive")
+        return self._receiver.receive()
+
+    def has_arrived(self, version: int) -> bool:
+        """Whether every element of the model is of this version."""
+        return is_marked(self.model, version)
+
+    def map_source(self, path: str, nbytes: int) -> None:
+        """Map the memory that `copy_source` reads, and touch what it writes to."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            mapping = mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        self._source = np.frombuffer(mapping, dtype=np.uint8)
+        self._target = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def copy_source(self) -> tuple[float, float]:
+        """Copy the whole source once; when that began and ended."""
+        if self._source is None:
+            raise RuntimeError("map_source comes before copy_source")
+        begin = time.perf_counter()
+        # One memmove of everything is what the C library does fastest.
+        ctypes.memmove(self._target.data_ptr(), self._source.ctypes.data, self._source.nbytes)
+        return begin, time.perf_counter()

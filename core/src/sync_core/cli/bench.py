@@ -1,0 +1,104 @@
+"""``sync-core bench``: how fast a scheme is on this machine, and how near to what it could be."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sync_core.bench import MODELS, Measurement, measure
+
+
+def add_to(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="seconds, GB/s, and the share of this machine's copy limit",
+        description=(
+            "Sends a model to workers, round after round, checks what arrived, and does plain "
+            "copies of the same bytes in turn with that. Further --name value pairs are options "
+            "of the scheme."
+        ),
+    )
+    parser.add_argument("scheme", help="the scheme's name")
+    parser.add_argument("--workers", type=int, default=4, help="how many workers (4)")
+    parser.add_argument("--model", choices=MODELS, default="large", help="what is sent (large)")
+    parser.add_argument("--zero-copy", action="store_true", help="let the workers keep views")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds that count, 7 or more (9)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
+    if arguments.rounds < 7:
+        parser.error("a median wants 7 rounds or more")
+    if arguments.workers < 1:
+        parser.error("there must be a worker")
+    measurement = measure(
+        arguments.scheme,
+        arguments.model,
+        workers=arguments.workers,
+        zero_copy=arguments.zero_copy,
+        rounds=arguments.rounds,
+        options=_options(rest, parser),
+    )
+    if arguments.json:
+        sys.stdout.write(json.dumps(_as_json(measurement)) + "\n")
+    else:
+        _print(measurement)
+    return 0
+
+
+def _options(rest: list[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
+    names, values = rest[::2], rest[1::2]
+    if len(rest) % 2 or not all(name.startswith("--") for name in names):
+        parser.error(f"options of the scheme are --name value pairs, not {' '.join(rest)!r}")
+    return {
+        name.removeprefix("--").replace("-", "_"): _value(value)
+        for name, value in zip(names, values, strict=True)
+    }
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _as_json(measurement: Measurement) -> dict[str, Any]:
+    return asdict(measurement) | {
+        "median": measurement.median,
+        "gigabytes_per_second": measurement.gigabytes_per_second,
+        "share_of_limit": measurement.share_of_limit,
+    }
+
+
+def _print(measurement: Measurement) -> None:
+    table = Table(
+        title=(
+            f"{measurement.plugin}, {measurement.model}: {measurement.nbytes / 1e6:.3g} MB in "
+            f"{measurement.tensors} tensors to {measurement.workers} workers on "
+            f"{measurement.cores} cores{', zero-copy' * measurement.zero_copy}"
+        ),
+        title_justify="left",
+    )
+    for column in ("", "median ms", "min ms", "max ms", "GB/s"):
+        table.add_column(column, justify="right" if column else "left")
+    rows = {"send": measurement.seconds, "limit (pack and copies)": measurement.limit}
+    moved = measurement.nbytes * measurement.workers
+    for name, seconds in rows.items():
+        if seconds:
+            middle = sorted(seconds)[len(seconds) // 2]
+            figures = [1e3 * middle, 1e3 * min(seconds), 1e3 * max(seconds), moved / middle / 1e9]
+            table.add_row(name, *(f"{figure:.2f}" for figure in figures))
+    console = Console()
+    console.print(table)
+    if measurement.share_of_limit is not None:
+        console.print(f"share of the limit reached: {measurement.share_of_limit:.2f}")

@@ -1,0 +1,99 @@
+"""``sync-core list``: what is installed, where it comes from, and whether it loads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from importlib_metadata import EntryPoint
+from rich.console import Console
+from rich.table import Table
+
+from sync_core import registry
+from sync_core.errors import PluginError
+from sync_core.stack import HOOKS
+
+_TITLES = {
+    registry.SCHEMES: "schemes",
+    registry.LAYERS: "layers",
+    registry.WORKERS: "worker groups",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One plugin, as far as it could be loaded.
+
+    Args:
+        kind: ``"schemes"``, ``"layers"`` or ``"worker groups"``.
+        name: its name.
+        distribution: where it comes from.
+        version: the version of that.
+        hooks: the hooks that it implements.
+        capabilities: what it declares that it can do.
+        error: why it cannot be used, or None.
+    """
+
+    kind: str
+    name: str
+    distribution: str | None
+    version: str | None
+    hooks: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
+    error: str | None = None
+
+
+def add_to(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser("list", help="schemes, layers and worker groups installed here")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def listed() -> list[Listed]:
+    """Everything installed."""
+    return [
+        _listed(group, title, entry)
+        for group, title in _TITLES.items()
+        for entry in registry.installed(group)
+    ]
+
+
+def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
+    dist = entry.dist
+    distribution, version = (None, None) if dist is None else (dist.name, dist.version)
+    try:
+        loaded = registry.load(group, entry)
+    except PluginError as error:
+        return Listed(kind, entry.name, distribution, version, error=str(error))
+    hooks = tuple(hook for hook in HOOKS if hook in registry.implemented(loaded))
+    capabilities = () if group == registry.LAYERS else tuple(sorted(loaded.capabilities))
+    return Listed(kind, entry.name, distribution, version, hooks, capabilities)
+
+
+def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
+    if rest:
+        parser.error(f"list has no {' '.join(rest)!r}")
+    plugins = listed()
+    if arguments.json:
+        sys.stdout.write(json.dumps([asdict(plugin) for plugin in plugins], indent=2) + "\n")
+        return 0
+    console = Console()
+    for title in _TITLES.values():
+        console.print(_table(title, [plugin for plugin in plugins if plugin.kind == title]))
+    return 0
+
+
+def _table(title: str, plugins: list[Listed]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("name", "distribution", "version", "hooks", "capabilities"):
+        table.add_column(column)
+    for plugin in plugins:
+        able = plugin.error or ", ".join(plugin.capabilities)
+        table.add_row(
+            plugin.name, plugin.distribution, plugin.version, ", ".join(plugin.hooks), able
+        )
+    return table

@@ -1,0 +1,69 @@
+"""The command line: list and bench."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sync_core.cli import main
+
+
+def test_list_shows_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json"]) == 0
+    plugins = {(p["kind"], p["name"]): p for p in json.loads(capsys.readouterr().out)}
+    shm = plugins["schemes", "shm"]
+    assert shm["distribution"] == "sync-plugin-std"
+    assert shm["hooks"] == ["create_transport"]
+    assert "zero_copy" in shm["capabilities"]
+    assert plugins["layers", "interval"]["hooks"] == ["skip_update"]
+    assert "cross_process" in plugins["worker groups", "process"]["capabilities"]
+    assert all(plugin["error"] is None for plugin in plugins.values())
+
+
+def test_list_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    assert "sync-plugin-std" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("scheme", ["shm", "thread"])
+def test_bench_measures_and_checks(scheme: str) -> None:
+    command = ["bench", scheme, "--workers", "2", "--model", "small", "--rounds", "7", "--json"]
+    output = subprocess.run(
+        [sys.executable, "-m", "sync_core", *command, "--slots", "4"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    ).stdout
+    measured = json.loads(output)
+    assert len(measured["seconds"]) == 7
+    assert min(measured["seconds"]) <= measured["median"] <= max(measured["seconds"])
+    assert measured["options"] == {"slots": 4}
+    assert (measured["share_of_limit"] is not None) == (scheme == "shm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "ray"], "pip install sync-plugin-ray"),
+        (["bench", "shm", "--slot", "4", "--workers", "1", "--model", "small"], "no option 'slot'"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["bench", "shm", "--rounds", "3"], ["bench", "shm", "x"], ["list", "--slots", "2"]],
+)
+def test_arguments_that_make_no_sense(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)

@@ -1,0 +1,174 @@
+"""The registry: plugins of real distributions found by name, and every error of a look-up."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sync_core import (
+    NotAPluginError,
+    PluginConflictError,
+    PluginImportError,
+    PluginNotFoundError,
+    Sender,
+    hookimpl,
+    registry,
+)
+
+SCHEME = """
+from sync_core import hookimpl
+capabilities = frozenset({"pull"})
+@hookimpl
+def create_transport(context): ...
+"""
+
+
+class Site:
+    """A folder on sys.path, into which distributions are installed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def install(
+        self,
+        distribution: str,
+        source: str,
+        *,
+        group: str = registry.SCHEMES,
+        name: str = "carrier-pigeon",
+        attribute: str = "",
+    ) -> None:
+        module = distribution.replace("-", "_")
+        (self.path / f"{module}.py").write_text(source)
+        info = self.path / f"{module}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n"
+        )
+        target = f"{module}:{attribute}" if attribute else module
+        (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {target}\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield Site(tmp_path)
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_plugin_is_found_by_name(site: Site) -> None:
+    site.install("pigeon-plugin", SCHEME)
+    plugin = registry.find(registry.SCHEMES, "carrier-pigeon")
+    assert isinstance(plugin.object, ModuleType)
+    assert plugin.capabilities == {"pull"}
+    assert plugin.describe() == "scheme 'carrier-pigeon' (pigeon-plugin 1.2)"
+
+
+def test_only_the_plugin_that_was_named_is_loaded(site: Site) -> None:
+    site.install("pigeon-plugin", SCHEME)
+    site.install("broken-plugin", "raise RuntimeError", name="broken")
+    registry.find(registry.SCHEMES, "carrier-pigeon")
+    assert "broken_plugin" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "message"),
+    [
+        (
+            registry.SCHEMES,
+            "ray",
+            "no scheme 'ray' is installed; type: pip install sync-plugin-ray",
+        ),
+        (registry.SCHEMES, "rya", "did you mean 'ray'. Then type: pip install sync-plugin-ray"),
+        (registry.SCHEMES, "shn", "did you mean 'shm'. .installed: mp, none, shm, thread"),
+        (registry.SCHEMES, "smoke-signal", "no scheme 'smoke-signal' is installed .installed:"),
+        (registry.LAYERS, "bf61", "no layer 'bf61' is installed; did you mean 'bf16'"),
+        (registry.WORKERS, "proces", "no worker group 'proces' .* did you mean 'process'"),
+    ],
+)
+def test_a_name_that_nothing_provides(group: str, name: str, message: str) -> None:
+    with pytest.raises(PluginNotFoundError, match=message):
+        registry.find(group, name)
+
+
+def test_two_distributions_that_claim_one_name(site: Site) -> None:
+    site.install("pigeon-plugin", SCHEME)
+    site.install("other-plugin", SCHEME)
+    with pytest.raises(
+        PluginConflictError, match=r"other-plugin 1\.2 and pigeon-plugin 1\.2; .*pip uninstall"
+    ):
+        registry.find(registry.SCHEMES, "carrier-pigeon")
+
+
+def test_a_distribution_that_is_seen_twice_is_one(site: Site, tmp_path: Path) -> None:
+    site.install("pigeon-plugin", SCHEME)
+    (tmp_path / "again").mkdir()
+    Site(tmp_path / "again").install("pigeon-plugin", SCHEME)
+    sys.path.append(str(tmp_path / "again"))
+    try:
+        assert registry.find(registry.SCHEMES, "carrier-pigeon").version == "1.2"
+    finally:
+        sys.path.remove(str(tmp_path / "again"))
+
+
+def test_a_plugin_that_does_not_import(site: Site) -> None:
+    site.install("pigeon-plugin", "import a_module_that_is_not_there")
+    with pytest.raises(
+        PluginImportError, match=r"\(pigeon-plugin 1\.2\) does not import: ModuleNotFound"
+    ) as failure:
+        Sender("carrier-pigeon", num_workers=1)
+    assert isinstance(failure.value.__cause__, ModuleNotFoundError)
+
+
+@pytest.mark.parametrize(
+    ("group", "source", "message"),
+    [
+        (registry.SCHEMES, "x = 1", "no create_transport marked with @sync_core.hookimpl"),
+        (registry.SCHEMES, SCHEME.replace("capabilities", "others"), "declares no capabilities"),
+        (registry.LAYERS, "x = 1", "none of prepare_weights, apply_weights, skip_update"),
+        (registry.WORKERS, "x = 1", "no subclass of sync_core.WorkerGroup"),
+    ],
+)
+def test_what_is_no_plugin(site: Site, group: str, source: str, message: str) -> None:
+    site.install("pigeon-plugin", source, group=group)
+    with pytest.raises(NotAPluginError, match=message):
+        registry.find(group, "carrier-pigeon")
+
+
+def test_a_class_is_instantiated(site: Site) -> None:
+    source = "class Pigeon:\n" + SCHEME.replace("\n", "\n    ").replace(
+        "(context)", "(self, context)"
+    )
+    site.install("pigeon-plugin", source, attribute="Pigeon")
+    assert type(registry.find(registry.SCHEMES, "carrier-pigeon").object).__name__ == "Pigeon"
+
+
+def test_a_class_that_needs_arguments() -> None:
+    with pytest.raises(NotAPluginError, match=r"give an object, such as Interval\(…\)"):
+        registry.find(registry.LAYERS, "interval")
+
+
+class Pigeon:
+    capabilities: frozenset[str] = frozenset()
+
+    @hookimpl
+    def create_transport(self, context: Any) -> None: ...
+
+
+@pytest.mark.parametrize("given", [Pigeon, Pigeon()])
+def test_an_object_can_be_given_instead_of_a_name(given: Any) -> None:
+    plugin = registry.find(registry.SCHEMES, given)
+    assert (plugin.name, plugin.distribution) == ("Pigeon", None)
+    assert plugin.describe() == "scheme 'Pigeon'"
+
+
+def test_an_object_that_is_no_plugin() -> None:
+    with pytest.raises(NotAPluginError, match="scheme 'int' has no create_transport"):
+        registry.find(registry.SCHEMES, 3)

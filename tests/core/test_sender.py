@@ -1,0 +1,252 @@
+"""What a sender does that no transport needs to be real for: updater manners, plain objects."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sync_core
+from sync_core import (
+    ClosedError,
+    Delivery,
+    ModelError,
+    OptionError,
+    Payload,
+    PointToPointTransport,
+    Receiver,
+    ReceiverTransport,
+    Sender,
+    SendError,
+    SenderTransport,
+    TransportContext,
+    WorkerError,
+    hookimpl,
+)
+
+
+class Mailboxes:
+    """A transport of one screen, by blocking calls to one worker at a time."""
+
+    capabilities: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self.boxes: dict[int, list[bytes]] = {}
+        self.fails: Callable[[int], bool] = lambda _worker_id: False
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        if context.side == "receiver":
+            return MailboxReceiver(self, context.worker_id)
+        return MailboxSender(self, context.worker_ids)
+
+
+class MailboxSender(PointToPointTransport):
+    def __init__(self, scheme: Mailboxes, worker_ids: Sequence[int]) -> None:
+        self.scheme = scheme
+        super().__init__(worker_ids)
+
+    def address(self, worker_id: int) -> int:
+        return worker_id
+
+    def send_to(self, worker_id: int, payload: Payload) -> None:
+        if self.scheme.fails(worker_id):
+            raise WorkerError(worker_id, "is not at home")
+        data = payload.version.to_bytes(8, "little") + payload.to_bytes()
+        self.scheme.boxes.setdefault(worker_id, []).append(data)
+
+
+class MailboxReceiver(ReceiverTransport):
+    def __init__(self, scheme: Mailboxes, worker_id: int) -> None:
+        self.box = scheme.boxes.setdefault(worker_id, [])
+
+    def receive(self, timeout: float) -> Payload | None:
+        if not self.box:
+            return None
+        data = self.box[-1]
+        self.box.clear()
+        return Payload.from_bytes(data[8:], int.from_bytes(data[:8], "little"))
+
+    def acknowledge(self, version: int, error: str | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_plugin_object_serves_as_a_scheme() -> None:
+    policy, copy = nn.Linear(3, 2), nn.Linear(3, 2)
+    with Sender(Mailboxes(), policy, num_workers=2) as sender:
+        receiver = Receiver(sender.address(1), copy)
+        assert sender.send().updated == (0, 1)
+        assert receiver.receive() == 1
+        assert torch.equal(policy.weight, copy.weight)
+        new = sender.add_worker()
+        late = Receiver(sender.address(new), copy)
+        assert sender.send(worker_ids=new).updated == (new,)
+        assert late.receive() == 2
+
+
+def test_a_worker_that_fails_keeps_no_other_from_its_update() -> None:
+    scheme = Mailboxes()
+    scheme.fails = lambda worker_id: worker_id == 0
+    with Sender(scheme, nn.Linear(3, 2), num_workers=2) as sender:
+        with pytest.raises(SendError, match="worker 0: is not at home") as failure:
+            sender.send()
+        assert failure.value.report.updated == (1,)
+        scheme.fails = lambda _worker_id: False
+        assert sender.send().updated == (0, 1)
+
+
+def sender_of_nobody(**options: Any) -> Sender:
+    return Sender("thread", nn.Linear(1, 1), num_workers=0, **options)
+
+
+def test_pushing_is_sending() -> None:
+    with sender_of_nobody() as sender:
+        for push in (sender.push_weights, sender, sender.send):
+            assert push(nn.Linear(1, 1)).failed == {}
+
+
+def test_post_hooks_run_in_order_and_also_when_everybody_is_skipped() -> None:
+    class Never:
+        @hookimpl
+        def skip_update(self) -> bool:
+            return True
+
+    calls: list[int] = []
+    with Sender("thread", nn.Linear(1, 1), num_workers=1, layers=[Never()]) as sender:
+        hooks = [lambda: calls.append(1), lambda: calls.append(2)]
+        for hook in hooks:
+            sender.register_post_hook(hook)
+        assert sender.post_hooks == tuple(hooks)
+        report = sender.push_weights()
+    assert (report.skipped, report.version, calls) == ((0,), 0, [1, 2])
+
+
+class Counting:
+    def __init__(self, versions: list[int]) -> None:
+        self.versions = versions
+
+    def increment_version(self) -> None:
+        self.versions.append(1)
+
+
+def test_a_collector_is_registered_once_and_held_weakly() -> None:
+    with sender_of_nobody() as sender:
+        assert sender.collector is None
+        versions: list[int] = []
+        collector = Counting(versions)
+        sender.register_collector(collector)
+        sender.increment_version()
+        assert (sender.collector, versions) == (collector, [1])
+        with pytest.raises(RuntimeError, match="serves one collector"):
+            sender.register_collector(Counting([]))
+        del collector
+        gc.collect()
+        assert sender.collector is None
+        sender.increment_version()
+        with pytest.raises(RuntimeError, match="serves one collector"):
+            sender.register_collector(Counting([]))
+
+
+def test_a_subclass_may_know_how_to_make_itself() -> None:
+    assert Sender.from_policy(nn.Linear(1, 1)) is None
+    with sender_of_nobody() as sender:
+        sender.init("anything", at="all")
+
+
+def test_a_model_may_be_registered_later() -> None:
+    with Sender("thread", num_workers=1) as sender:
+        for call in (sender.send, lambda: sender.address(0)):
+            with pytest.raises(ModelError, match="register"):
+                call()
+        sender.register_model(nn.Linear(2, 2))
+        assert sender.address(0).layout.names == ("weight", "bias")
+
+
+def test_the_model_is_looked_up_in_the_context_at_every_send() -> None:
+    trainer = SimpleNamespace(policy=nn.Linear(2, 2))
+    target = nn.Linear(2, 2)
+    with Sender("thread", context=trainer, num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), target)
+        trainer.policy = nn.Linear(2, 2)
+        pending = sender.send_async()
+        receiver.receive()
+        pending.wait()
+        assert torch.equal(target.weight, trainer.policy.weight)
+        trainer.policy = nn.Linear(3, 3)
+        with pytest.raises(sync_core.LayoutMismatchError, match=r"float32\[3, 3\] in the weights"):
+            sender.send()
+
+
+def test_weights_with_tied_tensors_may_come_untied_when_they_are_equal() -> None:
+    shared = nn.Parameter(torch.ones(2))
+    with Sender("thread", nn.ParameterDict({"a": shared, "b": shared}), num_workers=0) as sender:
+        sender.send({"b": torch.ones(2), "a": torch.ones(2)})
+        with pytest.raises(sync_core.LayoutMismatchError, match="hold different values"):
+            sender.send({"a": torch.ones(2), "b": torch.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"on_failure": "ignore"}, ValueError),
+        ({"strategy": "pickle"}, ValueError),
+        ({"zero_copy": True, "partial": True}, OptionError),
+        ({"zero_copy": True, "strategy": "state_dict"}, OptionError),
+        ({"num_workers": -1}, ValueError),
+        ({"num_workers": None}, ValueError),
+        ({"num_workers": 2, "workers": [object()]}, ValueError),
+    ],
+)
+def test_arguments_that_do_not_fit(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Sender("thread", nn.Linear(1, 1), **{"num_workers": 1, **options})
+
+
+def test_a_scheme_that_cannot_zero_copy_says_so() -> None:
+    with pytest.raises(OptionError, match="scheme 'Mailboxes' cannot zero_copy"):
+        Sender(Mailboxes(), nn.Linear(1, 1), num_workers=1, zero_copy=True)
+
+
+def test_a_delivery_ends_once() -> None:
+    delivery = Delivery(0, 1, 10)
+    assert not delivery.wait(0)
+    delivery.fail(WorkerError(0, "first"))
+    delivery.acknowledge()
+    assert str(delivery.error) == "worker 0: first"
+
+
+def test_a_getter_is_a_sender_to_pull_from() -> None:
+    server, local = nn.Linear(2, 1), nn.Linear(2, 1)
+    offers: list[Any] = [None, server, server.state_dict(), {"weight": torch.ones(3)}]
+    receiver = Receiver.from_getter(lambda: offers.pop(0), local)
+    assert receiver.update_weights() is None
+    assert receiver.receive() == 1
+    assert torch.equal(local.weight, server.weight)
+    assert receiver.receive() == 2
+    with pytest.raises(sync_core.LayoutMismatchError):
+        receiver.receive()
+    assert receiver.version == 2
+    receiver(nn.Linear(2, 1))
+    assert not torch.equal(local.weight, server.weight)
+    receiver.close()
+    with pytest.raises(ClosedError):
+        receiver.receive()
+
+
+def test_an_address_is_what_a_receiver_wants() -> None:
+    with pytest.raises(sync_core.AddressError, match=r"get one by sender\.address"):
+        Receiver("tcp://somewhere", nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_the_public_names() -> None:
+    assert sync_core.__all__ == sorted(sync_core.__all__)
+    assert all(getattr(sync_core, name) is not None for name in sync_core.__all__)
+    assert not [
+        name for name in sync_core.__all__ if name.startswith("_") and name != "__version__"
+    ]

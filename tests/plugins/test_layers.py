@@ -1,0 +1,81 @@
+"""The standard layers: what travels, what arrives, and who is skipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sync_core import Receiver, Sender
+from sync_plugin_std.cast import BFloat16
+from sync_plugin_std.interval import Interval
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.halved = nn.Parameter(torch.randn(4).half())
+        self.brain = nn.Parameter(torch.randn(4).bfloat16())
+        self.register_buffer("steps", torch.tensor(3))
+        self.tied = self.weight
+
+
+def send_once(layers: list[Any], source: nn.Module, target: nn.Module, **options: Any) -> int:
+    with Sender("thread", source, num_workers=1, layers=layers, **options) as sender:
+        receiver = Receiver(sender.address(0), target)
+        pending = sender.send_async()
+        receiver.receive()
+        return pending.wait().nbytes
+
+
+@pytest.mark.parametrize("zero_copy", [False, True], ids=["copy", "zero_copy"])
+@pytest.mark.parametrize(("layer", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_the_bytes_travel_and_the_dtypes_come_back(
+    layer: str, dtype: torch.dtype, zero_copy: bool
+) -> None:
+    source, target = Mixed(), Mixed()
+    plain = send_once([], source, Mixed())
+    assert send_once([layer], source, target, zero_copy=zero_copy) < plain
+    assert target.weight.dtype == torch.float32
+    assert torch.equal(target.weight, source.weight.to(dtype).float())
+    assert torch.equal(target.halved, source.halved)
+    assert torch.equal(target.brain, source.brain)
+    assert int(target.steps) == 3
+
+
+def test_layers_by_name_and_by_object() -> None:
+    source, target = Mixed(), Mixed()
+    send_once([BFloat16(), Interval(1)], source, target)
+    assert torch.equal(target.weight, source.weight.bfloat16().float())
+
+
+def pushed(k: int, pushes: int) -> list[bool]:
+    source = nn.Linear(1, 1)
+    with Sender("none", source, num_workers=1, layers=[Interval(k)]) as sender:
+        return [bool(sender.send().updated) for _ in range(pushes)]
+
+
+@pytest.mark.parametrize(
+    ("k", "expected"),
+    [(1, [True] * 6), (2, [True, False] * 3), (3, [True, False, False] * 2)],
+)
+def test_the_first_push_goes_out_and_then_every_kth(k: int, expected: list[bool]) -> None:
+    assert pushed(k, 6) == expected
+
+
+def test_pushes_are_counted_for_each_worker() -> None:
+    with Sender("none", nn.Linear(1, 1), num_workers=2, layers=[Interval(2)]) as sender:
+        assert sender.send(worker_ids=0).updated == (0,)
+        assert sender.send().updated == (1,)
+        assert sender.send(worker_ids=1).skipped == (1,)
+        assert sender.send().updated == (0, 1)
+        assert sender.version == 3
+
+
+@pytest.mark.parametrize("k", [0, -1, True])
+def test_intervals_that_are_none(k: int) -> None:
+    with pytest.raises(ValueError, match="counts pushes from 1"):
+        Interval(k)
