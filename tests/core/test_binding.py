@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
 
-from sync_core import LayoutMismatchError, ModelError, Update
+from sync_core import LayoutMismatchError, ModelError, Payload, Update
 from sync_core.binding import Binding
 from sync_core.extract import Strategy
 
@@ -248,3 +248,77 @@ def test_tensors_on_the_way_to_the_graph_are_not_recorded() -> None:
     Binding(target).write(Binding(nn.Linear(2, 2)).read())
     assert target.weight.grad_fn is None
     assert target.weight.is_leaf
+
+
+def large() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+
+
+def written_twice(target: nn.Module, source: nn.Module) -> Binding:
+    """Write as a receiver does, from a payload's body."""
+    binding = Binding(target)
+    update = Binding(source).read()
+    for version in (1, 2):
+        received = Payload.from_bytes(
+            Payload(version, update.layout, update.tensors).to_bytes(), version
+        )
+        binding.write(Update(received.layout, received.tensors, received.body))
+    return binding
+
+
+def side_by_side(module: nn.Module) -> bool:
+    pointers = sorted(parameter.data_ptr() for parameter in module.parameters())
+    return pointers[-1] - pointers[0] < 4 * 300 * 304 * 4
+
+
+def test_a_large_module_is_gathered_and_keeps_its_manners() -> None:
+    source, target = large(), large()
+    optimiser = torch.optim.SGD(target.parameters(), lr=0.1)
+    before = [(id(p), p.requires_grad) for p in target.parameters()]
+    binding = written_twice(target, source)
+    assert side_by_side(target)
+    assert [(id(p), p.requires_grad) for p in target.parameters()] == before
+    assert all(map(torch.equal, target.parameters(), source.parameters()))
+    sizes = {p.untyped_storage().nbytes() for p in target.parameters()}
+    assert sizes == {300 * 300 * 4, 300 * 4}
+    target(torch.ones(1, 300)).sum().backward()
+    optimiser.step()
+    assert not torch.equal(target[0].weight, source[0].weight)  # type: ignore[index]
+    binding.write(binding.read())
+    assert all(map(torch.equal, copy.deepcopy(target).parameters(), target.parameters()))
+
+
+def test_a_module_whose_memory_is_viewed_is_left_where_it_is() -> None:
+    source, target = large(), large()
+    view = target.state_dict()
+    written_twice(target, source)
+    assert not side_by_side(target)
+    assert torch.equal(view["0.weight"], source[0].weight)  # type: ignore[index]
+
+
+def test_a_module_in_shared_memory_stays_there() -> None:
+    source, target = large(), large().share_memory()
+    written_twice(target, source)
+    assert all(parameter.is_shared() for parameter in target.parameters())
+    assert all(map(torch.equal, target.parameters(), source.parameters()))
+
+
+def test_a_gathered_module_that_is_moved_again_is_still_written() -> None:
+    source, target = large(), large()
+    binding = written_twice(target, source)
+    target[1].weight.data = torch.zeros(300, 300)  # type: ignore[index]
+    received = Payload.from_bytes(
+        Payload(3, binding.layout, tuple(Binding(source).read().tensors)).to_bytes(), 3
+    )
+    binding.write(Update(received.layout, received.tensors, received.body))
+    assert all(map(torch.equal, target.parameters(), source.parameters()))
+
+
+def test_a_backward_pass_notices_that_weights_were_written() -> None:
+    source, target = large(), large()
+    binding = written_twice(target, source)
+    loss = target(torch.ones(1, 300)).sum()
+    received = Payload.from_bytes(Payload(3, binding.layout, binding.read().tensors).to_bytes(), 3)
+    binding.write(Update(received.layout, received.tensors, received.body))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

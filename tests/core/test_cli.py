@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,9 +24,28 @@ def test_list_shows_what_is_installed(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(plugin["error"] is None for plugin in plugins.values())
 
 
-def test_list_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_in_a_pipe_keeps_a_plugin_to_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
-    assert "sync-plugin-std" in capsys.readouterr().out
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (shm,) = [line for line in lines if line[0] == "shm"]
+    assert shm[1] == "sync-plugin-std"
+    assert shm[-1] == "zero_copy"
+
+
+def test_list_says_why_a_plugin_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module, scheme in (("broken", "pigeon"), ("first", "owl"), ("second", "owl")):
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError('a [/] is no markup')")
+        info = tmp_path / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[sync.schemes]\n{scheme} = {module}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert "(broken 1.0) does not import: RuntimeError: a [/] is no markup" in out
+    assert out.count("first 1.0 and second 1.0; remove one") == 2
 
 
 @pytest.mark.timeout(120)

@@ -16,6 +16,7 @@ from sync_core import (
     PluginImportError,
     PluginNotFoundError,
     Sender,
+    UnknownHookError,
     hookimpl,
     registry,
 )
@@ -42,13 +43,14 @@ class Site:
         group: str = registry.SCHEMES,
         name: str = "carrier-pigeon",
         attribute: str = "",
+        version: str = "1.2",
     ) -> None:
         module = distribution.replace("-", "_")
         (self.path / f"{module}.py").write_text(source)
-        info = self.path / f"{module}-1.2.dist-info"
+        info = self.path / f"{module}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n"
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
         )
         target = f"{module}:{attribute}" if attribute else module
         (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {target}\n")
@@ -88,6 +90,7 @@ def test_only_the_plugin_that_was_named_is_loaded(site: Site) -> None:
         ),
         (registry.SCHEMES, "rya", "did you mean 'ray'. Then type: pip install sync-plugin-ray"),
         (registry.SCHEMES, "shn", "did you mean 'shm'. .installed: mp, none, shm, thread"),
+        (registry.SCHEMES, "SHM", "did you mean 'shm'"),
         (registry.SCHEMES, "smoke-signal", "no scheme 'smoke-signal' is installed .installed:"),
         (registry.LAYERS, "bf61", "no layer 'bf61' is installed; did you mean 'bf16'"),
         (registry.WORKERS, "proces", "no worker group 'proces' .* did you mean 'process'"),
@@ -107,15 +110,15 @@ def test_two_distributions_that_claim_one_name(site: Site) -> None:
         registry.find(registry.SCHEMES, "carrier-pigeon")
 
 
-def test_a_distribution_that_is_seen_twice_is_one(site: Site, tmp_path: Path) -> None:
+@pytest.mark.parametrize("left_over", ["1.2", "1.1"])
+def test_a_distribution_that_is_seen_twice_is_one(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_over: str
+) -> None:
     site.install("pigeon-plugin", SCHEME)
     (tmp_path / "again").mkdir()
-    Site(tmp_path / "again").install("pigeon-plugin", SCHEME)
-    sys.path.append(str(tmp_path / "again"))
-    try:
-        assert registry.find(registry.SCHEMES, "carrier-pigeon").version == "1.2"
-    finally:
-        sys.path.remove(str(tmp_path / "again"))
+    Site(tmp_path / "again").install("pigeon-plugin", SCHEME, version=left_over)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "again")])
+    assert registry.find(registry.SCHEMES, "carrier-pigeon").version == "1.2"
 
 
 def test_a_plugin_that_does_not_import(site: Site) -> None:
@@ -150,9 +153,61 @@ def test_a_class_is_instantiated(site: Site) -> None:
     assert type(registry.find(registry.SCHEMES, "carrier-pigeon").object).__name__ == "Pigeon"
 
 
-def test_a_class_that_needs_arguments() -> None:
-    with pytest.raises(NotAPluginError, match=r"give an object, such as Interval\(…\)"):
-        registry.find(registry.LAYERS, "interval")
+def test_a_class_may_set_its_capabilities_when_it_is_made(site: Site) -> None:
+    site.install(
+        "pigeon-plugin",
+        "from sync_core import hookimpl\n"
+        "class Pigeon:\n"
+        "    def __init__(self): self.capabilities = frozenset({'pull'})\n"
+        "    @hookimpl\n"
+        "    def create_transport(self, context): ...\n",
+        attribute="Pigeon",
+    )
+    assert registry.find(registry.SCHEMES, "carrier-pigeon").capabilities == {"pull"}
+
+
+def test_a_class_that_cannot_be_made(site: Site) -> None:
+    source = "class Pigeon:\n    def __init__(self): raise TypeError('no feathers')\n"
+    site.install("pigeon-plugin", source, attribute="Pigeon")
+    with pytest.raises(
+        PluginImportError, match=r"\(pigeon-plugin 1\.2\): Pigeon\(\) failed: TypeError: no feath"
+    ) as failure:
+        registry.find(registry.SCHEMES, "carrier-pigeon")
+    assert isinstance(failure.value.__cause__, TypeError)
+
+
+class EveryOther:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    @hookimpl
+    def skip_update(self, context: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("interval", r"'interval' \(sync-plugin-std .*\) needs arguments.* such as Interval\(…\)"),
+        (
+            EveryOther,
+            r"layer 'EveryOther' needs arguments; give an object, such as EveryOther\(…\)",
+        ),
+    ],
+)
+def test_a_class_that_needs_arguments(given: Any, message: str) -> None:
+    with pytest.raises(NotAPluginError, match=message):
+        registry.find(registry.LAYERS, given)
+    assert registry.find(registry.LAYERS, EveryOther(2)).name == "EveryOther"
+
+
+@pytest.mark.parametrize("group", [registry.SCHEMES, registry.LAYERS])
+def test_a_misspelt_hook(site: Site, group: str) -> None:
+    site.install("pigeon-plugin", SCHEME.replace("create_", "make_"), group=group)
+    with pytest.raises(
+        UnknownHookError,
+        match=r"\(pigeon-plugin 1\.2\) implements 'make_transport'.* mean 'create_transport'",
+    ):
+        registry.find(group, "carrier-pigeon")
 
 
 class Pigeon:

@@ -139,6 +139,45 @@ def test_a_hook_with_arguments_that_it_does_not_have() -> None:
         stack(TooMany())
 
 
+def test_a_hook_with_arguments_that_pluggy_may_not_pass() -> None:
+    class Default:
+        @hookimpl
+        def skip_update(self, context: Any = None) -> None: ...
+
+    class KeywordOnly:
+        @hookimpl
+        def skip_update(self, *, context: Any) -> None: ...
+
+    class Everything:
+        @hookimpl
+        def skip_update(self, **everything: Any) -> None: ...
+
+    with pytest.raises(UnknownHookError, match=r"skip_update\(context=None\); the hook is"):
+        stack(Default())
+    with pytest.raises(UnknownHookError, match=r"skip_update\(\*, context\); the hook is"):
+        stack(KeywordOnly())
+    with pytest.raises(UnknownHookError, match=r"skip_update\(\*\*everything\); the hook is"):
+        stack(Everything())
+
+
+def test_an_optional_hook_may_be_one_of_a_later_version() -> None:
+    class Ahead:
+        @hookimpl(optionalhook=True)
+        def resize_weights(self, context: Any) -> None: ...
+
+    assert not stack(Ahead()).implements("resize_weights")
+
+
+def test_a_wrapper_that_never_yields_is_refused() -> None:
+    class NoYield:
+        @hookimpl(wrapper=True)
+        def prepare_weights(self) -> Any:
+            return None
+
+    with pytest.raises(UnknownHookError, match=r"(?s)'NoYield' was refused: .*generator"):
+        stack(NoYield())
+
+
 def test_no_opinion_leaves_it_to_the_others() -> None:
     class Never:
         @hookimpl

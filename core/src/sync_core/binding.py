@@ -14,6 +14,7 @@ from sync_core.errors import ModelError
 from sync_core.extra_state import is_extra_state
 from sync_core.extract import Strategy, check_strategy
 from sync_core.finder import finder
+from sync_core.flat import Flat
 from sync_core.layout import Layout
 from sync_core.update import Update
 
@@ -45,6 +46,8 @@ class Binding:
         self._layout = Layout(())
         self._writable = False
         self._extra_state = False
+        self._flat: Flat | None = None
+        self._tried_flat = False
         if not self.layout.specs:
             raise ModelError(
                 f"{type(model).__name__} has no tensors, so there is nothing to synchronise"
@@ -116,9 +119,20 @@ class Binding:
         elif zero_copy:
             self._write_zero_copy(update)
         elif self._layout == update.layout:
-            commit.copy(self._travelling(), update.tensors)
+            self._write_whole(update)
         else:
             commit.copy(*self._matched(update))
+
+    def _write_whole(self, update: Update) -> None:
+        tensors = self._travelling()
+        if update.body is not None and isinstance(self.model, nn.Module):
+            if self._flat is None and not self._tried_flat:
+                self._tried_flat = True
+                self._flat = Flat.gather(self._layout, self._named)
+            if self._flat is not None and self._flat.holds(self._layout, tensors):
+                self._flat.write(tensors, update.body)
+                return
+        commit.copy(tensors, update.tensors)
 
     def _matched(self, update: Update) -> tuple[list[Tensor], list[Tensor]]:
         index = update.layout.index

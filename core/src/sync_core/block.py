@@ -55,12 +55,17 @@ class Block:
                 raise PayloadError(
                     f"the payload needs {layout.nbytes} bytes, the block has {self.nbytes}"
                 )
-            body = self.memory[len(layout.header) :]
+            body = self.body(layout)
             self._views = tuple(
                 _view(body[spec.offset : spec.offset + spec.nbytes], spec) for spec in layout.specs
             )
             self._layout = layout
         return self._views
+
+    def body(self, layout: Layout) -> Tensor:
+        """The bytes of the tensors of ``layout``."""
+        start = len(layout.header)
+        return self.memory[start : start + layout.body_nbytes]
 
     def write_header(self, layout: Layout) -> None:
         """Write the header of ``layout``, unless it is there already."""

@@ -29,6 +29,7 @@ class Payload:
         layout: the layout of the tensors.
         tensors: in the order of ``layout.specs``.
         release: called by the receiver when it no longer reads the tensors.
+        body: the bytes that the tensors are views of, on the receiver's side.
 
     Example:
         >>> layout = Layout.of({"bias": torch.ones(3)})
@@ -41,6 +42,7 @@ class Payload:
     layout: Layout
     tensors: tuple[Tensor, ...]
     release: Callable[[], None] = _nothing_to_release
+    body: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +76,7 @@ class Payload:
             PayloadError: the block holds no payload, or not the one with this digest.
         """
         layout = block.read_layout(digest)
-        return cls(version, layout, block.views(layout), release)
+        return cls(version, layout, block.views(layout), release, block.body(layout))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, version: int) -> Payload:

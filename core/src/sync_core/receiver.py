@@ -172,7 +172,7 @@ class Receiver:
             return None
         model = self._resolve_model()
         try:
-            update = Update(payload.layout, payload.tensors)
+            update = Update(payload.layout, payload.tensors, payload.body)
             self._stack.apply_weights(update, model, self._context_of(payload.version))
         except BaseException as error:
             payload.release()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from sync_core.errors import (
     PluginImportError,
     PluginNotFoundError,
 )
-from sync_core.hookspecs import PROJECT
+from sync_core.hook_check import check_hooks, implemented
 from sync_core.workers import WorkerGroup
 
 SCHEMES = "sync.schemes"
@@ -75,54 +75,65 @@ def find(group: str, name: Any) -> Plugin:
 
     Args:
         group: ``"sync.schemes"``, ``"sync.layers"`` or ``"sync.workers"``.
-        name: its name, or a plugin object (or class) to be used as it is.
+        name: its name, or a plugin object (or class, or module) to be used as it is.
 
     Raises:
         PluginNotFoundError: nothing installed has the name; says what to install or to type.
         PluginConflictError: two distributions claim the name.
         PluginImportError: it does not import; the cause is chained.
-        NotAPluginError: it is something else.
+        NotAPluginError: it is something else, or a class that needs arguments.
+        UnknownHookError: it has a hook that does not exist, or with other arguments.
+
+    Example:
+        >>> find("sync.schemes", "shm").describe()
+        "scheme 'shm' (sync-plugin-std 0.1.0)"
     """
-    if not isinstance(name, str):
-        plugin = Plugin(group, _name_of(name), _instance(group, name))
-        _check(plugin.describe(), group, plugin.object)
-        return plugin
-    entry = _only(group, name)
-    loaded = load(group, entry)
-    try:
-        found = _instance(group, loaded)
-    except TypeError as error:
+    if isinstance(name, str):
+        entry = entry_point(group, name)
+        plugin = Plugin(group, name, load(group, entry), *_distribution_of(entry))
+    else:
+        plugin = Plugin(group, _name_of(name), name)
+        plugin = replace(plugin, object=_made(plugin.describe(), group, name))
+    if inspect.isclass(plugin.object) and group != WORKERS:
         raise NotAPluginError(
-            f"{_owner(group, entry)} needs arguments; give an object, such as "
-            f"{loaded.__name__}(…), instead of the name"
-        ) from error
-    return Plugin(group, name, found, *_distribution_of(entry))
+            f"{plugin.describe()} needs arguments; give an object, such as "
+            f"{plugin.object.__name__}(…), instead"
+        )
+    return plugin
 
 
 def load(group: str, entry: EntryPoint) -> Any:
-    """What an entry point refers to, checked to be a plugin of its group.
+    """The plugin that an entry point refers to; a class that needs arguments stays a class.
 
     Raises:
         PluginImportError: it does not import; the cause is chained.
         NotAPluginError: it is something else.
+        UnknownHookError: it has a hook that does not exist, or with other arguments.
     """
+    owner = _describe(group, entry.name, *_distribution_of(entry))
     try:
         loaded = entry.load()
     except Exception as error:
         raise PluginImportError(
-            f"{_owner(group, entry)} does not import: {type(error).__name__}: {error}"
+            f"{owner} does not import: {type(error).__name__}: {error}"
         ) from error
-    _check(_owner(group, entry), group, loaded)
-    return loaded
+    return _made(owner, group, loaded)
 
 
 def installed(group: str) -> list[EntryPoint]:
     """The entry points of a group, sorted by name; a distribution seen twice counts once."""
-    unique = {(entry.name, *_distribution_of(entry)): entry for entry in entry_points(group=group)}
-    return [unique[key] for key in sorted(unique, key=lambda key: tuple(map(str, key)))]
+    return sorted(
+        entry_points(group=group), key=lambda entry: (entry.name, str(_distribution_of(entry)))
+    )
 
 
-def _only(group: str, name: str) -> EntryPoint:
+def entry_point(group: str, name: str) -> EntryPoint:
+    """The only entry point of a name, not loaded.
+
+    Raises:
+        PluginNotFoundError: there is none.
+        PluginConflictError: there are several.
+    """
     entries = [entry for entry in installed(group) if entry.name == name]
     if not entries:
         raise PluginNotFoundError(_not_found(group, name))
@@ -140,7 +151,7 @@ def _not_found(group: str, name: str) -> str:
     kind, known = _KINDS[group], KNOWN[group]
     there = sorted({entry.name for entry in installed(group)})
     message = f"no {kind} {name!r} is installed"
-    near = difflib.get_close_matches(name, {*there, *known}, n=1)
+    near = difflib.get_close_matches(name.lower(), {*there, *known}, n=1)
     if name in known:
         message += f"; type: pip install {known[name]}"
     elif near:
@@ -156,8 +167,25 @@ def _distribution_of(entry: EntryPoint) -> tuple[str | None, str | None]:
     return entry.dist.name, entry.dist.version
 
 
-def _instance(group: str, loaded: Any) -> Any:
-    return loaded() if inspect.isclass(loaded) and group != WORKERS else loaded
+def _made(owner: str, group: str, given: Any) -> Any:
+    made = given
+    if inspect.isclass(given) and group != WORKERS and not _needs_arguments(given):
+        try:
+            made = given()
+        except Exception as error:
+            raise PluginImportError(
+                f"{owner}: {given.__name__}() failed: {type(error).__name__}: {error}"
+            ) from error
+    _check(owner, group, made)
+    return made
+
+
+def _needs_arguments(given: type) -> bool:
+    try:
+        inspect.signature(given).bind()
+    except TypeError:
+        return True
+    return False
 
 
 def _name_of(given: Any) -> str:
@@ -171,9 +199,10 @@ def _check(owner: str, group: str, plugin: Any) -> None:
         if not (inspect.isclass(plugin) and issubclass(plugin, WorkerGroup)):
             raise NotAPluginError(f"{owner} is no subclass of sync_core.WorkerGroup")
         return
+    check_hooks(owner, plugin)
     hooks = implemented(plugin)
     if group == LAYERS:
-        if not hooks:
+        if not set(hooks) & set(_LAYER_HOOKS):
             raise NotAPluginError(
                 f"{owner} has none of {', '.join(_LAYER_HOOKS)} marked with @sync_core.hookimpl"
             )
@@ -187,29 +216,6 @@ def _check(owner: str, group: str, plugin: Any) -> None:
         raise NotAPluginError(
             f"{owner} declares no capabilities; add one line: capabilities = frozenset()"
         )
-
-
-def implemented(plugin: Any) -> tuple[str, ...]:
-    """The names of the functions of a plugin that are marked as hook implementations."""
-    return tuple(_marks(plugin))
-
-
-def wraps(plugin: Any, hook: str) -> bool:
-    """Whether a plugin's implementation of a hook is a wrapper."""
-    mark = _marks(plugin).get(hook)
-    return mark is not None and bool(mark["wrapper"])
-
-
-def _marks(plugin: Any) -> dict[str, Any]:
-    marks = {
-        name: getattr(inspect.getattr_static(plugin, name), f"{PROJECT}_impl", None)
-        for name in dir(plugin)
-    }
-    return {name: mark for name, mark in marks.items() if mark is not None}
-
-
-def _owner(group: str, entry: EntryPoint) -> str:
-    return _describe(group, entry.name, *_distribution_of(entry))
 
 
 def _describe(group: str, name: str, distribution: str | None, version: str | None) -> str:

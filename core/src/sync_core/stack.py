@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -12,12 +10,11 @@ import pluggy
 from sync_core import hookspecs
 from sync_core.contexts import ApplyContext, SendContext, SkipContext, TransportContext
 from sync_core.errors import HookResultError, UnknownHookError
+from sync_core.hook_check import HOOKS, check_hooks, implemented, wraps
 from sync_core.hookspecs import PROJECT, hookimpl
-from sync_core.registry import Plugin, implemented, wraps
+from sync_core.registry import Plugin
 from sync_core.transport import ReceiverTransport, SenderTransport
 from sync_core.update import Update
-
-HOOKS = ("create_transport", "prepare_weights", "apply_weights", "skip_update")
 
 
 class Stack:
@@ -87,11 +84,12 @@ class Stack:
         )
 
     def _register(self, plugin: Plugin, name: str) -> None:
+        check_hooks(plugin.describe(), plugin.object)
         try:
             self._manager.register(plugin.object, name)
             self._manager.check_pending()
         except pluggy.PluginValidationError as error:
-            raise UnknownHookError(_explain(plugin, error)) from error
+            raise UnknownHookError(f"{plugin.describe()} was refused: {error}") from error
         except ValueError as error:
             raise UnknownHookError(
                 f"{plugin.describe()} is given twice; give each layer once, or an object of its own"
@@ -142,25 +140,3 @@ class _Check:
 
 def _kind(result: object) -> str:
     return "None" if result is None else f"a {type(result).__name__}"
-
-
-def _explain(plugin: Plugin, error: pluggy.PluginValidationError) -> str:
-    for name in dir(plugin.object):
-        function = inspect.getattr_static(plugin.object, name)
-        if not getattr(function, f"{PROJECT}_impl", None):
-            continue
-        if name not in HOOKS:
-            near = difflib.get_close_matches(name, HOOKS, n=1) or HOOKS
-            return (
-                f"{plugin.describe()} implements {name!r}, which is no hook; "
-                f"did you mean {near[0]!r}? The hooks are: {', '.join(HOOKS)}"
-            )
-        wanted = inspect.signature(getattr(hookspecs, name))
-        given = [p for p in inspect.signature(function).parameters if p != "self"]
-        if not set(given) <= set(wanted.parameters):
-            return (
-                f"{plugin.describe()} implements {name}({', '.join(given)}); "
-                f"the hook is {name}({', '.join(wanted.parameters)}), "
-                "of which an implementation may leave out what it does not need"
-            )
-    return f"{plugin.describe()} was refused: {error}"

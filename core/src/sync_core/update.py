@@ -18,6 +18,7 @@ class Update:
     Args:
         layout: names, dtypes and shapes.
         tensors: in the order of ``layout.specs``.
+        body: the bytes that all of them are views of, as the layout says; None when they are not.
 
     Example:
         >>> import torch
@@ -27,11 +28,14 @@ class Update:
         {'weight': tensor([1., 1.], dtype=torch.float16)}
     """
 
-    __slots__ = ("layout", "tensors")
+    __slots__ = ("body", "layout", "tensors")
 
-    def __init__(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, layout: Layout, tensors: Sequence[Tensor], body: Tensor | None = None
+    ) -> None:
         self.layout = layout
         self.tensors = tuple(tensors)
+        self.body = body
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor]) -> Update:
@@ -52,8 +56,9 @@ class Update:
         """Put other tensors under the same names."""
         self.layout = self.layout.with_tensors(tensors)
         self.tensors = tuple(tensors)
+        self.body = None
 
     def rename(self, named: Mapping[str, Tensor]) -> None:
         """Put other tensors under other names."""
         renamed = Update.of(named)
-        self.layout, self.tensors = renamed.layout, renamed.tensors
+        self.layout, self.tensors, self.body = renamed.layout, renamed.tensors, None

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import current_process
+from pathlib import Path
 from typing import Any
 
 from sync_plugin_std._frames import receive_message
@@ -48,7 +49,7 @@ class Child:
     """
 
     def __init__(
-        self, worker_id: int, factory_name: str, factory: list[bytes], torch_threads: int
+        self, worker_id: int, factory_name: str, factory: list[bytearray], torch_threads: int
     ) -> None:
         self.worker_id = worker_id
         self._ending = False
@@ -146,7 +147,7 @@ class Child:
 
 def _spawn(calls: socket.socket, lifeline: socket.socket) -> subprocess.Popen[bytes]:
     fds = [calls.fileno(), lifeline.fileno()]
-    path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
+    path = [str(Path(entry).absolute()) for entry in sys.path]
     command = [sys.executable, "-c", _BOOT, *map(str, fds), *path]
     # Blocked, and inherited so, until the child ignores it: Ctrl-C is for the parent to act on.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

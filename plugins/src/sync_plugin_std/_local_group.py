@@ -9,7 +9,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, Concatenate, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from sync_core import ClosedError, UnknownWorkerError, WorkerGroup, WorkerTimeoutError
 
@@ -82,7 +82,7 @@ class LocalGroup(WorkerGroup, Generic[Worker]):
     def call(
         self,
         worker_id: int,
-        function: Callable[Concatenate[Any, ...], Result],
+        function: Callable[..., Result],
         /,
         *args: Any,
         **kwargs: Any,

@@ -28,7 +28,7 @@ class Failed:
 
     verdict: str
     traceback: str
-    cause: BaseException | list[bytes] | None
+    cause: BaseException | list[bytearray] | None
 
     @classmethod
     def because(cls, verdict: str, error: BaseException) -> Failed:

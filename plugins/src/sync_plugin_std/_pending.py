@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from sync_core import RemoteCallError, WorkerLostError
-
 from sync_plugin_std._outcome import Outcome, Returned
 
 

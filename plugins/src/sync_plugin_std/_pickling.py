@@ -37,12 +37,12 @@ def dumps(value: object) -> list[bytes | memoryview]:
     return [_pickle(value, keep_inside), *arrays]
 
 
-def dumps_copy(value: object) -> list[bytes]:
+def dumps_copy(value: object) -> list[bytearray]:
     """Pickle a value as it is now; likewise."""
-    return [bytes(part) for part in dumps(value)]
+    return [bytearray(part) for part in dumps(value)]
 
 
-def loads(parts: Sequence[bytes | bytearray]) -> Any:
+def loads(parts: Sequence[bytearray]) -> Any:
     """The value that was pickled. Its arrays take the parts over as their memory."""
     pickled, *arrays = parts
     return pickle.loads(pickled, buffers=arrays)

@@ -38,7 +38,7 @@ class InlineGroup(LocalGroup["InlineWorker"]):
             yield worker
 
     @staticmethod
-    def _end(workers: Collection[InlineWorker], timeout: float) -> None:
+    def _end(workers: Collection[InlineWorker], timeout: float) -> None:  # noqa: ARG004 - nothing to wait for
         for worker in workers:
             worker.end()
 

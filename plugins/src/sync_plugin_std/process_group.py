@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
 from sync_core import RemoteCallError
-
 from sync_plugin_std._child import Child
 from sync_plugin_std._local_group import LocalGroup
 from sync_plugin_std._outcome import name_of

@@ -70,7 +70,7 @@ def _watch(lifeline: socket.socket, closing: threading.Event) -> None:
 
 def _leave() -> NoReturn:
     # What a program is promised at its end, without taking its modules apart: that does nobody
-    # any good, and takes torch half a second.
+    # any good, and takes torch half a second. No public function runs the exit handlers.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -127,7 +127,7 @@ def _encode(outcome: Outcome) -> list[bytes | memoryview]:
         return _encode(Failed.because("returned a value that cannot be pickled:", error))
 
 
-def _encode_cause(cause: object) -> list[bytes] | None:
+def _encode_cause(cause: object) -> list[bytearray] | None:
     try:
         return dumps_copy(cause)
     except Exception:

@@ -9,18 +9,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from importlib_metadata import EntryPoint
+from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
 from rich.table import Table
 
 from sync_core import registry
 from sync_core.errors import PluginError
-from sync_core.stack import HOOKS
+from sync_core.hook_check import HOOKS, implemented
 
 _TITLES = {
     registry.SCHEMES: "schemes",
     registry.LAYERS: "layers",
     registry.WORKERS: "worker groups",
 }
+# Where no terminal sets a width, as in a pipe, a plugin keeps to one line.
+_UNWRAPPED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +69,10 @@ def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
     dist = entry.dist
     distribution, version = (None, None) if dist is None else (dist.name, dist.version)
     try:
-        loaded = registry.load(group, entry)
+        loaded = registry.load(group, registry.entry_point(group, entry.name))
     except PluginError as error:
         return Listed(kind, entry.name, distribution, version, error=str(error))
-    hooks = tuple(hook for hook in HOOKS if hook in registry.implemented(loaded))
+    hooks = tuple(hook for hook in HOOKS if hook in implemented(loaded))
     capabilities = () if group == registry.LAYERS else tuple(sorted(loaded.capabilities))
     return Listed(kind, entry.name, distribution, version, hooks, capabilities)
 
@@ -81,19 +84,25 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(plugin) for plugin in plugins], indent=2) + "\n")
         return 0
-    console = Console()
+    terminal = sys.stdout.isatty()
+    console = Console(width=None if terminal else _UNWRAPPED, markup=False, highlight=False)
     for title in _TITLES.values():
-        console.print(_table(title, [plugin for plugin in plugins if plugin.kind == title]))
+        of_kind = [plugin for plugin in plugins if plugin.kind == title]
+        console.print(_table(title, of_kind, HEAVY_HEAD if terminal else None))
     return 0
 
 
-def _table(title: str, plugins: list[Listed]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in ("name", "distribution", "version", "hooks", "capabilities"):
+def _table(title: str, plugins: list[Listed], box: Box | None) -> Table:
+    table = Table(title=title, title_justify="left", box=box)
+    for column in ("name", "distribution", "version", "hooks", "capabilities, or what is wrong"):
         table.add_column(column)
     for plugin in plugins:
-        able = plugin.error or ", ".join(plugin.capabilities)
         table.add_row(
-            plugin.name, plugin.distribution, plugin.version, ", ".join(plugin.hooks), able
+            plugin.name,
+            plugin.distribution,
+            plugin.version,
+            ", ".join(plugin.hooks),
+            plugin.error or ", ".join(plugin.capabilities),
+            style="red" if plugin.error else None,
         )
     return table

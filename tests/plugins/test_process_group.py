@@ -1,0 +1,402 @@
+"""Worker processes: what kills them, what they never outlive, and what travels to them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.resource_sharer import DupFd
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sync_core import RemoteCallError, WorkerLostError
+from sync_plugin_std.process_group import ProcessGroup
+
+pytestmark = pytest.mark.timeout(90)
+
+# Worker processes cannot import this file by name.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie (nobody may be there to reap an orphan)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def pid_of(_: object) -> int:
+    return os.getpid()
+
+
+def pids(group: ProcessGroup) -> list[int]:
+    return [group.call(i, pid_of).result() for i in group.worker_ids]
+
+
+def sleep(_: object, started: Path, seconds: float = 60) -> None:
+    started.touch()
+    time.sleep(seconds)
+
+
+def spin(_: object, started: Path) -> NoReturn:
+    started.touch()
+    while True:
+        pass
+
+
+def wait_for(path: Path) -> None:
+    assert eventually(path.exists)
+
+
+def start_script(source: str, **options: Any) -> subprocess.Popen[str]:
+    """Pipe a script to ``python -``, which leaves no file that workers could import again."""
+    script = subprocess.Popen(
+        [sys.executable, "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    assert script.stdin is not None
+    script.stdin.write(source)
+    script.stdin.close()
+    # Otherwise communicate() would use it.
+    script.stdin = None
+    return script
+
+
+class Unpicklable:
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("stays where it is")
+
+
+class StaysAway:
+    """Can be pickled, and unpickled in no process but the one that it names."""
+
+    def __init__(self, home: int) -> None:
+        self.home = home
+
+    def __getstate__(self) -> int:
+        return self.home
+
+    def __setstate__(self, home: int) -> None:
+        if os.getpid() != home:
+            raise ValueError("not here")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ProcessGroup]:
+    """A group for tests that leave it as it is."""
+    with ProcessGroup(lambda worker_id: worker_id, 2) as group:
+        yield group
+
+
+@pytest.fixture
+def group() -> Iterator[ProcessGroup]:
+    """A group for tests that hurt its workers."""
+    with ProcessGroup(lambda worker_id: worker_id, 2) as group:
+        yield group
+
+
+class TestDeath:
+    def test_a_killed_worker_is_lost_alone(self, group: ProcessGroup, tmp_path: Path) -> None:
+        _, victim = pids(group)
+        running = group.call(1, sleep, tmp_path / "started")
+        waiting = group.call(1, pid_of)
+        wait_for(tmp_path / "started")
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(WorkerLostError) as caught:
+            running.result(5)
+        assert str(caught.value) == "worker 1: killed by SIGKILL while running sleep"
+        with pytest.raises(WorkerLostError, match="killed by SIGKILL before it could run pid_of"):
+            waiting.result(5)
+        assert not group.alive(1)
+        assert group.alive(0)
+        assert group.worker_ids == (0, 1)
+        with pytest.raises(WorkerLostError, match=r"cannot run pid_of; restart\(1\) replaces it"):
+            group.call(1, pid_of).result(5)
+        group.restart(1)
+        assert pids(group)[1] != victim
+
+    def test_an_exit_is_told_by_its_code(self, group: ProcessGroup) -> None:
+        with pytest.raises(WorkerLostError, match=r"worker 0: exited with code 3 while running"):
+            group.call(0, lambda _: os._exit(3)).result(5)
+
+    def test_a_forked_grandchild_does_not_hide_a_death(self, group: ProcessGroup) -> None:
+        def fork(_: object) -> int:
+            pid = os.fork()
+            if not pid:
+                time.sleep(60)
+                os._exit(0)
+            return pid
+
+        grandchild = group.call(0, fork).result(5)
+        try:
+            with pytest.raises(WorkerLostError, match="killed by SIGTERM"):
+                group.call(0, lambda _: os.kill(os.getpid(), signal.SIGTERM)).result(5)
+        finally:
+            os.kill(grandchild, signal.SIGKILL)
+
+    def test_a_worker_that_dies_while_it_starts_leaves_nothing(self, tmp_path: Path) -> None:
+        def make(worker_id: int) -> None:
+            (tmp_path / str(os.getpid())).touch()
+            if worker_id == 1:
+                os._exit(7)
+
+        with pytest.raises(WorkerLostError, match="worker 1: exited with code 7 while running"):
+            ProcessGroup(make, 2)
+        assert not any(is_running(int(path.name)) for path in tmp_path.iterdir())
+
+    def test_a_factory_that_cannot_be_pickled_starts_nothing(self) -> None:
+        lock = threading.Lock()
+        with pytest.raises(RemoteCallError, match=r"its factory .* cannot be pickled") as caught:
+            ProcessGroup(lambda _: lock, 2)
+        assert isinstance(caught.value.__cause__, TypeError)
+
+
+class TestStop:
+    def test_a_stopped_worker_and_a_stubborn_one(self, group: ProcessGroup, tmp_path: Path) -> None:
+        def ignore_sigterm(_: object, started: Path) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            spin(_, started)
+
+        workers = pids(group)
+        frozen = group.call(0, sleep, tmp_path / "frozen")
+        stubborn = group.call(1, ignore_sigterm, tmp_path / "stubborn")
+        wait_for(tmp_path / "frozen")
+        wait_for(tmp_path / "stubborn")
+        os.kill(workers[0], signal.SIGSTOP)
+        assert group.alive(0)
+        start = time.monotonic()
+        group.stop(2.0)
+        assert time.monotonic() - start < 2.5
+        assert not any(map(is_running, workers))
+        for call in (frozen, stubborn):
+            with pytest.raises(WorkerLostError, match="was stopped while running"):
+                call.result(1)
+
+    def test_leaves_no_process_thread_or_descriptor(self) -> None:
+        def used() -> tuple[int, int]:
+            return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+        before = used()
+        group = ProcessGroup(lambda worker_id: worker_id, 2)
+        workers = pids(group)
+        group.remove(0)
+        group.add()
+        os.kill(workers[1], signal.SIGKILL)
+        group.stop()
+        assert used() == before
+        for worker in workers:
+            with pytest.raises(ProcessLookupError):
+                os.kill(worker, 0)
+
+    def test_workers_run_their_exit_handlers(self, tmp_path: Path) -> None:
+        def make(worker_id: int) -> None:
+            atexit.register((tmp_path / str(worker_id)).touch)
+
+        with ProcessGroup(make, 2):
+            pass
+        assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+SCRIPT = """
+import os, sys, time
+from sync_plugin_std.process_group import ProcessGroup
+
+class Host:
+    def __init__(self, worker_id):
+        self.worker_id = worker_id
+    def pid(self):
+        return os.getpid()
+
+group = ProcessGroup(Host, 2)
+print(*(group.call(i, Host.pid).result() for i in group.worker_ids), flush=True)
+"""
+
+
+def first_line(script: subprocess.Popen[str]) -> list[int]:
+    assert script.stdout is not None
+    return [int(word) for word in script.stdout.readline().split()]
+
+
+class TestScripts:
+    def test_without_main_guard_or_stop(self) -> None:
+        script = start_script(SCRIPT)
+        out, err = script.communicate(timeout=60)
+        assert (script.returncode, err) == (0, "")
+        workers = [int(pid) for pid in out.split()]
+        assert len(workers) == 2
+        assert not any(map(is_running, workers))
+
+    def test_that_fails(self) -> None:
+        script = start_script(SCRIPT + "raise KeyError('oops')")
+        out, err = script.communicate(timeout=60)
+        assert script.returncode == 1
+        assert err.endswith("KeyError: 'oops'\n")
+        assert not any(is_running(int(pid)) for pid in out.split())
+
+    @pytest.mark.parametrize("task", ["time.sleep(60)", "[0 for _ in iter(int, 1)]"])
+    def test_killed_in_the_middle_of_a_call(self, task: str) -> None:
+        # The fork is what a data loader leaves: it has the parent's descriptors, and lives on.
+        source = f"""
+group.call(0, lambda _: {task})
+fork = os.fork()
+if fork:
+    print(fork, flush=True)
+time.sleep(60)
+"""
+        with start_script(SCRIPT + source) as script:
+            workers = first_line(script)
+            (fork,) = first_line(script)
+            try:
+                assert all(map(is_running, workers))
+                script.kill()
+                script.wait(10)
+                assert eventually(lambda: not any(map(is_running, workers)), 5)
+                assert is_running(fork)
+            finally:
+                os.kill(fork, signal.SIGKILL)
+
+    def test_interrupted_from_the_terminal(self) -> None:
+        source = """
+call = group.call(0, lambda host: time.sleep(0.5) or "unharmed")
+try:
+    print(0, flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print(call.result(), group.alive(1))
+"""
+        script = start_script(SCRIPT + source, start_new_session=True)
+        first_line(script)
+        first_line(script)
+        os.killpg(script.pid, signal.SIGINT)
+        out, err = script.communicate(timeout=60)
+        assert (out, err) == ("unharmed True\n", "")
+
+
+class TestTravel:
+    def test_an_argument_that_cannot_be_pickled(self, shared: ProcessGroup) -> None:
+        call = shared.call(0, print, Unpicklable())
+        with pytest.raises(RemoteCallError, match=r"^worker 0: print or its arguments cannot be p"):
+            call.result(5)
+        assert isinstance(call.exception().__cause__, TypeError)  # type: ignore[union-attr]
+        assert shared.call(0, abs).result(5) == 0
+
+    def test_an_argument_that_cannot_be_unpickled(self, shared: ProcessGroup) -> None:
+        call = shared.call(0, print, StaysAway(os.getpid()))
+        with pytest.raises(RemoteCallError, match=r"print or its arguments .* worker: .*not here"):
+            call.result(5)
+        assert shared.call(0, abs).result(5) == 0
+
+    def test_a_result_that_cannot_be_pickled(self, shared: ProcessGroup) -> None:
+        call = shared.call(0, lambda _: Unpicklable())
+        with pytest.raises(RemoteCallError, match=r"lambda> returned a value .* be pickled: Type"):
+            call.result(5)
+        assert shared.call(0, abs).result(5) == 0
+
+    def test_a_result_that_cannot_be_unpickled(self, shared: ProcessGroup) -> None:
+        call = shared.call(0, lambda _: StaysAway(os.getpid()))
+        with pytest.raises(RemoteCallError, match=r"returned a value .* unpickled here: .*not he"):
+            call.result(5)
+        assert shared.call(0, abs).result(5) == 0
+
+    def test_an_exception_that_cannot_be_pickled(self, shared: ProcessGroup) -> None:
+        def fail(_: object) -> NoReturn:
+            raise ValueError(Unpicklable())
+
+        with pytest.raises(RemoteCallError, match=r"fail raised ValueError") as caught:
+            shared.call(0, fail).result(5)
+        assert caught.value.__cause__ is None
+        assert "in fail" in str(caught.value)
+
+    def test_a_keyboard_interrupt_leaves_no_one_waiting(self, shared: ProcessGroup) -> None:
+        def interrupt(_: object) -> NoReturn:
+            raise KeyboardInterrupt
+
+        with pytest.raises(RemoteCallError, match="interrupt raised KeyboardInterrupt"):
+            shared.call(0, interrupt).result(5)
+        assert shared.alive(0)
+
+    def test_much_in_both_directions_at_once(self, shared: ProcessGroup) -> None:
+        big = np.arange(8_000_000)
+        calls = [shared.call(0, lambda _, array: array + 1, big) for _ in range(4)]
+        for call in calls:
+            assert np.array_equal(call.result(60), big + 1)
+
+    def test_a_call_does_not_wait_for_a_worker_that_reads_nothing(
+        self, shared: ProcessGroup
+    ) -> None:
+        pid = pids(shared)[0]
+        big = torch.zeros(4_000_000)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            call = shared.call(0, lambda _, tensor: tensor.sum().item(), big)
+            assert time.monotonic() - start < 2
+            # What was passed is the tensor as it was.
+            big.fill_(1)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert call.result(30) == 0
+
+    def test_tensors_are_copied_and_never_shared(self, shared: ProcessGroup) -> None:
+        policy = nn.Linear(300, 300)
+
+        def grow(_: object, policy: nn.Linear) -> nn.Linear:
+            with torch.no_grad():
+                policy.weight.add_(1)
+            return policy
+
+        grown = shared.call(0, grow, policy).result(30)
+        assert torch.equal(grown.weight, policy.weight + 1)
+        for tensor in (policy.weight, policy.bias, grown.weight):
+            assert isinstance(tensor, nn.Parameter)
+            assert not tensor.untyped_storage().is_shared()
+
+    def test_file_descriptors_can_be_passed(self, shared: ProcessGroup) -> None:
+        read, write = os.pipe()
+        try:
+            shared.call(0, lambda _, fd: os.write(fd.detach(), b"hello"), DupFd(write)).result(10)
+            assert os.read(read, 5) == b"hello"
+        finally:
+            os.close(read)
+            os.close(write)
+
+    def test_modules_are_found_where_the_caller_finds_them(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "only_on_the_callers_path.py").write_text("ANSWER = 42\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        with ProcessGroup(lambda _: __import__("only_on_the_callers_path").ANSWER, 1) as group:
+            assert group.call(0, int).result() == 42
+
+    def test_torch_threads(self, shared: ProcessGroup) -> None:
+        cores = len(os.sched_getaffinity(0))
+        threads = shared.call(0, lambda _: torch.get_num_threads()).result()
+        assert threads <= max(1, cores // 2)
+        with ProcessGroup(lambda _: torch.get_num_threads(), 1, torch_threads=1) as group:
+            assert group.call(0, int).result() == 1
