@@ -18,6 +18,8 @@ class Cadence:
 
     def due(self, worker_ids: Iterable[int], version: int) -> tuple[int, ...]:
         """Count a push to each worker; those for whom no hook skips it."""
+        if not self._stack.implements("skip_update"):
+            return tuple(worker_ids)
         return tuple(worker_id for worker_id in worker_ids if self._is_due(worker_id, version))
 
     def reached(self, worker_ids: Iterable[int]) -> None:

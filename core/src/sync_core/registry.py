@@ -85,8 +85,8 @@ def find(group: str, name: Any) -> Plugin:
         UnknownHookError: it has a hook that does not exist, or with other arguments.
 
     Example:
-        >>> find("sync.schemes", "shm").describe()
-        "scheme 'shm' (sync-plugin-std 0.1.0)"
+        >>> find("sync.schemes", "shm").distribution
+        'sync-plugin-std'
     """
     if isinstance(name, str):
         entry = entry_point(group, name)

@@ -37,10 +37,10 @@ class Stack:
         self._manager.register(defaults, "sync-core")
         plugins = (backend, *layers)
         # Innermost, so that it sees what comes from implementations that wrap no other.
-        self._manager.register(_Check(plugins, wrappers=False), "check")
+        self._register_check(plugins, wrappers=False)
         for position, plugin in enumerate(plugins):
             self._register(plugin, f"{position}: {plugin.name}")
-            self._manager.register(_Check((plugin,), wrappers=True), f"{position}: check")
+            self._register_check((plugin,), wrappers=True)
         self._extended = frozenset(
             hook for hook in HOOKS for plugin in plugins if hook in implemented(plugin.object)
         )
@@ -95,6 +95,13 @@ class Stack:
                 f"{plugin.describe()} is given twice; give each layer once, or an object of its own"
             ) from error
 
+    def _register_check(self, plugins: Sequence[Plugin], *, wrappers: bool) -> None:
+        check = _Check(plugins, wrappers=wrappers)
+        if any(
+            check.suspects(hook) for hook in ("prepare_weights", "apply_weights", "skip_update")
+        ):
+            self._manager.register(check)
+
 
 class _Check:
     """Wraps what plugins return, so that the one that returned nonsense can be named.
@@ -105,6 +112,14 @@ class _Check:
     def __init__(self, plugins: Sequence[Plugin], *, wrappers: bool) -> None:
         self._plugins = plugins
         self._wrappers = wrappers
+
+    def suspects(self, hook: str) -> list[str]:
+        """The plugins whose result of a hook it sees first."""
+        return [
+            plugin.describe()
+            for plugin in self._plugins
+            if hook in implemented(plugin.object) and wraps(plugin.object, hook) is self._wrappers
+        ]
 
     @hookimpl(wrapper=True)
     def prepare_weights(self) -> Generator[None, Any, Update]:
@@ -128,13 +143,8 @@ class _Check:
         return result
 
     def _error(self, hook: str, result: object, wanted: str) -> HookResultError:
-        suspects = [
-            plugin.describe()
-            for plugin in self._plugins
-            if hook in implemented(plugin.object) and wraps(plugin.object, hook) is self._wrappers
-        ]
         return HookResultError(
-            f"{' or '.join(suspects)}: {hook} returned {_kind(result)}, not {wanted}"
+            f"{' or '.join(self.suspects(hook))}: {hook} returned {_kind(result)}, not {wanted}"
         )
 
 

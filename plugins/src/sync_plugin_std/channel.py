@@ -17,6 +17,8 @@ _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 Message = dict[str, Any]
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
 
 class Channel:
     """One end of a connection.
@@ -47,7 +49,7 @@ class Channel:
         Raises:
             ConnectionError: the other side is gone, or reads nothing.
         """
-        text = json.dumps(message, separators=(",", ":")).encode()
+        text = _encode(message).encode()
         data = len(text).to_bytes(4, "little") + text
         try:
             if socket.send_fds(self._socket, [data], descriptors) != len(data):

@@ -1,20 +1,22 @@
-"""The messages between the sender and the receivers of ``shm`` and ``mp``.
+"""How the sender and the receivers of ``shm`` and ``mp`` talk.
 
-A worker asks, and is answered when there is something for it: a worker that does not receive
-holds no slot, and what it is given is the newest version at that moment.
+The newest version meant for a worker stands on the `Board`: its number, its slot, its layout. To
+offer it, the sender puts a token (one byte) into the worker's `TokenPipe`; to accept it, the worker
+takes the token out. The sender may take it out as well, which revokes the offer. The kernel gives
+the byte to one of them, so it is always known who holds what: a worker that does not receive holds
+no slot, and what it accepts is the newest version at that moment.
 
-========  ====================================  ==========================================
-from      message                               meaning
-========  ====================================  ==========================================
-worker    ``hello``, token, worker, pid         the first message of a connection
-sender    ``welcome`` + descriptor              accepted; the descriptor is the `Board`
-sender    ``gone``, reason                      refused, replaced, or the sender closes
-worker    ``want``, seen, held                  wants a version newer than ``seen``
-worker    ``never mind``                        takes the want back
-sender    ``offer``, slot, digest + descriptor  the slot is the worker's to read
-sender    ``nothing``                           answers ``never mind``
-worker    ``answer``, version, error, held      committed, or not; reads only ``held`` now
-========  ====================================  ==========================================
+What else there is to say goes over a socket:
+
+========  =====================================  ===============================================
+from      message                                meaning
+========  =====================================  ===============================================
+worker    ``hello``, token, worker, pid          the first message of a connection
+sender    ``welcome`` + 2 descriptors            accepted; the board, and the pipe's reading end
+sender    ``slot``, index, live + descriptor     a slot that will be offered; those there are
+worker    ``answer``, version, error, held       committed, or not; reads only ``held`` from now
+sender    ``gone``, reason                       refused, replaced, removed, or the sender closes
+========  =====================================  ===============================================
 """
 
 from __future__ import annotations
@@ -22,44 +24,94 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from dataclasses import dataclass
 
 from sync_plugin_std import memory
 from sync_plugin_std.channel import Message
 
-_CELL = 8
+_FIELDS = 4  # three are used; a cell is 32 bytes, so that none crosses a cache line
 _WORKERS = 1 << 16
 
 
-class Board:
-    """For every worker the newest version meant for it, in shared memory.
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a worker may read.
 
-    It lets a worker that looks for a new version find none without asking the sender. It is a
-    hint: what a worker reads is settled by messages.
+    Args:
+        version: the version.
+        slot: the slot that it lies in.
+        layout: the first 16 digits of the digest of its layout.
+    """
+
+    version: int
+    slot: int
+    layout: str
+
+
+class Board:
+    """For every worker the offer that its token stands for, in shared memory.
+
+    The sender writes a cell only while it holds the worker's token, so a worker that has taken the
+    token reads a cell that nobody writes.
     """
 
     def __init__(self, descriptor: int, *, writable: bool) -> None:
         self.descriptor = descriptor
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._mapping = mmap.mmap(descriptor, _WORKERS * _CELL, prot=protection)
+        self._mapping = mmap.mmap(descriptor, _WORKERS * _FIELDS * 8, prot=protection)
         self._cells = memoryview(self._mapping).cast("Q")
 
     @classmethod
     def create(cls) -> Board:
-        """A board on which nobody has a version yet."""
-        descriptor = memory.create_sparse(_WORKERS * _CELL)
-        return cls(descriptor, writable=True)
+        """A board without offers."""
+        return cls(memory.create_sparse(_WORKERS * _FIELDS * 8), writable=True)
 
-    def __getitem__(self, worker_id: int) -> int:
-        return int(self._cells[worker_id])
+    def __getitem__(self, worker_id: int) -> Offer:
+        start = worker_id * _FIELDS
+        version, slot, layout = self._cells[start : start + 3].tolist()
+        return Offer(version, slot, f"{layout:016x}")
 
-    def __setitem__(self, worker_id: int, version: int) -> None:
-        self._cells[worker_id] = version
+    def __setitem__(self, worker_id: int, offer: Offer) -> None:
+        start = worker_id * _FIELDS
+        self._cells[start] = offer.version
+        self._cells[start + 1] = offer.slot
+        self._cells[start + 2] = int(offer.layout, 16)
 
     def close(self) -> None:
         """Release the memory."""
         self._cells.release()
         self._mapping.close()
         os.close(self.descriptor)
+
+
+class TokenPipe:
+    """The pipe from which either the worker or the sender takes the token of an offer."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self._writer, False)
+
+    def put(self) -> None:
+        """Offer: the worker wakes up, if it is waiting."""
+        os.write(self._writer, b"\1")
+
+    def revoke(self) -> bool:
+        """Take the token back; False when the worker was faster."""
+        return take_token(self.reader)
+
+    def close(self) -> None:
+        """Release both ends."""
+        os.close(self.reader)
+        os.close(self._writer)
+
+
+def take_token(reader: int) -> bool:
+    """Take the token out of the pipe; False when there is none, or no sender any more."""
+    try:
+        return bool(os.read(reader, 1))
+    except BlockingIOError:
+        return False
 
 
 def hello(token: str, worker_id: int) -> Message:

@@ -59,6 +59,7 @@ class Publisher:
         limit: how many slots there may be at a time.
         worker_ids: the workers.
         timeout: how long `publish` waits for a slot, in seconds.
+        revoke: takes back what was lent and is not read yet, when no slot is free.
     """
 
     def __init__(
@@ -67,20 +68,23 @@ class Publisher:
         nbytes: int,
         limit: int,
         worker_ids: Sequence[int],
+        *,
         timeout: float,
+        revoke: Callable[[], None] = lambda: None,
     ) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.closed = False
+        self.slots: list[Slot] = []
         self._allocate = allocate
+        self._revoke = revoke
         self._limit = limit
         self._timeout = timeout
         self._places = {worker_id: _Place() for worker_id in worker_ids}
         self._newest_for_all: Slot | None = None
         self._made = 0
-        self._slots: list[Slot] = []
         # Two: one that late workers may still ask for, one to write the next version to.
         for _ in range(min(2, limit)):
-            self._slots.append(self._new_slot(nbytes))
+            self.slots.append(self._new_slot(nbytes))
 
     def publish(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Pack a payload into a free slot and make it the one that these workers want.
@@ -122,9 +126,15 @@ class Publisher:
     def give_back(self, reader: object, kept: Sequence[int] = ()) -> None:
         """The reader reads only the slots ``kept`` from now on."""
         with self.changed:
-            for slot in self._slots:
+            for slot in self.slots:
                 if slot.index not in kept and slot.readers.pop(reader, None) is not None:
                     self.changed.notify_all()
+
+    def take_back(self, reader: object, slot: Slot) -> None:
+        """The reader has not begun to read the slot, and will not."""
+        with self.changed:
+            if slot.readers.pop(reader, None) is not None:
+                self.changed.notify_all()
 
     def answer(self, worker_id: int, version: int, error: str | None) -> None:
         """The worker has committed a version, or could not."""
@@ -183,7 +193,7 @@ class Publisher:
                 if place.delivery is not None:
                     place.delivery.fail(WorkerError(worker_id, "the sender was closed"))
             self._newest_for_all = None
-            self._slots.clear()
+            self.slots.clear()
             self.changed.notify_all()
 
     def _writable(self, nbytes: int) -> Slot:
@@ -193,6 +203,9 @@ class Publisher:
                 if self.closed:
                     raise ClosedError("the sender is closed")
                 slot = self._free_slot(nbytes)
+                if slot is None:
+                    self._revoke()
+                    slot = self._free_slot(nbytes)
                 if slot is not None:
                     slot.version = 0
                     return slot
@@ -201,23 +214,23 @@ class Publisher:
 
     def _free_slot(self, nbytes: int) -> Slot | None:
         wanted = {place.wanted for place in self._places.values()} | {self._newest_for_all}
-        free = [slot for slot in self._slots if not slot.readers]
+        free = [slot for slot in self.slots if not slot.readers]
         unwanted = [slot for slot in free if slot not in wanted]
         for slot in unwanted:
             if slot.block.nbytes >= nbytes:
                 return slot
         if unwanted:
-            self._slots.remove(unwanted[0])
-        elif len(self._slots) >= self._limit:
+            self.slots.remove(unwanted[0])
+        elif len(self.slots) >= self._limit:
             if not free:
                 return None
             oldest = min(free, key=lambda slot: slot.version)
             self._forget(oldest)
             if oldest.block.nbytes >= nbytes:
                 return oldest
-            self._slots.remove(oldest)
+            self.slots.remove(oldest)
         slot = self._new_slot(nbytes)
-        self._slots.append(slot)
+        self.slots.append(slot)
         return slot
 
     def _forget(self, slot: Slot) -> None:
@@ -232,8 +245,8 @@ class Publisher:
         return Slot(self._made, self._allocate(nbytes))
 
     def _all_taken(self) -> str:
-        readers = sorted({name for slot in self._slots for name in slot.readers.values()})
+        readers = sorted({name for slot in self.slots for name in slot.readers.values()})
         return (
             f"no slot became free within {self._timeout:g} s: {', '.join(readers)} read all "
-            f"{len(self._slots)} of them; give the scheme more slots=, or let them call receive()"
+            f"{len(self.slots)} of them; give the scheme more slots=, or let them call receive()"
         )

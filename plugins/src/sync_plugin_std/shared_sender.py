@@ -14,27 +14,44 @@ from dataclasses import dataclass, field
 from sync_core import Block, Delivery, Payload, SenderTransport, TransportContext
 from sync_plugin_std import memory
 from sync_plugin_std.channel import Channel, Message
-from sync_plugin_std.protocol import Board
+from sync_plugin_std.protocol import Board, Offer, TokenPipe
 from sync_plugin_std.publisher import Publisher, Slot
 
 
 @dataclass(eq=False)
 class _Peer:
-    """A connection: nobody's until its hello, a worker's after it."""
+    """A connection: nobody's until its hello, a worker's after it.
+
+    Args:
+        channel: the connection.
+        expected: the only worker that may say hello on it; None for any.
+        worker_id: the worker that did.
+        pid: the worker's process.
+        tokens: where its offers are accepted or revoked.
+        offered: the slot that it was offered, and has not answered about.
+        seen: the newest version that it has answered about.
+        knows: the slots that it was told of.
+    """
 
     channel: Channel
     expected: int | None = None
     worker_id: int | None = None
     pid: int | None = None
-    wants_after: int | None = None
+    tokens: TokenPipe = field(default_factory=TokenPipe)
+    offered: Slot | None = None
+    seen: int = 0
     knows: set[int] = field(default_factory=set)
+
+    def close(self) -> None:
+        self.channel.close()
+        self.tokens.close()
 
 
 class SharedSender(SenderTransport):
     """Serves workers that connect over unix sockets.
 
-    One thread accepts, listens and answers; `send` itself only packs, and offers the slot to the
-    workers that are waiting for one.
+    `send` packs and offers; a thread accepts connections and listens to answers. See
+    `sync_plugin_std.protocol`.
 
     Args:
         context: what the sender gave to `create_transport`.
@@ -61,7 +78,12 @@ class SharedSender(SenderTransport):
         self._listener = listener
         try:
             self._publisher = Publisher(
-                self._allocate, context.layout.nbytes, slots, context.worker_ids, context.timeout
+                self._allocate,
+                context.layout.nbytes,
+                slots,
+                context.worker_ids,
+                timeout=context.timeout,
+                revoke=self._revoke_all,
             )
         except BaseException:
             self._board.close()
@@ -91,21 +113,17 @@ class SharedSender(SenderTransport):
         deliveries = self._publisher.publish(payload, worker_ids)
         with self._publisher.changed:
             for worker_id in worker_ids:
-                self._board[worker_id] = payload.version
                 self._offer(worker_id)
         return deliveries
 
     def add_worker(self, worker_id: int) -> None:
         """Serve one more worker."""
-        with self._publisher.changed:
-            self._publisher.add_worker(worker_id)
-            self._board[worker_id] = self._publisher.newest(worker_id)
+        self._publisher.add_worker(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, and let it know."""
         with self._publisher.changed:
             self._publisher.remove_worker(worker_id)
-            self._board[worker_id] = 0
             peer = self._peers.pop(worker_id, None)
             if peer is not None:
                 self._say_gone(peer, f"worker {worker_id} was removed from the sender")
@@ -151,17 +169,12 @@ class SharedSender(SenderTransport):
         kind = message["type"]
         if peer.worker_id is None:
             self._welcome(peer, message)
-        elif kind == "want":
-            self._publisher.give_back(peer, message["held"])
-            peer.wants_after = int(message["seen"])
-            self._offer(peer.worker_id)
-        elif kind == "never mind":
-            if peer.wants_after is not None:
-                peer.wants_after = None
-                peer.channel.send({"type": "nothing"})
         elif kind == "answer":
+            peer.offered = None
+            peer.seen = int(message["version"])
             self._publisher.give_back(peer, message["held"])
-            self._publisher.answer(peer.worker_id, message["version"], message["error"])
+            self._publisher.answer(peer.worker_id, peer.seen, message["error"])
+            self._offer(peer.worker_id)
         else:
             raise ValueError(f"{kind!r} is no message")
 
@@ -180,39 +193,48 @@ class SharedSender(SenderTransport):
         if replaced is not None:
             self._say_gone(replaced, "another receiver was given the same address")
         self._peers[worker_id] = peer
-        peer.channel.send({"type": "welcome"}, [self._board.descriptor])
+        peer.channel.send({"type": "welcome"}, [self._board.descriptor, peer.tokens.reader])
         self.joined(worker_id)
+        self._offer(worker_id)
 
     def _offer(self, worker_id: int) -> None:
+        """Offer the newest version meant for a worker, in place of what it has not accepted."""
         peer = self._peers.get(worker_id)
-        if peer is None or peer.wants_after is None:
+        if peer is None or not self._revoke(peer):
             return
-        slot = self._publisher.lend(
-            worker_id, peer.wants_after, peer, f"worker {worker_id} (process {peer.pid})"
-        )
+        name = f"worker {worker_id} (process {peer.pid})"
+        slot = self._publisher.lend(worker_id, peer.seen, peer, name)
         if slot is None:
             return
-        peer.wants_after = None
+        self._board[worker_id] = Offer(slot.version, slot.index, slot.digest[:16])
+        peer.offered = slot
         try:
-            peer.channel.send(*self._offer_of(slot, peer))
+            if slot.index not in peer.knows:
+                peer.knows = {known.index for known in self._publisher.slots} & peer.knows
+                peer.knows.add(slot.index)
+                message = {"type": "slot", "index": slot.index, "live": list(peer.knows)}
+                peer.channel.send(message, [self._descriptors[slot.block]])
+            peer.tokens.put()
         except ConnectionError as error:
             self._lose(peer, f"its process {peer.pid} is gone: {error}")
 
-    def _offer_of(self, slot: Slot, peer: _Peer) -> tuple[Message, list[int]]:
-        new = slot.index not in peer.knows
-        peer.knows.add(slot.index)
-        message = {
-            "type": "offer",
-            "version": slot.version,
-            "slot": slot.index,
-            "digest": slot.digest,
-            "new": new,
-        }
-        return message, [self._descriptors[slot.block]] if new else []
+    def _revoke(self, peer: _Peer) -> bool:
+        """Take back what the worker has not accepted; False when it reads that already."""
+        if peer.offered is None:
+            return True
+        if not peer.tokens.revoke():
+            return False
+        self._publisher.take_back(peer, peer.offered)
+        peer.offered = None
+        return True
+
+    def _revoke_all(self) -> None:
+        for peer in self._peers.values():
+            self._revoke(peer)
 
     def _say_gone(self, peer: _Peer, reason: str) -> None:
         # What it reads stays lent until it hangs up: it may still look at those weights.
-        peer.wants_after = None
+        self._revoke(peer)
         try:
             peer.channel.send({"type": "gone", "reason": reason})
         except ConnectionError as error:
@@ -223,7 +245,7 @@ class SharedSender(SenderTransport):
             return
         self._connections.discard(peer)
         self._selector.unregister(peer.channel)
-        peer.channel.close()
+        peer.close()
         if peer.worker_id is not None:
             if self._peers.get(peer.worker_id) is peer:
                 del self._peers[peer.worker_id]

@@ -60,7 +60,7 @@ class ThreadSender(SenderTransport):
             context.layout.nbytes,
             options.slots,
             context.worker_ids,
-            context.timeout,
+            timeout=context.timeout,
         )
         self._name = secrets.token_hex(8)
         _publishers[self._name] = self._publisher

@@ -23,7 +23,7 @@ from sync_core.sender import Sender
 
 _WARM_UP = 3
 # How long the workers are given to be waiting before a round begins.
-_SETTLE_SECONDS = 0.02
+_SETTLE_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
