@@ -43,7 +43,7 @@ def test_half_the_bytes_travel_and_the_dtypes_come_back(
     assert torch.equal(target.weight, source.weight.to(dtype).float())
     assert torch.equal(target.halved, source.halved)
     assert torch.equal(target.brain, source.brain)
-    assert int(target.steps) == 3
+    assert target.get_buffer("steps") == 3
 
 
 def test_layers_by_name_and_by_object() -> None:

@@ -452,7 +452,9 @@ def test_receivers_learn_that_the_sender_closed(scheme: str) -> None:
         waiting = workers.group.call(0, Worker.receive, 30.0)
         time.sleep(0.2)
         workers.sender.close()
-        assert isinstance(waiting.exception(30).__cause__, SenderLostError)
+        failure = waiting.exception(30)
+        assert failure is not None
+        assert isinstance(failure.__cause__, SenderLostError)
 
 
 @pytest.mark.parametrize("zero_copy", [False, True], ids=["copy", "zero_copy"])

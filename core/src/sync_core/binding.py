@@ -104,9 +104,10 @@ class Binding:
 
     def _fits_layout(self, named: dict[str, Tensor]) -> bool:
         known = self._named
-        if named is not known and list(named) != list(known):
+        if not known or (named is not known and list(named) != list(known)):
             return False
-        if list(map(_kind, named.values())) != self._kinds:
+        # One at a time: thousands of tuples alive at once would set off the garbage collector.
+        if not all(map(operator.eq, map(_kind, named.values()), self._kinds)):
             return False
         return all(
             named[name].data_ptr() == named[owner].data_ptr()

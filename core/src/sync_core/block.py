@@ -30,6 +30,7 @@ class Block:
         self._layout: Layout | None = None
         self._written: Layout | None = None
         self._views: tuple[Tensor, ...] = ()
+        self._body = memory
 
     @classmethod
     def allocate(cls, nbytes: int) -> Block:
@@ -55,7 +56,8 @@ class Block:
                 raise PayloadError(
                     f"the payload needs {layout.nbytes} bytes, the block has {self.nbytes}"
                 )
-            body = self.body(layout)
+            start = len(layout.header)
+            body = self._body = self.memory[start : start + layout.body_nbytes]
             self._views = tuple(
                 _view(body[spec.offset : spec.offset + spec.nbytes], spec) for spec in layout.specs
             )
@@ -64,8 +66,8 @@ class Block:
 
     def body(self, layout: Layout) -> Tensor:
         """The bytes of the tensors of ``layout``."""
-        start = len(layout.header)
-        return self.memory[start : start + layout.body_nbytes]
+        self.views(layout)
+        return self._body
 
     def write_header(self, layout: Layout) -> None:
         """Write the header of ``layout``, unless it is there already."""

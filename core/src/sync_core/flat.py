@@ -76,7 +76,7 @@ def _can_move(tensor: Tensor) -> bool:
     return (
         tensor.device.type == "cpu"
         and tensor.is_contiguous()
-        and not tensor.is_shared()  # type: ignore[no-untyped-call]
+        and not tensor.is_shared()
         and not tensor.is_inference()
         and not tensor.is_conj()
         and not tensor.is_neg()

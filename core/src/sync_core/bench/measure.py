@@ -22,8 +22,8 @@ from sync_core.errors import SyncError
 from sync_core.sender import Sender
 
 _WARM_UP = 3
-# How long the workers are given to be waiting before a round begins.
-_SETTLE_SECONDS = 0.005
+#: How long the workers are given to be waiting before a round begins.
+SETTLE_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def _host(model: str, worker_id: int) -> BenchWorker:
 
 def _round(sender: Sender, group: Any, version: int) -> float:
     waiting = [group.call(i, BenchWorker.receive) for i in group.worker_ids]
-    time.sleep(_SETTLE_SECONDS)
+    time.sleep(SETTLE_SECONDS)
     begin = time.perf_counter()
     sender.send()
     seconds = time.perf_counter() - begin
