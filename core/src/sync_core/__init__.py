@@ -2,6 +2,7 @@
 
 from sync_core.address import Address
 from sync_core.block import Block
+from sync_core.collector import Collector
 from sync_core.contexts import ApplyContext, SendContext, SkipContext, TransportContext
 from sync_core.errors import (
     AddressError,
@@ -52,6 +53,7 @@ __all__ = [
     "Block",
     "CapacityError",
     "ClosedError",
+    "Collector",
     "Delivery",
     "HookResultError",
     "Layout",

@@ -1,0 +1,123 @@
+"""How a policy chooses the action of a step whose observations are rows of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from sync_core.collector.columns import Columns, Leaves, leaves_of
+from sync_core.collector.policies import TensorDictPolicy, TensorPolicy
+from sync_core.envs.arrays import ArrayEnv
+from sync_core.envs.protocol import FLAGS
+
+Rows: TypeAlias = Mapping[Any, np.ndarray[Any, Any]]
+
+
+class Chooser(Protocol):
+    """Chooses actions, and keeps what is to be recorded beside the observations."""
+
+    root: Columns
+    next: Columns
+
+    def choose(self, t: int) -> Tensor:
+        """The action for the observations in row ``t``."""
+
+    def reset(self) -> None:
+        """A single environment was reset after the step."""
+
+
+class RandomChooser:
+    """Lets the environment choose."""
+
+    def __init__(self, env: ArrayEnv) -> None:
+        self.root, self.next = Columns(), Columns()
+        self._sample = env.sample_action
+
+    def choose(self, t: int) -> Tensor:
+        """A random action."""
+        del t
+        action = torch.as_tensor(self._sample())
+        self.root.append({"action": action})
+        return action
+
+    def reset(self) -> None:
+        """Nothing depends on the steps before."""
+
+
+class TensorChooser:
+    """Asks a policy that takes observations.
+
+    Args:
+        policy: the policy.
+        seen: the observations, by key; time is their first dimension.
+    """
+
+    def __init__(self, policy: TensorPolicy, seen: Rows) -> None:
+        self.root, self.next = Columns(), Columns()
+        self._act = policy.act
+        inputs = (torch.from_numpy(seen[key]).unbind() for key in policy.in_keys)
+        self._inputs = list(zip(*inputs, strict=True))
+
+    def choose(self, t: int) -> Tensor:
+        """The policy's action."""
+        action = self._act(*self._inputs[t]).detach().cpu()
+        self.root.append({"action": action})
+        return action
+
+    def reset(self) -> None:
+        """Nothing depends on the steps before."""
+
+
+class TensorDictChooser:
+    """Asks a policy of TensorDicts.
+
+    Args:
+        policy: the policy.
+        seen: the observations, by key; time is their first dimension.
+        batch_size: of the environment.
+        carried: what the policy set under ``"next"`` in the last step, which is its root in the
+            next one; changed as steps are made.
+    """
+
+    def __init__(
+        self, policy: TensorDictPolicy, seen: Rows, batch_size: torch.Size, carried: Leaves
+    ) -> None:
+        self.root, self.next = Columns(), Columns()
+        self._policy = policy
+        self._seen = seen
+        self._rows = {key: torch.from_numpy(array).unbind() for key, array in seen.items()}
+        self._flags = dict.fromkeys(FLAGS, torch.zeros(*batch_size, 1, dtype=torch.bool))
+        self._batch_size = batch_size
+        self._carried = carried
+
+    def choose(self, t: int) -> Tensor:
+        """The policy's action; what else it sets is recorded too."""
+        given = {key: rows[t] for key, rows in self._rows.items()}
+        source = {**given, **self._flags, **self._carried}
+        result = self._policy(TensorDict(source, batch_size=self._batch_size))
+        made: Leaves = {}
+        for key, value in leaves_of(result).items():
+            if key not in given:
+                made[key] = value
+            elif value is not given[key]:
+                self._seen[key][t] = value.cpu().numpy()
+        for name in FLAGS:
+            made.pop(name, None)
+        self.root.append(made)
+        following = result.get("next", None)
+        if following is not None:
+            self._carried.clear()
+            self._carried.update(leaves_of(following))
+            self.next.append(self._carried)
+        if "action" not in made:
+            raise KeyError("the policy set no 'action' in the TensorDict")
+        return made["action"].detach().cpu()
+
+    def reset(self) -> None:
+        """Forget what was to be carried over from an episode that has ended."""
+        self._carried.clear()

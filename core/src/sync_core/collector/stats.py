@@ -1,0 +1,27 @@
+"""What a collector has done so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorStats:
+    """Counters of a collector.
+
+    Args:
+        frames: frames delivered.
+        batches: batches delivered.
+        version: the newest version of the policy; 0 before the first update.
+        lag: how many versions the oldest policy that acted in the last batch was behind the
+            newest one, when the batch was delivered.
+        sync_seconds: how long the last `update_policy_weights_` took, from the call to the last
+            worker's acknowledgement; 0.0 before the first. One with ``blocking=False`` counts
+            only for what the call took.
+    """
+
+    frames: int = 0
+    batches: int = 0
+    version: int = 0
+    lag: int = 0
+    sync_seconds: float = 0.0

@@ -1,0 +1,145 @@
+"""Environments that compute with numpy arrays, and how they speak TensorDict."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from sync_core.envs.protocol import FLAGS
+
+#: Arrays, or what numpy makes arrays of, by key: a string, or a tuple of them if nested.
+Arrays: TypeAlias = Mapping[Any, Any]
+#: Observations, reward, terminated, truncated: scalars, or arrays of the shape of the batch.
+ArrayStep: TypeAlias = tuple[Arrays, Any, Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One entry of an observation.
+
+    Args:
+        shape: its shape, without the batch dimensions of the environment.
+        dtype: its dtype; what the environment gives is cast to it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class ArrayEnv(ABC):
+    """An environment that gives arrays; a subclass writes the array methods and inherits the rest.
+
+    The TensorDict methods below call the array methods, so it is an `Env` like any other. A
+    collector whose policy takes and gives plain tensors calls the array methods itself and so
+    makes one TensorDict in a batch, not several in a step. It calls the TensorDict methods as
+    soon as a subclass overrides one of them.
+
+    Example:
+        >>> class Coin(ArrayEnv):
+        ...     array_specs = {"observation": ArraySpec((1,), np.dtype(np.float32))}
+        ...     def reset_arrays(self, mask=None):
+        ...         return {"observation": np.zeros(1, np.float32)}
+        ...     def step_arrays(self, action):
+        ...         return {"observation": action}, float(action[0]), True, False
+        >>> td = Coin().reset().set("action", torch.ones(1))
+        >>> Coin().step(td)["next", "reward"]
+        tensor([1.])
+    """
+
+    batch_size: torch.Size = torch.Size()
+    device: ClassVar[None] = None
+
+    #: The entries of an observation, by key.
+    array_specs: Mapping[Any, ArraySpec]
+
+    @abstractmethod
+    def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
+        """Begin an episode.
+
+        Args:
+            mask: for a batch, where: bool, of the shape ``batch_size``. None means everywhere.
+
+        Returns:
+            The first observations. Outside the mask, they are not read.
+        """
+
+    @abstractmethod
+    def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
+        """Act, and give the true outcome; the caller resets what has ended."""
+
+    def sample_action(self) -> np.ndarray[Any, Any]:
+        """A random action; needed only for collecting without a policy."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no sample_action(); write it, or give a policy"
+        )
+
+    def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
+        """Begin an episode, in every environment or where ``tensordict["_reset"]`` says."""
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        if mask is None or mask.all():
+            return self._root(self.reset_arrays())
+        assert tensordict is not None
+        mask = mask.reshape(self.batch_size)
+        return self._reset_where(mask, tensordict.exclude("_reset", "next"))
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        """Act as ``tensordict["action"]`` says, and put the outcome under ``"next"``."""
+        step = self.step_arrays(tensordict["action"].detach().cpu().numpy())
+        observation, reward, terminated, truncated = step
+        outcome = self._observation(observation)
+        outcome["reward"] = self._column(reward, torch.float32)
+        outcome["terminated"] = self._column(terminated, torch.bool)
+        outcome["truncated"] = self._column(truncated, torch.bool)
+        outcome["done"] = outcome["terminated"] | outcome["truncated"]
+        following = tensordict.get("next", TensorDict({}, batch_size=self.batch_size))
+        return tensordict.set("next", following.update(outcome))
+
+    def step_and_maybe_reset(
+        self, tensordict: TensorDictBase, /
+    ) -> tuple[TensorDictBase, TensorDictBase]:
+        """`step`, and the root of the step after it: begun anew where the episode has ended."""
+        tensordict = self.step(tensordict)
+        root = tensordict["next"].exclude("reward")
+        done = root["done"].reshape(self.batch_size)
+        if not done.any():
+            return tensordict, root
+        if done.all():
+            return tensordict, self.reset()
+        return tensordict, self._reset_where(done, root)
+
+    def rand_action(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
+        """Put a random action under ``"action"``."""
+        if tensordict is None:
+            tensordict = TensorDict({}, batch_size=self.batch_size)
+        return tensordict.set("action", torch.as_tensor(self.sample_action()))
+
+    def _root(self, arrays: Arrays) -> TensorDictBase:
+        flags = dict.fromkeys(FLAGS, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
+        return TensorDict({**self._observation(arrays), **flags}, batch_size=self.batch_size)
+
+    def _reset_where(self, mask: Tensor, root: TensorDictBase) -> TensorDictBase:
+        merged = root.copy()
+        for key, fresh in self._observation(self.reset_arrays(mask.numpy())).items():
+            old = root.get(key, fresh)
+            where = mask.reshape(mask.shape + (1,) * (fresh.ndim - mask.ndim))
+            merged.set(key, torch.where(where, fresh, old))
+        for name in FLAGS:
+            merged.set(name, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
+        return merged
+
+    def _observation(self, arrays: Arrays) -> dict[Any, Tensor]:
+        # A copy, since environments may give the array that their next step overwrites.
+        return {
+            key: torch.from_numpy(np.array(arrays[key], dtype=spec.dtype))
+            for key, spec in self.array_specs.items()
+        }
+
+    def _column(self, values: Any, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype).reshape(*self.batch_size, 1)

@@ -1,0 +1,152 @@
+"""Gymnasium environments as environments for a collector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from sync_core.envs.arrays import ArrayEnv, Arrays, ArrayStep
+
+
+class GymEnv(ArrayEnv):
+    """A Gymnasium environment, or several that are stepped together.
+
+    Observations are found under ``"observation"``, those of a Dict space under its keys. What an
+    episode ended with is never lost to a reset: ``"next"`` holds it.
+
+    Args:
+        env: the id of a registered environment, or a function that makes one.
+        num_envs: how many are stepped together, one after the other, as a batch of this shape;
+            None for a single one without a batch dimension.
+        categorical: give and take discrete values as int64 indices; else as int64 one-hot vectors.
+        **make_options: given to ``gymnasium.make`` with the id.
+
+    Raises:
+        ImportError: gymnasium is not installed.
+        TypeError: a space that cannot be expressed with arrays.
+
+    Example:
+        >>> env = GymEnv("CartPole-v1")
+        >>> _ = env.set_seed(0)
+        >>> td = env.step(env.rand_action(env.reset()))
+        >>> td["action"].dtype, td["next", "observation"].shape
+        (torch.int64, torch.Size([4]))
+    """
+
+    def __init__(
+        self,
+        env: str | Callable[[], Any],
+        *,
+        num_envs: int | None = None,
+        categorical: bool = False,
+        **make_options: Any,
+    ) -> None:
+        make = _maker(env, make_options)
+        # Not before it is known that gymnasium is there.
+        from sync_core.envs.spaces import ObservationCodec, codec
+
+        if num_envs is not None and num_envs < 1:
+            raise ValueError(f"num_envs is {num_envs}; give 1 or more, or None for a single one")
+        self._envs = [make() for _ in range(1 if num_envs is None else num_envs)]
+        self._single = num_envs is None
+        self.batch_size = torch.Size(() if num_envs is None else (num_envs,))
+        self.is_closed = False
+        first = self._envs[0]
+        self._action = codec(first.action_space, categorical=categorical)
+        observation = ObservationCodec(first.observation_space, categorical=categorical)
+        self._encode = observation.encode
+        self.array_specs = observation.specs
+
+    @property
+    def envs(self) -> tuple[Any, ...]:
+        """The Gymnasium environments inside."""
+        return tuple(self._envs)
+
+    def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
+        """Begin an episode, for a batch where the mask says."""
+        if self._single:
+            return self._encode(self._envs[0].reset()[0])
+        rows = self._new_rows()
+        for i, env in enumerate(self._envs):
+            if mask is None or mask[i]:
+                self._write(rows, i, env.reset()[0])
+        return rows
+
+    def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
+        """Act in each environment."""
+        if self._single:
+            value = self._action.decode(action)
+            observation, reward, terminated, truncated, _ = self._envs[0].step(value)
+            return self._encode(observation), reward, terminated, truncated
+        rows = self._new_rows()
+        rewards = np.empty(len(self._envs), np.float32)
+        terminated, truncated = np.empty((2, len(self._envs)), np.bool_)
+        for i, env in enumerate(self._envs):
+            value = self._action.decode(action[i])
+            observation, rewards[i], terminated[i], truncated[i], _ = env.step(value)
+            self._write(rows, i, observation)
+        return rows, rewards, terminated, truncated
+
+    def sample_action(self) -> np.ndarray[Any, Any]:
+        """A random action of each environment's own stream; `set_seed` seeds it."""
+        samples = [self._action.encode(env.action_space.sample()) for env in self._envs]
+        return np.array(samples[0] if self._single else samples, dtype=self._action.spec.dtype)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed by ``reset(seed=seed)``, every environment of a batch with a seed of its own.
+
+        Args:
+            seed: for the first environment; each next one gets a seed derived from it.
+            static_seed: give all of them the same.
+
+        Returns:
+            The seed for the next environment in line.
+        """
+        for env in self._envs:
+            env.reset(seed=seed)
+            env.action_space.seed(seed)
+            if not static_seed:
+                seed = next_seed(seed)
+        return seed
+
+    def close(self) -> None:
+        """Close the environments inside."""
+        self.is_closed = True
+        for env in self._envs:
+            env.close()
+
+    def _new_rows(self) -> dict[Any, np.ndarray[Any, Any]]:
+        return {
+            key: np.empty((len(self._envs), *spec.shape), spec.dtype)
+            for key, spec in self.array_specs.items()
+        }
+
+    def _write(self, rows: dict[Any, np.ndarray[Any, Any]], i: int, observation: Any) -> None:
+        for key, value in self._encode(observation).items():
+            rows[key][i] = value
+
+
+def next_seed(seed: int) -> int:
+    """A seed for the next environment in line, whose random numbers are unrelated.
+
+    Example:
+        >>> next_seed(0), next_seed(1)
+        (2968811710, 1835504127)
+    """
+    return int(np.random.SeedSequence(seed).generate_state(1)[0])
+
+
+def _maker(env: str | Callable[[], Any], options: dict[str, Any]) -> Callable[[], Any]:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ImportError("GymEnv needs gymnasium; type: pip install 'sync-core[gym]'") from error
+    if not isinstance(env, str):
+        if options:
+            raise TypeError(f"options {sorted(options)} go with an id; {env!r} takes none")
+        return env
+    # Gymnasium's checker looks for mistakes of an environment's author, at each step.
+    return lambda: gymnasium.make(env, **{"disable_env_checker": True, **options})

@@ -1,0 +1,249 @@
+"""Learn CartPole with PPO: workers collect, the trainer learns, and the weights go back by name.
+
+    python docs/examples/cartpole.py --scheme shm --workers 2
+
+``--scheme`` alone changes how the weights travel. With ``--ahead``, workers go on collecting while
+the trainer learns, so that their policies lag behind. Ends with code 1 if CartPole was not learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from sync_core import Collector
+from sync_core.envs import GymEnv
+
+GOAL = 450
+ENVS_PER_WORKER = 8
+FRAMES_OF_A_WORKER = 128 * ENVS_PER_WORKER
+EPOCHS = 8
+MINIBATCH = 256
+GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2
+LEARNING_RATE, ENTROPY_WEIGHT = 1e-3, 0.005
+
+
+def network(outputs: int, scale: float = 1.0) -> nn.Sequential:
+    """Two layers of 64, and outputs that are small at first for a small scale."""
+    last = nn.Linear(64, outputs)
+    last.weight.data *= scale
+    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), last)
+
+
+class Policy(nn.Module):
+    """Samples an action; the trainer's and, as a copy, the one in each worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = network(2, scale=0.01)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        log_probs = self.logits(tensordict["observation"]).log_softmax(-1)
+        noise = torch.empty_like(log_probs).exponential_().log()
+        action = nn.functional.one_hot((log_probs - noise).argmax(-1), 2)
+        tensordict["action"] = action
+        tensordict["log_prob"] = (log_probs * action).sum(-1)
+        return tensordict
+
+
+@dataclass
+class Episodes:
+    """Returns of episodes, put together from the batches that they are spread over."""
+
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+    _open: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, batch: TensorDictBase) -> None:
+        """Count the rewards of a batch towards their trajectories."""
+        ids = batch["collector", "traj_ids"]
+        unique, inverse = ids.unique(return_inverse=True)
+        rewards = batch["next", "reward"].flatten()
+        sums = torch.zeros(len(unique)).index_add(0, inverse.flatten(), rewards)
+        for trajectory, total in zip(unique.tolist(), sums.tolist(), strict=True):
+            self._open[trajectory] += total
+        for trajectory in ids[batch["next", "done"].squeeze(-1)].tolist():
+            self.last.append(self._open.pop(trajectory))
+
+    @property
+    def mean(self) -> float:
+        """The mean return of the last 20."""
+        return sum(self.last) / max(1, len(self.last))
+
+    @property
+    def solved(self) -> bool:
+        """Whether the last 20 were good enough."""
+        return len(self.last) == self.last.maxlen and self.mean >= GOAL
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the picture and the progress bar show of one update."""
+
+    frames: int
+    mean: float
+    version: int
+    sync_ms: float
+    lag: int
+
+
+class Trainer:
+    """PPO."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._value = network(1)
+        parameters = [*policy.parameters(), *self._value.parameters()]
+        self._optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE, eps=1e-5)
+
+    def learn(self, batch: TensorDictBase, remaining: float) -> None:
+        """Improve policy and value with a batch, by less as the end comes near."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * remaining
+        advantage, target = self._advantages(batch)
+        samples = [
+            batch["observation"].flatten(0, -2),
+            batch["action"].flatten(0, -2).argmax(-1, keepdim=True),
+            batch["log_prob"].flatten(),
+            advantage.flatten(),
+            target.flatten(),
+        ]
+        for _ in range(EPOCHS):
+            for indices in torch.randperm(len(samples[0])).split(MINIBATCH):
+                loss = self._loss(*(sample[indices] for sample in samples))
+                self._optimizer.zero_grad()
+                loss.backward()
+                for group in self._optimizer.param_groups:
+                    nn.utils.clip_grad_norm_(group["params"], 0.5)
+                self._optimizer.step()
+
+    @torch.no_grad()
+    def _advantages(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Generalised advantages, and the targets of the value; time is the last dimension."""
+        value = self._value(batch["observation"]).squeeze(-1)
+        # The true last observation of an episode: one cut short goes on being worth something.
+        next_value = self._value(batch["next", "observation"]).squeeze(-1)
+        terminated = batch["next", "terminated"].squeeze(-1).float()
+        done = batch["next", "done"].squeeze(-1).float()
+        reward = batch["next", "reward"].squeeze(-1)
+        delta = reward + GAMMA * next_value * (1 - terminated) - value
+        decay = GAMMA * LAMBDA * (1 - done)
+        advantage = torch.zeros_like(delta)
+        running = torch.zeros_like(delta[..., 0])
+        for t in reversed(range(delta.shape[-1])):
+            running = delta[..., t] + decay[..., t] * running
+            advantage[..., t] = running
+        return advantage, advantage + value
+
+    def _loss(
+        self, observation: Tensor, action: Tensor, old: Tensor, advantage: Tensor, target: Tensor
+    ) -> Tensor:
+        log_probs = self._policy.logits(observation).log_softmax(-1)
+        ratio = (log_probs.gather(-1, action).squeeze(-1) - old).exp()
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).mean()
+        entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+        value_loss = nn.functional.mse_loss(self._value(observation).squeeze(-1), target)
+        loss: Tensor = 0.5 * value_loss - gain - ENTROPY_WEIGHT * entropy
+        return loss
+
+
+def draw(points: list[Point], path: Path, title: str) -> None:
+    """Draw the learning curve, with sync time and staleness below it."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (top, middle, bottom) = plt.subplots(
+        3, 1, sharex=True, figsize=(8, 7), height_ratios=(3, 1, 1), layout="constrained"
+    )
+    frames = [point.frames for point in points]
+    top.plot(frames, [point.mean for point in points])
+    top.axhline(GOAL, color="gray", linestyle=":")
+    top.set(title=title, ylabel="return\n(mean of 20 episodes)")
+    middle.plot(frames, [point.sync_ms for point in points], color="tab:orange")
+    middle.set(ylabel="sync (ms)", ylim=(0, None))
+    lag = [point.lag for point in points]
+    bottom.step(frames, lag, color="tab:red", where="mid")
+    bottom.set(ylabel="staleness\n(versions)", xlabel="frames", ylim=(-0.1, max(*lag, 1) + 0.1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def progress_bar() -> Progress:
+    """A bar with the figures that matter beside it."""
+    return Progress(
+        BarColumn(bar_width=16),
+        TextColumn(
+            "{task.fields[frames]:>7,} frames  return {task.fields[mean]:5.1f}  "
+            "version {task.fields[version]:>3}  sync {task.fields[sync_ms]:5.2f} ms  "
+            "lag {task.fields[lag]}"
+        ),
+        TimeElapsedColumn(),
+    )
+
+
+def run(args: argparse.Namespace) -> bool:
+    """Learn, and say whether the goal was reached."""
+    torch.manual_seed(args.seed)
+    # The networks are small, and workers need the cores.
+    torch.set_num_threads(1)
+    policy = Policy()
+    trainer, episodes, points = Trainer(policy), Episodes(), list[Point]()
+    collector = Collector(
+        lambda: GymEnv("CartPole-v1", num_envs=ENVS_PER_WORKER),
+        policy,
+        scheme=args.scheme,
+        num_workers=args.workers,
+        frames_per_batch=FRAMES_OF_A_WORKER * (1 if args.ahead else args.workers),
+        total_frames=args.frames,
+        sync=not args.ahead,
+    )
+    started = time.perf_counter()
+    with collector, progress_bar() as bar:
+        task = bar.add_task("", total=args.frames, **vars(Point(0, 0.0, 0, 0.0, 0)))
+        collector.set_seed(args.seed)
+        for batch in collector:
+            episodes.add(batch)
+            stats = collector.stats()
+            trainer.learn(batch, remaining=max(0.5, 1 - stats.frames / args.frames))
+            collector.update_policy_weights_()
+            sync_ms = 1e3 * collector.stats().sync_seconds
+            version = collector.stats().version
+            points.append(Point(stats.frames, episodes.mean, version, sync_ms, stats.lag))
+            bar.update(task, completed=stats.frames, **vars(points[-1]))
+            if episodes.solved:
+                break
+    seconds = time.perf_counter() - started
+    draw(points, args.out, f"CartPole-v1, scheme {args.scheme!r}, {args.workers} workers")
+    print(
+        f"{'Reached' if episodes.solved else 'Missed'} the goal of {GOAL}: mean return "
+        f"{episodes.mean:.1f} over the last {len(episodes.last)} episodes, after "
+        f"{points[-1].frames:,} frames and {seconds:.0f} s. Picture: {args.out}"
+    )
+    return episodes.solved
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--scheme", default="shm", help="how the weights travel (sync-core list)")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--frames", type=int, default=400_000, help="give up after so many")
+    parser.add_argument("--ahead", action="store_true", help="collect while the trainer learns")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("out/cartpole.png"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(0 if run(parse()) else 1)

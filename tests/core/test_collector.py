@@ -1,0 +1,373 @@
+"""A collector gathers, refreshes, fails and ends alike on every worker group."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from sync_core import (
+    ClosedError,
+    ModelError,
+    OptionError,
+    PendingSend,
+    PluginNotFoundError,
+    RemoteCallError,
+    SendReport,
+    UnknownWorkerError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+from sync_core.collector import Collector, CollectorStats
+from sync_core.collector.trajectories import PER_WORKER
+from sync_core.envs import CountingEnv
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Scale(nn.Module):
+    """Acts with its weight, whatever it sees."""
+
+    def __init__(self, weight: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([weight]))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.weight.expand(observation.shape)
+
+    def set(self, weight: float) -> None:
+        self.weight.data.fill_(weight)
+
+
+class Failing(CountingEnv):
+    """Raises, or does worse, in its fourth step."""
+
+    def __init__(self, *, kill: bool = False, hang: float = 0.0) -> None:
+        super().__init__(100)
+        self._kill = kill
+        self._hang = hang
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        if self._steps.item() == 3:
+            if self._kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if not self._hang:
+                raise ValueError("the pole broke")
+            time.sleep(self._hang)
+        return super().step(tensordict)
+
+
+def long_episodes() -> CountingEnv:
+    return CountingEnv(100_000)
+
+
+def values(batch: TensorDictBase, *key: str) -> list[Any]:
+    return list(batch[key].squeeze(-1).tolist())
+
+
+def children() -> list[Any]:
+    return list(psutil.Process().children(recursive=True))
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process() -> Iterator[None]:
+    before = set(children())
+    yield
+    assert not set(children()) - before
+
+
+class CollectorContract:
+    """What holds on every worker group."""
+
+    scheme: ClassVar[str]
+    workers: ClassVar[str | None] = None
+    works_ahead: ClassVar[bool] = True
+
+    def collector(self, env: Any = long_episodes, policy: Any = None, **options: Any) -> Collector:
+        options = {"num_workers": 2, "frames_per_batch": 4, "timeout": 30.0, **options}
+        return Collector(env, policy, scheme=self.scheme, workers=self.workers, **options)
+
+    def test_synchronous(self) -> None:
+        policy = Scale(5.0)
+        options: dict[str, Any] = {"frames_per_batch": 6, "total_frames": 20, "sync": True}
+        with self.collector(
+            [lambda: CountingEnv(2), long_episodes], policy, **options
+        ) as collector:
+            assert collector.worker_ids == (0, 1)
+            # The workers act with copies, and only an update changes them.
+            policy.set(0.0)
+            batch = next(collector)
+            assert batch.batch_size == torch.Size([2, 3])
+            assert batch.names == [None, "time"]
+            assert values(batch, "action") == [[5.0] * 3] * 2
+            assert values(batch, "observation") == [[0, 1, 0], [0, 1, 2]]
+            assert values(batch, "next", "observation") == [[1, 2, 1], [1, 2, 3]]
+            ids = batch["collector", "traj_ids"]
+            assert ids.tolist() == [[0, 0, 1], [PER_WORKER] * 3]
+            assert not batch["policy_version"].any()
+
+            policy.set(1.0)
+            report = collector.update_policy_weights_()
+            assert isinstance(report, SendReport)
+            assert report.updated == (0, 1)
+            batch = next(collector)
+            assert values(batch, "action") == [[1.0] * 3] * 2
+            assert batch["policy_version"].tolist() == [[1] * 3] * 2
+            assert batch["next", "policy_version"].tolist() == [[1] * 3] * 2
+            assert batch["policy_version"].dtype == torch.int64
+
+            policy.set(2.0)
+            assert collector.update_policy_weights_(worker_ids=1).updated == (1,)
+            batch = next(collector)
+            assert values(batch, "action") == [[1.0] * 3, [2.0] * 3]
+            assert batch["policy_version"].tolist() == [[1] * 3, [2] * 3]
+            stats = collector.stats()
+            assert (stats.frames, stats.batches, stats.version, stats.lag) == (18, 3, 2, 1)
+            assert 0 < stats.sync_seconds < 30
+
+            assert collector.update_policy_weights_({"weight": torch.tensor([7.0])}).updated == (
+                0,
+                1,
+            )
+            policy.set(3.0)
+            pending = collector.update_policy_weights_(blocking=False)
+            assert isinstance(pending, PendingSend)
+            policy.set(9.0)
+            assert pending.wait().updated == (0, 1)
+            assert values(next(collector), "action") == [[3.0] * 3] * 2
+            assert collector.next() is None
+            assert list(collector) == []
+            with pytest.raises(ClosedError):
+                collector.update_policy_weights_()
+
+    def test_first_ready(self) -> None:
+        policy = Scale()
+        seen: dict[int, list[float]] = {}
+        versions: dict[int, list[int]] = {}
+        frames = 0
+        with self.collector(long_episodes, policy, total_frames=38) as collector:
+            # The seeds: a worker gets what the one before it returned.
+            assert collector.set_seed(1000) == 1002
+            while frames < 38:
+                # Leaving a loop and beginning another loses and repeats nothing.
+                for batch in collector:
+                    assert batch.batch_size == torch.Size([4])
+                    assert batch.names == ["time"]
+                    frames += 4
+                    worker = batch["collector", "traj_ids"].unique().item() // PER_WORKER
+                    seen.setdefault(int(worker), []).extend(values(batch, "observation"))
+                    version = batch["policy_version"].tolist()
+                    assert values(batch, "action") == version
+                    versions.setdefault(int(worker), []).extend(version)
+                    policy.set(collector.stats().version + 1)
+                    collector.update_policy_weights_()
+                    if frames % 12 == 0:
+                        break
+            assert collector.next() is None
+        assert sum(map(len, seen.values())) == frames == 40
+        for worker, observations in seen.items():
+            start = 1000 + worker
+            assert observations == list(range(start, start + len(observations)))
+            assert versions[worker] == sorted(versions[worker])
+        assert max(map(max, versions.values())) >= (1 if self.works_ahead else 9)
+
+    def test_policy_factory(self) -> None:
+        options: dict[str, Any] = {
+            "policy_factory": [lambda: Scale(1.0), lambda: Scale(2.0)],
+            "sync": True,
+        }
+        with self.collector(long_episodes, **options) as collector:
+            assert collector.sender is None
+            assert values(next(collector), "action") == [[1.0] * 2, [2.0] * 2]
+            with pytest.raises(ModelError, match="type update_policy_weights_"):
+                collector.update_policy_weights_()
+            weights = TensorDict({"weight": torch.tensor([3.0])}, batch_size=[])
+            assert collector.update_policy_weights_(weights=weights).updated == (0, 1)
+            batch = next(collector)
+            assert values(batch, "action") == [[3.0] * 2] * 2
+            assert batch["policy_version"].unique().tolist() == [1]
+            collector.update_policy_weights_(policy=Scale(4.0))
+            assert values(next(collector), "action") == [[4.0] * 2] * 2
+
+    def test_a_raising_environment(self) -> None:
+        with self.collector(Failing, num_workers=1) as collector:
+            with pytest.raises(RemoteCallError, match=r"(?s)worker 0: .*in step.*the pole broke"):
+                list(collector)
+            assert list(collector) == []
+            assert not children()
+
+    def test_an_environment_that_cannot_be_made(self) -> None:
+        def broken() -> CountingEnv:
+            raise ValueError("no pole")
+
+        with pytest.raises(RemoteCallError, match="no pole"):
+            self.collector(broken, num_workers=1)
+
+
+class TestInline(CollectorContract):
+    scheme = "thread"
+    workers = "inline"
+    works_ahead = False
+
+    def test_batches_are_made_when_they_are_wanted(self) -> None:
+        policy = Scale()
+        with self.collector(long_episodes, policy) as collector:
+            for version in range(4):
+                assert next(collector)["policy_version"].tolist() == [version] * 4
+                collector.update_policy_weights_()
+            assert collector.stats().lag == 0
+
+
+class TestThread(CollectorContract):
+    scheme = "thread"
+
+    def test_a_late_batch_is_waited_for_again(self) -> None:
+        def slow() -> CountingEnv:
+            return Failing(hang=1.0)
+
+        with self.collector(slow, frames_per_batch=4, num_workers=1, timeout=0.5) as collector:
+            with pytest.raises(WorkerTimeoutError, match=r"worker 0: gave no batch within 0\.5 s"):
+                next(collector)
+            time.sleep(1)
+            assert values(next(collector), "observation") == [0, 1, 2, 3]
+
+
+class TestProcess(CollectorContract):
+    scheme = "shm"
+
+    def test_a_worker_that_dies(self) -> None:
+        envs = [long_episodes, lambda: Failing(kill=True)]
+        with self.collector(envs, Scale(), frames_per_batch=8, sync=True) as collector:
+            with pytest.raises(WorkerLostError, match="worker 1"):
+                next(collector)
+            assert not children()
+            assert list(collector) == []
+
+    def test_workers_draw_different_numbers_and_end_with_the_collector(self) -> None:
+        collector = self.collector(long_episodes, sync=True)
+        first, second = values(next(collector), "action")
+        assert first != second
+        assert len(children()) == 2
+        del collector
+        gc.collect()
+        assert not children()
+
+
+def test_the_trainers_own_policy_with_scheme_none() -> None:
+    policy = Scale()
+    with Collector(long_episodes, policy, scheme="none", frames_per_batch=2) as collector:
+        policy.set(4.0)
+        assert values(next(collector), "action") == [4.0] * 2
+        assert collector.update_policy_weights_().updated == (0,)
+        assert next(collector)["policy_version"].tolist() == [1, 1]
+    with pytest.raises(OptionError, match="use scheme='shm', or workers='inline'"):
+        Collector(long_episodes, policy, scheme="none", workers="process", frames_per_batch=2)
+
+
+@pytest.mark.parametrize("policy", [None, nn.Identity(), lambda observation: observation + 1])
+def test_a_policy_without_tensors_is_always_fresh(policy: Any) -> None:
+    with Collector(long_episodes, policy, scheme="thread", frames_per_batch=2) as collector:
+        assert collector.update_policy_weights_().updated == ()
+        next(collector)
+        assert collector.sender is None
+        assert collector.stats() == CollectorStats(frames=2, batches=1)
+        with pytest.raises(UnknownWorkerError):
+            collector.update_policy_weights_(worker_ids=1)
+        with pytest.raises(ModelError, match="nothing to load a Scale into"):
+            collector.update_policy_weights_(Scale())
+
+
+def test_environments_that_are_stepped_together() -> None:
+    def pair() -> CountingEnv:
+        return CountingEnv([2, 3], num_envs=2)
+
+    options: dict[str, Any] = {
+        "scheme": "thread",
+        "num_workers": 2,
+        "frames_per_batch": 12,
+        "sync": True,
+    }
+    with Collector(pair, **options) as collector:
+        batch = next(collector)
+    assert batch.batch_size == torch.Size([2, 2, 3])
+    assert batch.names == [None, None, "time"]
+    assert values(batch, "observation") == [[[0, 1, 0], [0, 1, 2]]] * 2
+    with (
+        pytest.warns(UserWarning, match="worker 0 makes batches of 4 frames instead of 3"),
+        Collector(pair, scheme="thread", frames_per_batch=3) as collector,
+    ):
+        assert next(collector).batch_size == torch.Size([2, 2])
+
+
+def test_layers_and_options_reach_the_sender() -> None:
+    options: dict[str, Any] = {"layers": ["bf16"], "scheme_options": {"slots": 2}}
+    policy = Scale()
+    with Collector(
+        long_episodes, policy, scheme="thread", frames_per_batch=2, sync=True, **options
+    ) as collector:
+        policy.set(1.001)
+        collector.update_policy_weights_()
+        assert values(next(collector), "action") == [[1.0, 1.0]]
+    with pytest.raises(OptionError, match="colour"):
+        Collector(
+            long_episodes, policy, scheme="thread", frames_per_batch=2, scheme_options={"colour": 1}
+        )
+
+
+def test_without_versions_in_the_batches() -> None:
+    options: dict[str, Any] = {
+        "scheme": "thread",
+        "frames_per_batch": 2,
+        "track_policy_version": False,
+    }
+    with Collector(long_episodes, Scale(), **options) as collector:
+        assert "policy_version" not in next(collector)
+
+
+def test_workers_as_many_as_environments() -> None:
+    options: dict[str, Any] = {"scheme": "none", "frames_per_batch": 2}
+    with Collector([CountingEnv, CountingEnv, CountingEnv], **options) as collector:
+        assert collector.worker_ids == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"frames_per_batch": 21, "num_workers": 2, "sync": True}, ValueError, "for example 22"),
+        ({"frames_per_batch": 0}, ValueError, "frames_per_batch is 0"),
+        ({"num_workers": 0}, ValueError, "num_workers is 0"),
+        ({"total_frames": -2}, ValueError, "give -1 for no end"),
+        ({"create_env_fn": [CountingEnv], "num_workers": 2}, ValueError, "1 entries for 2 workers"),
+        ({"create_env_fn": [CountingEnv()]}, TypeError, "create_env_fn=lambda"),
+        ({"policy": Scale(), "policy_factory": Scale}, ValueError, "not both"),
+        ({"scheme": "shmm"}, PluginNotFoundError, "did you mean 'shm'"),
+        ({"workers": "proces"}, PluginNotFoundError, "did you mean 'process'"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    options = {"create_env_fn": CountingEnv, "frames_per_batch": 2, "scheme": "none", **options}
+    with pytest.raises(error, match=message):
+        Collector(**options)
+
+
+def test_bad_updates() -> None:
+    with Collector(long_episodes, Scale(), scheme="thread", frames_per_batch=2) as collector:
+        with pytest.raises(KeyError, match="no model 'critic'; the models are: 'policy'"):
+            collector.update_policy_weights_(model_id="critic")
+        with pytest.raises(ValueError, match="not several"):
+            collector.update_policy_weights_(Scale(), weights={})
+        with pytest.raises(UnknownWorkerError):
+            collector.update_policy_weights_(worker_ids=[0, 5])
+        assert collector.update_policy_weights_(model_id="policy").updated == (0,)
+    collector.shutdown()
+    with pytest.raises(ClosedError):
+        collector.set_seed(0)
