@@ -8,6 +8,8 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from torch import nn
 from sync_core import (
     Address,
     ApplyError,
+    CapacityError,
     ClosedError,
     LayoutMismatchError,
     ModelError,
@@ -628,3 +631,82 @@ def test_nothing_is_left_behind(scheme: str, zero_copy: bool) -> None:
         with started(scheme, make_policy(), num_workers=2, zero_copy=zero_copy) as workers:
             workers.send()
     assert resources() == before
+
+
+@pytest.mark.parametrize("scheme", ["shm", "mp"])
+@pytest.mark.parametrize(
+    ("directory", "where"), [(None, "memory"), ("/dev/shm", "/dev/shm")], ids=["memfd", "dev_shm"]
+)
+def test_a_model_that_is_too_large_for_memory(
+    scheme: str, directory: str | None, where: str
+) -> None:
+    model = {"weight": torch.zeros(1, dtype=torch.uint8).expand(2**44)}
+    message = rf"a slot needs \d{{14}} bytes of {where}, \d+ are available; "
+    with pytest.raises(CapacityError, match=message):
+        Sender(scheme, model, num_workers=1, directory=directory)
+
+
+def test_slots_in_a_directory(tmp_path: Path) -> None:
+    policy, target = make_policy(3.0), make_policy()
+    with Sender("shm", policy, num_workers=1, directory=str(tmp_path)) as sender:
+        receiver = Receiver(sender.address(0), target)
+        pending = sender.send_async()
+        assert receiver.receive() == 1
+        assert pending.wait().updated == (0,)
+        assert not list(tmp_path.iterdir())
+    with pytest.raises(OptionError, match="cannot hold slots"):
+        Sender("shm", policy, num_workers=1, directory=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("zero_copy", [False, True], ids=["copy", "zero_copy"])
+def test_the_trainer_is_killed(tmp_path: Path, zero_copy: bool) -> None:
+    source = f"""
+import pickle, sys, time, torch
+from sync_core import Sender
+weights = {{"weight": torch.full((1000,), 5.0)}}
+sender = Sender("shm", weights, num_workers=1, zero_copy={zero_copy})
+with open({str(tmp_path / "address")!r}, "wb") as file:
+    pickle.dump(sender.address(0), file)
+print("ready", flush=True)
+sender.send()
+time.sleep(60)
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
+    assert trainer.stdout is not None
+    try:
+        assert trainer.stdout.readline() == b"ready\n"
+        target = {"weight": torch.zeros(1000)}
+        receiver = Receiver(pickle.loads((tmp_path / "address").read_bytes()), target)
+        assert receiver.receive() == 1
+        trainer.kill()
+        trainer.wait()
+        with pytest.raises(SenderLostError):
+            receiver.receive(10.0)
+        assert (target["weight"] == 5).all()
+        target["weight"] += 1
+    finally:
+        trainer.kill()
+        trainer.wait()
+        trainer.stdout.close()
+
+
+def test_a_slot_that_is_read_is_never_written_to() -> None:
+    policy, target = make_policy(1.0), make_policy()
+    with Sender("shm", policy, num_workers=2, zero_copy=True, slots=2, timeout=1.0) as sender:
+        reader = Receiver(sender.address(0), target)
+        other = Receiver(sender.address(1), make_policy())
+        for value, receiver in ((1.0, reader), (2.0, other)):
+            fill(policy, value)
+            with pytest.raises(SendError):
+                sender.send_async().wait(0)
+            receiver.receive()
+        fill(policy, 3.0)
+        with pytest.raises(CapacityError, match=r"worker 0 .* worker 1 .* more slots="):
+            sender.send()
+        assert all((parameter == 1).all() for parameter in target.parameters())
+        reader.close()
+        with pytest.raises(SendError):
+            sender.send_async().wait(0)
+        assert other.receive() is not None
+        assert all((parameter == 1).all() for parameter in target.parameters())
+        other.close()

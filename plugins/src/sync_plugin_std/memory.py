@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sync_core import Block, CapacityError
+from sync_core import Block, CapacityError, OptionError
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
@@ -73,7 +73,10 @@ def _open(directory: str | None) -> int:
 
 def _available(directory: str | None) -> int:
     if directory is not None:
-        space = os.statvfs(directory)
+        try:
+            space = os.statvfs(directory)
+        except OSError as error:
+            raise OptionError(f"directory={directory!r} cannot hold slots: {error}") from error
         return space.f_bavail * space.f_frsize
     if sys.platform != "linux":
         return sys.maxsize
