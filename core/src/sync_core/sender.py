@@ -24,7 +24,7 @@ from sync_core.stack import Stack
 from sync_core.transport import Delivery, SenderTransport
 from sync_core.update import Update
 from sync_core.updater import Updater
-from sync_core.worker_ids import normalize
+from sync_core.worker_ids import count_workers, normalize
 
 
 class Sender(Updater):
@@ -99,7 +99,7 @@ class Sender(Updater):
         self._on_failure = on_failure
         self._timeout = timeout
         self._handles = tuple(workers or ())
-        self._worker_ids = list(range(_count_workers(num_workers, workers)))
+        self._worker_ids = list(range(count_workers(num_workers, workers)))
         self._next_worker_id = len(self._worker_ids)
         self._backend = registry.find("sync.schemes", scheme)
         if zero_copy and "zero_copy" not in self._backend.capabilities:
@@ -129,11 +129,6 @@ class Sender(Updater):
     def version(self) -> int:
         """The newest version sent; 0 before the first."""
         return self._version
-
-    @property
-    def capabilities(self) -> frozenset[str]:
-        """What the scheme can do."""
-        return self._backend.capabilities
 
     def all_worker_ids(self) -> tuple[int, ...]:
         """The ids of the workers."""
@@ -327,13 +322,3 @@ class Sender(Updater):
         if not report.failed:
             self._run_post_hooks()
         return report
-
-
-def _count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int:
-    if workers is not None:
-        if num_workers not in (None, len(workers)):
-            raise ValueError(f"num_workers={num_workers}, but {len(workers)} workers were given")
-        return len(workers)
-    if num_workers is None or isinstance(num_workers, bool) or num_workers < 0:
-        raise ValueError(f"num_workers must be a number of workers, not {num_workers!r}")
-    return num_workers

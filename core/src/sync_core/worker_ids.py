@@ -1,9 +1,9 @@
-"""Which workers a call is for."""
+"""Which workers there are, and which a call is for."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sync_core.errors import UnknownWorkerError
@@ -29,6 +29,21 @@ def normalize(worker_ids: int | Iterable[int] | None, known: Iterable[int]) -> t
         return everybody
     given = worker_ids if isinstance(worker_ids, Iterable) else (worker_ids,)
     return tuple(dict.fromkeys(_normalize_one(worker_id, everybody) for worker_id in given))
+
+
+def count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int:
+    """The number of workers that a sender starts with.
+
+    Raises:
+        ValueError: none is given, or two that differ.
+    """
+    if workers is not None:
+        if num_workers not in (None, len(workers)):
+            raise ValueError(f"num_workers={num_workers}, but {len(workers)} workers were given")
+        return len(workers)
+    if num_workers is None or isinstance(num_workers, bool) or num_workers < 0:
+        raise ValueError(f"num_workers must be a number of workers, not {num_workers!r}")
+    return num_workers
 
 
 def _normalize_one(worker_id: Any, known: tuple[int, ...]) -> int:
