@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
@@ -25,6 +26,7 @@ from torch import nn
 
 from sync_core import (
     Address,
+    AddressError,
     ApplyError,
     CapacityError,
     ClosedError,
@@ -42,6 +44,7 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_plugin_std import with_pipe
 from sync_plugin_std.process_group import ProcessGroup
 from sync_plugin_std.thread_group import ThreadGroup
 
@@ -54,7 +57,7 @@ GROUPS: dict[str, type[WorkerGroup]] = {
 }
 
 
-def make_policy(fill: float = 0.0) -> nn.Module:
+def make_policy(fill: float = 0.0) -> nn.Sequential:
     policy = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     with torch.no_grad():
         for tensor in (*policy.parameters(), *policy.buffers()):
@@ -710,3 +713,31 @@ def test_a_slot_that_is_read_is_never_written_to() -> None:
         assert other.receive() is not None
         assert all((parameter == 1).all() for parameter in target.parameters())
         other.close()
+
+
+def test_pipes_that_exist_already() -> None:
+    mine, theirs = multiprocessing.Pipe()
+    policy, target = make_policy(2.0), make_policy()
+    with Sender("mp", policy, workers=[mine]) as sender:
+        address = pickle.loads(pickle.dumps(sender.address(0)))
+        with pytest.raises(AddressError, match=r"with_pipe\(address, connection\)"):
+            Receiver(address, target)
+        receiver = Receiver(with_pipe(address, theirs), target)
+        pending = sender.send_async()
+        assert receiver.receive() == 1
+        assert pending.wait().updated == (0,)
+        assert {v for p in target.parameters() for v in p.flatten().tolist()} == {2.0}
+        receiver.close()
+    for end in (mine, theirs):
+        end.close()
+    with pytest.raises(OptionError, match="no duplex pipe"):
+        Sender("mp", policy, workers=["worker"])
+
+
+def test_an_address_of_a_pipe_is_good_for_one_receiver() -> None:
+    with Sender("mp", make_policy(), num_workers=1) as sender:
+        address = sender.address(0)
+        Receiver(address, make_policy()).close()
+        with pytest.raises(AddressError, match="good for one receiver"):
+            Receiver(address, make_policy())
+        Receiver(sender.address(0), make_policy()).close()

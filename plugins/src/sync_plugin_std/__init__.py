@@ -1,3 +1,12 @@
-"""The standard schemes, worker groups and layers of sync-core."""
+"""The standard schemes, worker groups and layers of sync-core.
+
+Schemes, groups and layers are found by name; what is exported here is what users build themselves.
+"""
+
+from sync_plugin_std.cast import BFloat16, Float16
+from sync_plugin_std.interval import Interval
+from sync_plugin_std.mp import with_pipe
 
 __version__ = "0.1.0"
+
+__all__ = ["BFloat16", "Float16", "Interval", "with_pipe"]

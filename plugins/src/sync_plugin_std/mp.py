@@ -70,10 +70,12 @@ class PipeEnd:
         self._end: socket.socket | None = end
 
     def take(self) -> socket.socket:
-        """A duplicate of the end, for the one receiver that may use it."""
-        duplicate = self._open_end().dup()
+        """The end, for the one receiver that may use it."""
+        end = self._open_end()
         self._end = None
-        return duplicate
+        taken = end.dup()
+        end.close()
+        return taken
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return _unpickle, (DupFd(self._open_end().fileno()),)
