@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -291,8 +293,9 @@ def test_a_large_module_is_gathered_and_keeps_its_manners() -> None:
 def test_a_module_whose_memory_is_viewed_is_left_where_it_is() -> None:
     source, target = large(), large()
     view = target.state_dict()
+    before = [parameter.data_ptr() for parameter in target.parameters()]
     written_twice(target, source)
-    assert not side_by_side(target)
+    assert [parameter.data_ptr() for parameter in target.parameters()] == before
     assert torch.equal(view["0.weight"], source[0].weight)  # type: ignore[index]
 
 
@@ -322,3 +325,29 @@ def test_a_backward_pass_notices_that_weights_were_written() -> None:
     binding.write(Update(received.layout, received.tensors, received.body))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+_FORK = """
+import os, torch
+from sync_core import Payload
+from sync_core.binding import Binding
+target = torch.nn.Linear(1024, 1024)
+update = Binding(torch.nn.Linear(1024, 1024)).read()
+data = Payload(1, update.layout, update.tensors).to_bytes()
+payload = Payload.from_bytes(data, version=1)
+update.body = payload.body
+binding = Binding(target)
+for _ in range(2):
+    binding.write(update)
+before = target.weight[0, 0].item()
+if not (child := os.fork()):
+    target.weight.data[0, 0] = before + 1
+    os._exit(0)
+os.waitpid(child, 0)
+assert target.weight[0, 0].item() == before
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_forked_child_writes_to_weights_of_its_own() -> None:
+    subprocess.run([sys.executable, "-c", _FORK], check=True, timeout=60)

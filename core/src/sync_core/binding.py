@@ -85,6 +85,8 @@ class Binding:
             LayoutMismatchError: a name, dtype or shape differs; nothing was written.
             ModelError: a tensor of the model cannot be written to; nothing was written.
         """
+        if self._write_flat(update):
+            return
         mine, theirs = self.layout, update.layout
         if mine != theirs:
             check_match(theirs, mine, partial=partial)
@@ -124,16 +126,18 @@ class Binding:
         else:
             commit.copy(*self._matched(update))
 
+    def _write_flat(self, update: Update) -> bool:
+        """Load an update in one copy, if the model still is as it was when it was gathered."""
+        if self._flat is None or update.body is None or update.layout != self._layout:
+            return False
+        return self._flat.write(self._find(), update.body)
+
     def _write_whole(self, update: Update) -> None:
-        tensors = self._travelling()
-        if update.body is not None and isinstance(self.model, nn.Module):
-            if self._flat is None and not self._tried_flat:
-                self._tried_flat = True
+        commit.copy(self._travelling(), update.tensors)
+        if update.body is not None and not self._tried_flat and isinstance(self.model, nn.Module):
+            self._tried_flat = True
+            if not self._extra_state:
                 self._flat = Flat.gather(self._layout, self._named)
-            if self._flat is not None and self._flat.holds(self._layout, tensors):
-                self._flat.write(tensors, update.body)
-                return
-        commit.copy(tensors, update.tensors)
 
     def _matched(self, update: Update) -> tuple[list[Tensor], list[Tensor]]:
         index = update.layout.index

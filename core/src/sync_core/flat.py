@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Self
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from sync_core import pages
 from sync_core.layout import Layout
 
 # Below this, one copy is no faster than one for each tensor.
@@ -26,14 +27,15 @@ class Flat:
     fast as tensor by tensor; and thousands of small tensors cost no more than their bytes.
     """
 
-    def __init__(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, layout: Layout, named: Mapping[str, Tensor]) -> None:
+        self._named = named
+        self._tensors = [named[spec.name] for spec in layout.specs]
         # A copy is several times slower when its target lies a little after its source within
         # the page, so the tensors lie in their pages as they do in a payload, after its header.
         start = len(layout.header) % mmap.PAGESIZE
-        memory = mmap.mmap(-1, start + layout.body_nbytes)
-        self._layout = layout
+        memory = pages.allocate(start + layout.body_nbytes)
         self._bytes = np.frombuffer(memory, dtype=np.uint8, offset=start)
-        for spec, tensor in zip(layout.specs, tensors, strict=True):
+        for spec, tensor in zip(layout.specs, self._tensors, strict=True):
             if not spec.nbytes:
                 continue
             # A storage of its own for each, so that saving one tensor does not save them all.
@@ -43,7 +45,7 @@ class Flat:
             moved = place.view(spec.dtype).view(spec.shape)
             moved.copy_(tensor.data)
             tensor.data = moved
-        self._pointers = _pointers(tensors)
+        self._pointers = self._current_pointers()
 
     @classmethod
     def gather(cls, layout: Layout, named: Mapping[str, Tensor]) -> Self | None:
@@ -55,21 +57,23 @@ class Flat:
         """
         if layout.body_nbytes < _WORTHWHILE or not all(map(_can_move, named.values())):
             return None
-        return cls(layout, [named[spec.name] for spec in layout.specs])
+        return cls(layout, named)
 
-    def holds(self, layout: Layout, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors are all where they were moved to."""
-        return layout == self._layout and _pointers(tensors) == self._pointers
+    def write(self, named: Mapping[str, Tensor], body: Tensor) -> bool:
+        """Copy the body of a payload of the same layout over all of the tensors.
 
-    def write(self, tensors: Sequence[Tensor], body: Tensor) -> None:
-        """Copy the body of a payload of the same layout over all of them."""
+        False, and nothing is written, when the model holds others by now or one was moved.
+        """
+        # The memory is ours, so a tensor that still begins where it was put lies in it.
+        if named is not self._named or self._current_pointers() != self._pointers:
+            return False
         np.copyto(self._bytes, body.numpy())
         # What autograd has saved for a backward pass has changed, as with any in-place copy.
-        increment_version(tensors)
+        increment_version(self._tensors)
+        return True
 
-
-def _pointers(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
+    def _current_pointers(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._tensors))
 
 
 def _can_move(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sync_core import pages
 from sync_core.address import Address
 from sync_core.bench.models import is_marked, make_model
 from sync_core.receiver import Receiver
@@ -52,7 +53,7 @@ class BenchWorker:
         self._source = np.frombuffer(mapping, dtype=np.uint8)
         # On a page of its own like the source: elsewhere in the page it may take several times
         # as long, and this is to be the limit.
-        self._target = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+        self._target = np.frombuffer(pages.allocate(nbytes), dtype=np.uint8)
         self._target[:] = 0
 
     def copy_source(self) -> tuple[float, float]:
