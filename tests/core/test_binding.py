@@ -264,7 +264,7 @@ def written_twice(target: nn.Module, source: nn.Module) -> Binding:
         received = Payload.from_bytes(
             Payload(version, update.layout, update.tensors).to_bytes(), version
         )
-        binding.write(Update(received.layout, received.tensors, received.body))
+        binding.write(Update(received.layout, received.source))
     return binding
 
 
@@ -313,7 +313,7 @@ def test_a_gathered_module_that_is_moved_again_is_still_written() -> None:
     received = Payload.from_bytes(
         Payload(3, binding.layout, tuple(Binding(source).read().tensors)).to_bytes(), 3
     )
-    binding.write(Update(received.layout, received.tensors, received.body))
+    binding.write(Update(received.layout, received.source))
     assert all(map(torch.equal, target.parameters(), source.parameters()))
 
 
@@ -322,20 +322,20 @@ def test_a_backward_pass_notices_that_weights_were_written() -> None:
     binding = written_twice(target, source)
     loss = target(torch.ones(1, 300)).sum()
     received = Payload.from_bytes(Payload(3, binding.layout, binding.read().tensors).to_bytes(), 3)
-    binding.write(Update(received.layout, received.tensors, received.body))
+    binding.write(Update(received.layout, received.source))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 _FORK = """
 import os, torch
-from sync_core import Payload
+from sync_core import Payload, Update
 from sync_core.binding import Binding
 target = torch.nn.Linear(1024, 1024)
 update = Binding(torch.nn.Linear(1024, 1024)).read()
 data = Payload(1, update.layout, update.tensors).to_bytes()
 payload = Payload.from_bytes(data, version=1)
-update.body = payload.body
+update = Update(payload.layout, payload.source)
 binding = Binding(target)
 for _ in range(2):
     binding.write(update)

@@ -72,6 +72,15 @@ def test_the_state_dict_strategy_honours_the_modules_hooks() -> None:
     assert set(named_tensors(module, "tensordict")) == {"weight", "bias"}
 
 
+def test_modules_in_a_mapping_are_read_like_modules_alone() -> None:
+    models = {"a": WithBuffers(), "b": {"c": WithExtraState([torch.tensor(1)])}}
+    expected = {"a.weight", "a.kept", "a.scratch", "b.c.weight", "b.c._extra_state.0"}
+    assert set(named_tensors(models)) == expected
+    assert set(named_tensors(models, "state_dict")) == expected
+    with pytest.raises(ModelError, match=r"two tensors are named 'a\.weight'"):
+        named_tensors({**models, "a.weight": torch.ones(2)})
+
+
 def test_parametrized_modules_travel_by_their_originals() -> None:
     module = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     assert set(named_tensors(module)) == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,20 +17,23 @@ from sync_core.extract import Strategy, check_strategy
 from sync_core.finder import finder
 from sync_core.flat import Flat
 from sync_core.layout import Layout
+from sync_core.lent import Lent, lend
+from sync_core.models import modules_in
 from sync_core.update import Update
 
 _kind = operator.attrgetter("dtype", "shape")
 
 
 class Binding:
-    """A model whose weights are read into updates and written from them.
+    """A model, or several, whose weights are read into updates and written from them.
 
     What was found in the model is kept while the model stays as it is; finding out that it did
-    costs no Python code per tensor.
+    costs no Python code per tensor of a module. A write is all of the models or none. Parameters
+    that view an update's memory are watched: the write after one in place by someone else raises.
 
     Args:
         model: an `nn.Module`, a TensorDict or a state_dict, whose tensors are read and written
-            in place.
+            in place; or a mapping from names to such models.
         strategy: ``"tensordict"`` or ``"state_dict"``; see `sync_core.extract.Strategy`.
 
     Raises:
@@ -44,10 +48,12 @@ class Binding:
         self._named: dict[str, Tensor] = {}
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
         self._layout = Layout(())
+        self._modules: commit.Modules = ()
         self._writable = False
         self._extra_state = False
         self._flat: Flat | None = None
         self._tried_flat = False
+        self._lent: Lent | None = None
         if not self.layout.specs:
             raise ModelError(
                 f"{type(model).__name__} has no tensors, so there is nothing to synchronise"
@@ -57,13 +63,13 @@ class Binding:
     def layout(self) -> Layout:
         """The layout of the model as it is now."""
         named = self._find()
+        if named is not self._named:
+            self._modules = modules_in(self.model)
         if not self._fits_layout(named):
             self._layout = Layout.of(named)
             self._kinds = list(map(_kind, named.values()))
             self._writable = False
-            self._extra_state = isinstance(self.model, nn.Module) and any(
-                is_extra_state(name) for name in named
-            )
+            self._extra_state = any(map(is_extra_state, named))
         self._named = named
         return self._layout
 
@@ -72,7 +78,14 @@ class Binding:
         layout = self.layout
         return Update(layout, self._travelling())
 
-    def write(self, update: Update, *, partial: bool = False, zero_copy: bool = False) -> None:
+    def write(
+        self,
+        update: Update,
+        *,
+        partial: bool = False,
+        zero_copy: bool = False,
+        version: int = 0,
+    ) -> None:
         """Load an update, all of it or nothing.
 
         Args:
@@ -80,11 +93,16 @@ class Binding:
             partial: whether the update may lack some of the model's tensors.
             zero_copy: whether parameters become the update's tensors. Buffers are copied still,
                 since modules write to them (running statistics, for example).
+            version: the version of the weights; 0 for weights whose memory nobody else reads, so
+                that zero-copy parameters may be written to.
 
         Raises:
             LayoutMismatchError: a name, dtype or shape differs; nothing was written.
-            ModelError: a tensor of the model cannot be written to; nothing was written.
+            ModelError: a tensor of the model cannot be written to, or was written to in place
+                since zero-copy pointed it at the version before; nothing was written. The latter
+                is said once: the next write goes ahead.
         """
+        self._check_lent()
         if self._write_flat(update):
             return
         mine, theirs = self.layout, update.layout
@@ -94,10 +112,16 @@ class Binding:
             commit.check_writable(self._named)
             self._writable = True
         if self._extra_state:
-            with commit.extra_state_set(self.model, dict(update.items())):
-                self._write_tensors(update, zero_copy=zero_copy)
+            with commit.extra_state_set(self._modules, dict(update.items())):
+                self._write_tensors(update, zero_copy=zero_copy, version=version)
         else:
-            self._write_tensors(update, zero_copy=zero_copy)
+            self._write_tensors(update, zero_copy=zero_copy, version=version)
+
+    def _check_lent(self) -> None:
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            lent.check()
+            self._lent = lent
 
     def _travelling(self) -> list[Tensor]:
         if not self._layout.aliases:
@@ -116,15 +140,20 @@ class Binding:
             for name, owner in self._layout.aliases
         )
 
-    def _write_tensors(self, update: Update, *, zero_copy: bool) -> None:
-        if self._strategy == "state_dict" and isinstance(self.model, nn.Module):
-            commit.load_state_dict(self.model, dict(update.items()))
+    def _write_tensors(self, update: Update, *, zero_copy: bool, version: int) -> None:
+        if self._strategy == "state_dict" and self._modules:
+            self._load_state_dicts(update)
         elif zero_copy:
-            self._write_zero_copy(update)
+            self._write_zero_copy(update, version)
         elif self._layout == update.layout:
             self._write_whole(update)
         else:
-            commit.copy(*self._matched(update))
+            _copy((mine, new) for _, mine, new in self._matched(update))
+
+    def _load_state_dicts(self, update: Update) -> None:
+        commit.load_state_dicts(self._modules, dict(update.items()))
+        matched, prefixes = self._matched(update), self._module_prefixes()
+        _copy((mine, new) for name, mine, new in matched if not name.startswith(prefixes))
 
     def _write_flat(self, update: Update) -> bool:
         """Load an update in one copy, if the model still is as it was when it was gathered."""
@@ -134,30 +163,43 @@ class Binding:
 
     def _write_whole(self, update: Update) -> None:
         commit.copy(self._travelling(), update.tensors)
-        if update.body is not None and not self._tried_flat and isinstance(self.model, nn.Module):
+        if update.body is not None and not self._tried_flat:
             self._tried_flat = True
-            if not self._extra_state:
+            prefixes = self._module_prefixes()
+            if not self._extra_state and all(name.startswith(prefixes) for name in self._named):
                 self._flat = Flat.gather(self._layout, self._named)
 
-    def _matched(self, update: Update) -> tuple[list[Tensor], list[Tensor]]:
-        index = update.layout.index
-        names = [name for name in self._named if name in index]
-        return [self._named[n] for n in names], [update.tensors[index[n]] for n in names]
-
-    def _write_zero_copy(self, update: Update) -> None:
-        targets, sources = self._matched(update)
-        pairs = list(zip(targets, sources, strict=True))
-        if any(target.device != source.device for target, source in pairs):
-            raise ModelError(
-                f"zero_copy needs the model on {sources[0].device}, where the weights arrive; "
-                "use zero_copy=False for a model elsewhere"
-            )
-        by_pointer = [
-            not isinstance(self.model, nn.Module) or isinstance(target, nn.Parameter)
-            for target in targets
+    def _matched(self, update: Update) -> list[tuple[str, Tensor, Tensor]]:
+        """Names, the model's tensors, and the update's."""
+        index, tensors = update.layout.index, update.tensors
+        return [
+            (name, tensor, tensors[index[name]])
+            for name, tensor in self._named.items()
+            if name in index
         ]
-        copied = [pair for pair, pointed in zip(pairs, by_pointer, strict=True) if not pointed]
-        commit.copy([target for target, _ in copied], [source for _, source in copied])
-        for (target, source), pointed in zip(pairs, by_pointer, strict=True):
-            if pointed:
-                target.data = source
+
+    def _module_prefixes(self) -> tuple[str, ...]:
+        return tuple(prefix for prefix, _ in self._modules)
+
+    def _write_zero_copy(self, update: Update, version: int) -> None:
+        matched, prefixes = self._matched(update), self._module_prefixes()
+        if any(mine.device != new.device for _, mine, new in matched):
+            raise ModelError(
+                f"zero_copy needs the model on {update.tensors[0].device}, where the weights "
+                "arrive; use zero_copy=False for a model elsewhere"
+            )
+        pointed = {
+            name: mine
+            for name, mine, _ in matched
+            if isinstance(mine, nn.Parameter) or not name.startswith(prefixes)
+        }
+        _copy((mine, new) for name, mine, new in matched if name not in pointed)
+        for name, mine, new in matched:
+            if name in pointed:
+                mine.data = new
+        self._lent = lend(pointed, version) if version else None
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    pairs = list(pairs)
+    commit.copy([mine for mine, _ in pairs], [new for _, new in pairs])

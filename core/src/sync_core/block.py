@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,6 @@ class Block:
         self._layout: Layout | None = None
         self._written: Layout | None = None
         self._views: tuple[Tensor, ...] = ()
-        self._body = memory
 
     @classmethod
     def allocate(cls, nbytes: int) -> Block:
@@ -52,12 +53,7 @@ class Block:
     def views(self, layout: Layout) -> tuple[Tensor, ...]:
         """The tensors of ``layout`` as views of this memory."""
         if self._layout is not layout:
-            if layout.nbytes > self.nbytes:
-                raise PayloadError(
-                    f"the payload needs {layout.nbytes} bytes, the block has {self.nbytes}"
-                )
-            start = len(layout.header)
-            body = self._body = self.memory[start : start + layout.body_nbytes]
+            body = self.body(layout)
             self._views = tuple(
                 _view(body[spec.offset : spec.offset + spec.nbytes], spec) for spec in layout.specs
             )
@@ -66,8 +62,16 @@ class Block:
 
     def body(self, layout: Layout) -> Tensor:
         """The bytes of the tensors of ``layout``."""
-        self.views(layout)
-        return self._body
+        self.check_holds(layout)
+        start = len(layout.header)
+        return self.memory[start : start + layout.body_nbytes]
+
+    def check_holds(self, layout: Layout) -> None:
+        """Raise `PayloadError` where this memory is too small for ``layout``."""
+        if layout.nbytes > self.nbytes:
+            raise PayloadError(
+                f"the payload needs {layout.nbytes} bytes, the block has {self.nbytes}"
+            )
 
     def write_header(self, layout: Layout) -> None:
         """Write the header of ``layout``, unless it is there already."""
@@ -77,20 +81,21 @@ class Block:
         self.memory[:size].copy_(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
         self._written = layout
 
-    def read_layout(self, digest: str | None = None) -> Layout:
+    def read_layout(self, digest: str | None = None, known: Layout | None = None) -> Layout:
         """The layout whose header stands in this memory.
 
         Args:
             digest: what its digest must be, or begin with; one that was read before is not read
                 again.
+            known: another layout that need not be read again if it has that digest.
 
         Raises:
             PayloadError: no header, one of another digest, or one that promises more bytes than
                 there are.
         """
-        known = self._layout
-        if digest is not None and known is not None and known.digest.startswith(digest):
-            return known
+        for layout in (self._layout, known):
+            if digest is not None and layout is not None and layout.digest.startswith(digest):
+                return layout
         length = int.from_bytes(self.memory[:8].numpy().tobytes(), "little")
         if length > min(MAX_HEADER_BYTES, self.nbytes - 8):
             raise PayloadError(f"a header of {length} bytes does not fit; this is no payload")
@@ -100,6 +105,11 @@ class Block:
                 f"expected the layout {digest[:12]}, found {layout.digest[:12]} in the payload"
             )
         return layout
+
+
+def tensors_of(source: Sequence[Tensor] | Block, layout: Layout) -> tuple[Tensor, ...]:
+    """The tensors themselves, or those that lie in a block."""
+    return source.views(layout) if isinstance(source, Block) else tuple(source)
 
 
 def _view(memory: Tensor, spec: TensorSpec) -> Tensor:

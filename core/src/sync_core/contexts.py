@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sync_core.errors import OptionError
 
 if TYPE_CHECKING:
+    from sync_core.address import Address
     from sync_core.layout import Layout
 
 Options = TypeVar("Options")
@@ -29,6 +30,8 @@ class TransportContext:
         worker_ids: (sender) the workers to serve.
         workers: (sender) handles of the workers, for a scheme that calls into them.
         layout: (sender) the layout of every payload that is not ``partial``.
+        make_address: (sender) makes the `Address` of a worker, for a transport that makes the
+            receiver itself: ``make_address(worker_id=…, endpoint=…)``.
         worker_id: (receiver) which worker this is.
         endpoint: (receiver) what `SenderTransport.address` gave for this worker.
     """
@@ -43,6 +46,7 @@ class TransportContext:
     worker_ids: tuple[int, ...] = ()
     workers: tuple[Any, ...] = ()
     layout: Layout | None = None
+    make_address: Callable[..., Address] | None = None
     worker_id: int = -1
     endpoint: Any = None
 

@@ -33,7 +33,12 @@ class Defaults:
         """Write the update into the model."""
         if self._binding is None or self._binding.model is not model:
             self._binding = Binding(model, self._strategy)
-        self._binding.write(update, partial=context.partial, zero_copy=context.zero_copy)
+        self._binding.write(
+            update,
+            partial=context.partial,
+            zero_copy=context.zero_copy,
+            version=context.version,
+        )
         return True
 
     @hookimpl

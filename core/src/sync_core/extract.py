@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from sync_core.errors import ModelError
 from sync_core.extra_state import flatten, is_extra_state, modules_with_extra_state
+from sync_core.models import leaves
 
 #: ``"tensordict"`` reads a module's parameters and buffers; ``"state_dict"`` asks the module for
 #: its `state_dict`, so that the hooks it has there are honoured.
@@ -26,25 +26,44 @@ def named_tensors(weights: Any, strategy: Strategy = "tensordict") -> dict[str, 
     """The tensors that hold ``weights``, under dotted names; aliases of them, not copies.
 
     Args:
-        weights: an `nn.Module`, a TensorDict, or a mapping, flat or nested.
+        weights: an `nn.Module`, a TensorDict, or a mapping, flat or nested, of tensors and of
+            models such as these.
         strategy: how a module is read; see `Strategy`.
 
     Raises:
         ModelError: weights of another kind, something in them that is no tensor, or two tensors
             under one name.
     """
-    if isinstance(weights, TensorDictBase):
-        return _from_tensordict(weights)
+    if isinstance(weights, Mapping):
+        return combined(
+            (name, from_module(leaf, strategy) if isinstance(leaf, nn.Module) else leaf)
+            for name, leaf in leaves(weights)
+        )
     if isinstance(weights, nn.Module):
         return from_module(weights, strategy)
-    if isinstance(weights, Mapping):
-        named: dict[str, Tensor] = {}
-        _from_mapping("", weights, named)
-        return named
     raise ModelError(
         f"cannot read weights from a {type(weights).__name__}; "
         "give an nn.Module, a TensorDict or a state_dict"
     )
+
+
+def combined(found: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
+    """One dict of what was found in several models.
+
+    Args:
+        found: names, each with a tensor or with a dict of named tensors.
+
+    Raises:
+        ModelError: something that is no tensor, or two tensors under one name.
+    """
+    named: dict[str, Tensor] = {}
+    for name, value in found:
+        if isinstance(value, dict):
+            for inner, tensor in value.items():
+                _put(f"{name}.{inner}", tensor, named)
+        else:
+            _put(name, value, named)
+    return named
 
 
 def from_module(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
@@ -80,27 +99,6 @@ def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
         for name, buffer in submodule._buffers.items()
         if name in submodule._non_persistent_buffers_set and buffer is not None
     }
-
-
-def _from_tensordict(tensordict: TensorDictBase) -> dict[str, Tensor]:
-    named: dict[str, Tensor] = {}
-    key: str | tuple[str, ...]
-    for key, value in tensordict.items(include_nested=True, leaves_only=True):
-        _put(key if isinstance(key, str) else ".".join(key), value, named)
-    return named
-
-
-def _from_mapping(prefix: str, mapping: Mapping[Any, Any], named: dict[str, Tensor]) -> None:
-    for key, value in mapping.items():
-        if not isinstance(key, str):
-            raise ModelError(f"weights need names that are strings, not {key!r}")
-        name = prefix + key
-        if isinstance(value, Mapping):
-            _from_mapping(f"{name}.", value, named)
-        elif is_extra_state(name) and not isinstance(value, Tensor):
-            named |= dict(flatten(name, value))
-        else:
-            _put(name, value, named)
 
 
 def _put(name: str, value: Any, named: dict[str, Tensor]) -> None:

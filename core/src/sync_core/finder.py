@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from sync_core.extra_state import modules_with_extra_state
-from sync_core.extract import Strategy, extra_tensors, named_tensors, plain_tensors
+from sync_core.extract import Strategy, combined, extra_tensors, named_tensors, plain_tensors
+from sync_core.models import leaves
 
 
 def finder(model: Any, strategy: Strategy) -> Callable[[], dict[str, Tensor]]:
     """A function that gives the model's named tensors as they are now."""
-    if isinstance(model, nn.Module) and not isinstance(model, TensorDictBase):
-        if strategy == "tensordict":
-            return _ModuleFinder(model)
-        return lambda: named_tensors(model, "state_dict")
-    return lambda: named_tensors(model)
+    if isinstance(model, Mapping):
+        return _MappingFinder(model, strategy)
+    if isinstance(model, nn.Module) and strategy == "tensordict":
+        return _ModuleFinder(model)
+    return lambda: named_tensors(model, strategy)
+
+
+class _MappingFinder:
+    # As long as every module in it finds the same dict, the one made of them all is kept.
+    def __init__(self, models: Mapping[str, Any], strategy: Strategy) -> None:
+        self._models = models
+        self._strategy = strategy
+        self._finders: dict[str, tuple[nn.Module, Callable[[], dict[str, Tensor]]]] = {}
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        self._found: dict[str, Tensor] = {}
+
+    def __call__(self) -> dict[str, Tensor]:
+        names: list[str] = []
+        values: list[Any] = []
+        for name, leaf in leaves(self._models):
+            names.append(name)
+            values.append(self._find_in(name, leaf) if isinstance(leaf, nn.Module) else leaf)
+        if names != self._names or not _identical(values, self._values):
+            self._found = combined(zip(names, values, strict=True))
+            self._names, self._values = names, values
+        return self._found
+
+    def _find_in(self, name: str, module: nn.Module) -> dict[str, Tensor]:
+        known = self._finders.get(name)
+        if known is None or known[0] is not module:
+            known = self._finders[name] = (module, finder(module, self._strategy))
+        return known[1]()
 
 
 class _ModuleFinder:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from sync_core.block import Block
+from sync_core.block import Block, tensors_of
 from sync_core.commit import copy
 from sync_core.layout import Layout
 
@@ -27,9 +27,8 @@ class Payload:
     Args:
         version: the version of the weights.
         layout: the layout of the tensors.
-        tensors: in the order of ``layout.specs``.
+        source: the tensors, in the order of ``layout.specs``; or the block that they lie in.
         release: called by the receiver when it no longer reads the tensors.
-        body: the bytes that the tensors are views of, on the receiver's side.
 
     Example:
         >>> layout = Layout.of({"bias": torch.ones(3)})
@@ -40,9 +39,13 @@ class Payload:
 
     version: int
     layout: Layout
-    tensors: tuple[Tensor, ...]
+    source: Sequence[Tensor] | Block
     release: Callable[[], None] = _nothing_to_release
-    body: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of ``layout.specs``."""
+        return tensors_of(self.source, self.layout)
 
     @property
     def nbytes(self) -> int:
@@ -68,15 +71,24 @@ class Payload:
         version: int,
         *,
         digest: str | None = None,
+        known: Layout | None = None,
         release: Callable[[], None] = _nothing_to_release,
     ) -> Payload:
         """The payload that stands in a block, as views of it.
 
+        Args:
+            block: where it stands.
+            version: the version that it is.
+            digest: what the digest of its layout must be, or begin with.
+            known: a layout that need not be read again if it has that digest.
+            release: see the class.
+
         Raises:
             PayloadError: the block holds no payload, or not the one with this digest.
         """
-        layout = block.read_layout(digest)
-        return cls(version, layout, block.views(layout), release, block.body(layout))
+        layout = block.read_layout(digest, known)
+        block.check_holds(layout)
+        return cls(version, layout, block, release)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, version: int) -> Payload:

@@ -6,6 +6,7 @@ import queue
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 from sync_core.block import Block
 from sync_core.errors import WorkerError, WorkerLostError
@@ -64,8 +65,9 @@ class PointToPointTransport(SenderTransport):
             self._newest = copy
         return deliveries
 
-    def add_worker(self, worker_id: int) -> None:
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Start the worker's thread, and give it the newest version that went to all."""
+        del worker
         self._queues[worker_id] = queue.Queue()
         threading.Thread(
             target=self._serve,

@@ -18,7 +18,7 @@ from sync_core.defaults import Defaults
 from sync_core.errors import AddressError, ClosedError, ModelError, SenderLostError
 from sync_core.extract import Strategy, named_tensors
 from sync_core.getter import GetterScheme
-from sync_core.paths import resolve
+from sync_core.models import look_up, refers
 from sync_core.payload import Payload
 from sync_core.stack import Stack
 from sync_core.transport import ReceiverTransport
@@ -32,8 +32,9 @@ class Receiver:
         address: what `Sender.address` gave for this worker.
         model: what the weights are committed to: a module, a TensorDict or a state_dict, all
             written in place; a string such as ``"env.value_net"``, looked up in ``context`` at
-            every commit; or, for a scheme that loads weights itself, whatever it loads into.
-            None for a model that is registered later.
+            every commit; a mapping from names to such models, all of which are committed or
+            none; or, for a scheme that loads weights itself, whatever it loads into. None for a
+            model that is registered later.
         context: the object in which string references are looked up.
         timeout: deadline of blocking calls, in seconds; None for the sender's.
 
@@ -64,6 +65,7 @@ class Receiver:
         self._stack = Stack(defaults, self._backend, layers)
         self._stack_without_layers = Stack(defaults, self._backend, ())
         self._model: Any = None
+        self._found: Any = None
         self._version = 0
         self._lease = _Lease()
         if model is not None:
@@ -135,7 +137,7 @@ class Receiver:
         Raises:
             LayoutMismatchError: the model does not fit the sender's.
         """
-        if isinstance(model, str):
+        if refers(model):
             if self._context is None:
                 raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
         elif not self._stack.implements("apply_weights"):
@@ -170,9 +172,9 @@ class Receiver:
         if payload.version <= self._version:
             payload.release()
             return None
-        model = self._resolve_model()
         try:
-            update = Update(payload.layout, payload.tensors, payload.body)
+            model = self._resolve_model()
+            update = Update(payload.layout, payload.source)
             self._stack.apply_weights(update, model, self._context_of(payload.version))
         except BaseException as error:
             payload.release()
@@ -190,7 +192,7 @@ class Receiver:
         """Commit weights given by hand; the version stays what it is.
 
         Args:
-            weights: a module, a TensorDict or a state_dict.
+            weights: a module, a TensorDict, a state_dict, or a mapping from names to these.
 
         Raises:
             LayoutMismatchError: they do not fit the model; nothing was written.
@@ -240,9 +242,8 @@ class Receiver:
     def _resolve_model(self) -> Any:
         if self._model is None:
             raise ModelError("the receiver has no model; give it one, or call register_model()")
-        if isinstance(self._model, str):
-            return resolve(self._context, self._model)
-        return self._model
+        self._found = look_up(self._model, self._context, self._found)
+        return self._found
 
 
 class _Lease:

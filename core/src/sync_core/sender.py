@@ -6,8 +6,9 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NoReturn, Self
 
 from sync_core import registry
 from sync_core.address import Address
@@ -16,6 +17,7 @@ from sync_core.contexts import SendContext, TransportContext
 from sync_core.defaults import Defaults
 from sync_core.errors import ClosedError, ModelError, OptionError, PendingSendError
 from sync_core.extract import Strategy, check_strategy
+from sync_core.models import either
 from sync_core.payload import Payload
 from sync_core.pending import PendingSend
 from sync_core.report import SendReport
@@ -33,7 +35,8 @@ class Sender(Updater):
     Args:
         scheme: the name of an installed scheme, or a plugin object.
         model: what is sent when `send` is given nothing: a module, a TensorDict, a state_dict,
-            or a string such as ``"env.transform[0]"``, looked up in ``context`` at every send.
+            a string such as ``"env.transform[0]"``, looked up in ``context`` at every send, or
+            a mapping from names to such models, which are one version: all committed, or none.
             None means ``model_id`` in ``context``, or a model registered later.
         num_workers: how many workers there are; their ids are ``0 … num_workers - 1``.
         workers: handles of the workers, for a scheme that calls into them.
@@ -41,7 +44,8 @@ class Sender(Updater):
         context: the object in which string references are looked up.
         layers: names or objects of layers; each changes the update after the one before it.
         strategy: how a module is read and written: ``"tensordict"`` or ``"state_dict"``.
-        zero_copy: let the workers' parameters be views of what arrives; they are read-only then.
+        zero_copy: let the workers' parameters be views of what arrives; they are read-only then,
+            and after a write to one in place, where that is possible at all, `receive` raises.
         partial: accept updates that lack some of the model's tensors.
         on_failure: ``"raise"`` a `SendError` after the other workers were updated, or ``"drop"``
             the worker that failed and carry on without it.
@@ -98,8 +102,8 @@ class Sender(Updater):
         self._partial = partial
         self._on_failure = on_failure
         self._timeout = timeout
-        self._handles = tuple(workers or ())
         self._worker_ids = list(range(count_workers(num_workers, workers)))
+        self._handles = dict(enumerate(workers or ()))
         self._next_worker_id = len(self._worker_ids)
         self._backend = registry.find("sync.schemes", scheme)
         if zero_copy and "zero_copy" not in self._backend.capabilities:
@@ -113,6 +117,7 @@ class Sender(Updater):
         self._starting = threading.Lock()
         self._pending: PendingSend | None = None
         self._transport: SenderTransport | None = None
+        self._make_address: Callable[..., Address]
         self._close_transport: Callable[[], Any] | None = None
         self._closed = False
         if model is None and context is not None:
@@ -142,23 +147,8 @@ class Sender(Updater):
             ModelError: the sender knows no model yet.
         """
         (worker_id,) = normalize(worker_id, self._worker_ids)
-        transport, layout = self._started(), self._source.layout
-        if layout is None:
-            raise ModelError("the sender has no model; give it one, or call register_model()")
-        return Address(
-            scheme=self._scheme,
-            layers=self._layers,
-            options=self._options,
-            worker_id=worker_id,
-            model_id=self.model_id,
-            endpoint=transport.address(worker_id),
-            token=self._token,
-            strategy=self._strategy,
-            zero_copy=self._zero_copy,
-            partial=self._partial,
-            timeout=self._timeout,
-            layout=layout,
-        )
+        transport = self._started()
+        return self._make_address(worker_id=worker_id, endpoint=transport.address(worker_id))
 
     def send(
         self,
@@ -166,14 +156,16 @@ class Sender(Updater):
         worker_ids: int | Iterable[int] | None = None,
         *,
         timeout: float | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
     ) -> SendReport:
         """Send the weights as a new version, and wait until every worker has committed it.
 
         Args:
-            weights: a module, a TensorDict, a state_dict, or a string reference; None for the
-                sender's model.
+            weights: a module, a TensorDict, a state_dict, a string reference, or a mapping from
+                names to these; None for the sender's model.
             worker_ids: one worker or several; None for all. No ids: nothing is sent.
             timeout: deadline in seconds; None for the sender's.
+            weights_dict: the weights of several models by name, instead of ``weights``.
 
         Raises:
             SendError: some workers failed; the others have the new version.
@@ -181,7 +173,7 @@ class Sender(Updater):
             LayoutMismatchError: the weights do not fit the model; nothing was sent.
             UnknownWorkerError: no such worker; nothing was sent.
         """
-        pending = self.send_async(weights, worker_ids, timeout=timeout)
+        pending = self.send_async(weights, worker_ids, timeout=timeout, weights_dict=weights_dict)
         try:
             return pending.wait()
         finally:
@@ -193,13 +185,14 @@ class Sender(Updater):
         worker_ids: int | Iterable[int] | None = None,
         *,
         timeout: float | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
     ) -> PendingSend:
         """Like `send`, but do not wait. The weights were read when this returns."""
         started = time.perf_counter()
         with self._starting:
             self._check_ready()
             addressed = normalize(worker_ids, self._worker_ids)
-            update = self._source.read(weights)
+            update = self._source.read(either(weights, weights_dict))
             self._start(update)
             due = self._cadence.due(addressed, self._version)
             deliveries = self._deliver(update, due) if due else {}
@@ -224,20 +217,32 @@ class Sender(Updater):
             raise PendingSendError("no send is pending; call send_async() first")
         return pending.wait(timeout)
 
-    def add_worker(self, worker_id: int | None = None) -> int:
-        """Serve one more worker, which gets the newest version as soon as it connects.
+    def add_worker(self, worker_id: int | None = None, *, worker: Any = None) -> int:
+        """Serve one more worker, which gets the newest version as soon as it can be reached.
 
         Args:
             worker_id: its id; None for the next one that was never used.
+            worker: its handle, if the sender was given ``workers``.
+
+        Raises:
+            OptionError: a handle where the others have none, or none where they have one.
         """
+        if (worker is None) is bool(self._handles):
+            raise OptionError(
+                "the sender calls its workers by their handles: add_worker(worker=…)"
+                if worker is None
+                else "the workers connect by their addresses; leave worker= out"
+            )
         if worker_id is None:
             worker_id = self._next_worker_id
         if worker_id in self._worker_ids:
             raise ValueError(f"there is a worker {worker_id} already")
         self._next_worker_id = max(self._next_worker_id, worker_id + 1)
         if self._transport is not None:
-            self._transport.add_worker(worker_id)
+            self._transport.add_worker(worker_id, worker)
         self._worker_ids.append(worker_id)
+        if worker is not None:
+            self._handles[worker_id] = worker
         return worker_id
 
     def remove_worker(self, worker_id: int) -> None:
@@ -248,6 +253,7 @@ class Sender(Updater):
         """
         (worker_id,) = normalize(worker_id, self._worker_ids)
         self._worker_ids.remove(worker_id)
+        self._handles.pop(worker_id, None)
         if self._transport is not None:
             self._transport.remove_worker(worker_id)
 
@@ -260,6 +266,12 @@ class Sender(Updater):
             self._pending.abandon()
         if self._close_transport is not None:
             self._close_transport()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Sender stays in the process that made it; "
+            "give workers their addresses: sender.address(worker_id)"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -284,6 +296,20 @@ class Sender(Updater):
         """Make the transport, now that it is known what will travel."""
         if self._transport is not None:
             return
+        # No method: the transport keeps it, and must not keep this sender alive.
+        self._make_address = partial(
+            Address,
+            scheme=self._scheme,
+            layers=self._layers,
+            options=self._options,
+            model_id=self.model_id,
+            token=self._token,
+            strategy=self._strategy,
+            zero_copy=self._zero_copy,
+            partial=self._partial,
+            timeout=self._timeout,
+            layout=update.layout,
+        )
         if self._stack.implements("prepare_weights"):
             update = self._prepare(Update(update.layout, update.tensors), 0, ())
         self._transport = self._stack.create_sender_transport(
@@ -296,8 +322,9 @@ class Sender(Updater):
                 zero_copy=self._zero_copy,
                 options=self._options,
                 worker_ids=tuple(self._worker_ids),
-                workers=self._handles,
+                workers=tuple(self._handles.values()),
                 layout=update.layout,
+                make_address=self._make_address,
             )
         )
         self._close_transport = weakref.finalize(self, self._transport.close)

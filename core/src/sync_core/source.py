@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from sync_core.conform import conform
 from sync_core.errors import ModelError
 from sync_core.extract import Strategy, named_tensors
 from sync_core.layout import Layout
-from sync_core.paths import resolve
+from sync_core.models import look_up, refers, same
 from sync_core.update import Update
 
 
@@ -55,22 +56,31 @@ class Source:
         return conform(dict(update.items()), self.layout, partial=self._partial)
 
     def _read(self, weights: Any) -> Update:
+        own = weights is self.model
         if weights is None:
             raise ModelError("nothing to send: give weights, or register a model")
-        if isinstance(weights, str):
+        if refers(weights):
             if self._context is None:
                 raise ModelError(f"{weights!r} is looked up in a context: Sender(…, context=…)")
-            weights = resolve(self._context, weights)
-        if weights is self.model:
+            weights = look_up(weights, self._context)
+        if own:
             self._own = _bound(self._own, weights, self._strategy)
             return self._own.read()
-        if isinstance(weights, nn.Module):
+        if _holds_modules(weights):
             self._given = _bound(self._given, weights, self._strategy)
             return self._given.read()
-        return Update.of(named_tensors(weights))
+        return Update.of(named_tensors(weights, self._strategy))
+
+
+def _holds_modules(weights: Any) -> bool:
+    if isinstance(weights, nn.Module):
+        return True
+    return isinstance(weights, Mapping) and any(
+        isinstance(value, nn.Module) for value in weights.values()
+    )
 
 
 def _bound(binding: Binding | None, model: Any, strategy: Strategy) -> Binding:
-    if binding is not None and binding.model is model:
+    if binding is not None and same(binding.model, model):
         return binding
     return Binding(model, strategy)

@@ -77,8 +77,13 @@ class SenderTransport(ABC):
         """
 
     @abstractmethod
-    def add_worker(self, worker_id: int) -> None:
-        """Serve one more worker."""
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more worker.
+
+        Args:
+            worker_id: its id.
+            worker: its handle, where the sender was given ``workers``.
+        """
 
     @abstractmethod
     def remove_worker(self, worker_id: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from sync_core.block import Block, tensors_of
 from sync_core.layout import Layout
 
 
@@ -17,8 +18,7 @@ class Update:
 
     Args:
         layout: names, dtypes and shapes.
-        tensors: in the order of ``layout.specs``.
-        body: the bytes that all of them are views of, as the layout says; None when they are not.
+        source: the tensors, in the order of ``layout.specs``; or the block that they lie in.
 
     Example:
         >>> import torch
@@ -28,14 +28,21 @@ class Update:
         {'weight': tensor([1., 1.], dtype=torch.float16)}
     """
 
-    __slots__ = ("body", "layout", "tensors")
+    __slots__ = ("_source", "layout")
 
-    def __init__(
-        self, layout: Layout, tensors: Sequence[Tensor], body: Tensor | None = None
-    ) -> None:
+    def __init__(self, layout: Layout, source: Sequence[Tensor] | Block) -> None:
         self.layout = layout
-        self.tensors = tuple(tensors)
-        self.body = body
+        self._source = source
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of ``layout.specs``."""
+        return tensors_of(self._source, self.layout)
+
+    @property
+    def body(self) -> Tensor | None:
+        """The bytes that all tensors are views of, as the layout says; None when they are not."""
+        return self._source.body(self.layout) if isinstance(self._source, Block) else None
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor]) -> Update:
@@ -49,16 +56,16 @@ class Update:
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Every name with its tensor, tied ones under each of their names."""
+        tensors = self.tensors
         for name, position in self.layout.index.items():
-            yield name, self.tensors[position]
+            yield name, tensors[position]
 
     def replace(self, tensors: Sequence[Tensor]) -> None:
         """Put other tensors under the same names."""
         self.layout = self.layout.with_tensors(tensors)
-        self.tensors = tuple(tensors)
-        self.body = None
+        self._source = tuple(tensors)
 
     def rename(self, named: Mapping[str, Tensor]) -> None:
         """Put other tensors under other names."""
         renamed = Update.of(named)
-        self.layout, self.tensors, self.body = renamed.layout, renamed.tensors, None
+        self.layout, self._source = renamed.layout, renamed.tensors

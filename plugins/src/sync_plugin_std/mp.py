@@ -110,6 +110,12 @@ class PipeSender(SharedSender):
         self.connect(mine, worker_id)
         return PipeEnd(theirs)
 
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more worker, over its pipe where the others were given theirs."""
+        super().add_worker(worker_id)
+        if worker is not None:
+            self.connect(_socket_of(worker), worker_id)
+
     def joined(self, worker_id: int) -> None:
         """Close our copies of the worker's end, so that its death closes the last one."""
         for end in self._ends.pop(worker_id, ()):

@@ -69,7 +69,7 @@ class NoneSender(SenderTransport):
             deliveries[worker_id].acknowledge()
         return deliveries
 
-    def add_worker(self, worker_id: int) -> None:
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Nothing is kept for a worker."""
 
     def remove_worker(self, worker_id: int) -> None:

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from sync_core import Block, Delivery, Payload, SenderTransport, TransportContext
 from sync_plugin_std import memory
@@ -116,8 +117,9 @@ class SharedSender(SenderTransport):
                 self._offer(worker_id)
         return deliveries
 
-    def add_worker(self, worker_id: int) -> None:
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker."""
+        del worker
         self._publisher.add_worker(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:

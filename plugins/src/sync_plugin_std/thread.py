@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from sync_core import (
     AddressError,
@@ -74,8 +75,9 @@ class ThreadSender(SenderTransport):
         """Pack once for all."""
         return self._publisher.publish(payload, worker_ids)
 
-    def add_worker(self, worker_id: int) -> None:
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker."""
+        del worker
         self._publisher.add_worker(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
