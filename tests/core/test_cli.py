@@ -69,7 +69,7 @@ def test_bench_measures_and_checks(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "ray"], "pip install sync-plugin-ray"),
+        (["bench", "rpc"], "pip install sync-plugin-dist"),
         (["bench", "shm", "--slot", "4", "--workers", "1", "--model", "small"], "no option 'slot'"),
     ],
 )

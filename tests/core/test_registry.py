@@ -85,11 +85,11 @@ def test_only_the_plugin_that_was_named_is_loaded(site: Site) -> None:
     [
         (
             registry.SCHEMES,
-            "ray",
-            "no scheme 'ray' is installed; type: pip install sync-plugin-ray",
+            "rpc",
+            "no scheme 'rpc' is installed; type: pip install sync-plugin-dist",
         ),
-        (registry.SCHEMES, "rya", "did you mean 'ray'. Then type: pip install sync-plugin-ray"),
-        (registry.SCHEMES, "shn", "did you mean 'shm'. .installed: mp, none, shm, thread"),
+        (registry.SCHEMES, "dits", "did you mean 'dist'. Then type: pip install sync-plugin-dist"),
+        (registry.SCHEMES, "shn", "did you mean 'shm'. .installed: mp, none, ray, shm, thread"),
         (registry.SCHEMES, "SHM", "did you mean 'shm'"),
         (registry.SCHEMES, "smoke-signal", "no scheme 'smoke-signal' is installed .installed:"),
         (registry.LAYERS, "bf61", "no layer 'bf61' is installed; did you mean 'bf16'"),

@@ -65,9 +65,19 @@ def listed() -> list[Listed]:
     ]
 
 
+def distribution_of(entry: EntryPoint) -> tuple[str | None, str | None]:
+    """The name and version of the distribution that an entry point comes from."""
+    return (None, None) if entry.dist is None else (entry.dist.name, entry.dist.version)
+
+
+def make_console() -> Console:
+    """What tables are printed to: text as it is, and never wrapped in a pipe."""
+    width = None if sys.stdout.isatty() else _UNWRAPPED
+    return Console(width=width, markup=False, highlight=False)
+
+
 def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
-    dist = entry.dist
-    distribution, version = (None, None) if dist is None else (dist.name, dist.version)
+    distribution, version = distribution_of(entry)
     try:
         loaded = registry.load(group, registry.entry_point(group, entry.name))
     except PluginError as error:
@@ -84,11 +94,11 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(plugin) for plugin in plugins], indent=2) + "\n")
         return 0
-    terminal = sys.stdout.isatty()
-    console = Console(width=None if terminal else _UNWRAPPED, markup=False, highlight=False)
+    console = make_console()
+    box = HEAVY_HEAD if sys.stdout.isatty() else None
     for title in _TITLES.values():
         of_kind = [plugin for plugin in plugins if plugin.kind == title]
-        console.print(_table(title, of_kind, HEAVY_HEAD if terminal else None))
+        console.print(_table(title, of_kind, box))
     return 0
 
 

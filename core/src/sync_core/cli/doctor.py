@@ -1,0 +1,188 @@
+"""``sync-core doctor``: does each installed scheme really move weights on this machine?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from importlib_metadata import EntryPoint
+from rich.console import Console
+from rich.table import Table
+
+from sync_core import registry
+from sync_core.cli.listing import distribution_of, make_console
+from sync_core.cli.trial import MODEL, VERSIONS, WORKERS, Outcome
+from sync_core.errors import PluginNotFoundError
+
+#: Seconds from the deadline, which stops a scheme that keeps to it, to the end by force.
+GRACE = 5.0
+# An interpreter that imports torch has so long, which says nothing about the scheme.
+_START = 120.0
+_STYLES = {"ok": "green", "failed": "red", "skipped": "yellow"}
+
+# Like worker processes, this one finds whatever only the sys.path of its parent leads to.
+_BOOT = (
+    "import sys; fd, scheme, timeout, *sys.path = sys.argv[1:]; del sys.argv[1:]; "
+    "from sync_core.cli.trial import answer; answer(int(fd), scheme, float(timeout))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A scheme, and what became of it.
+
+    Args:
+        name: its name.
+        distribution: where it comes from.
+        version: the version of that.
+        verdict: ``"ok"``, ``"failed"``, or ``"skipped"`` if it needs what only the user can give.
+        milliseconds: of the median send; None if it is not ok.
+        problem: what is wrong, and what to type; None if it is ok.
+    """
+
+    name: str
+    distribution: str | None
+    version: str | None
+    verdict: str
+    milliseconds: float | None
+    problem: str | None
+
+
+def add_to(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="does each installed scheme really move weights on this machine?",
+        description=(
+            f"Sends {VERSIONS} versions of a small model to {WORKERS} workers by each scheme, and "
+            "checks on the workers what arrived. The exit status is 1 if a scheme failed."
+        ),
+    )
+    parser.add_argument("schemes", nargs="*", metavar="SCHEME", help="only these")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, metavar="SECONDS", help="for each scheme (30)"
+    )
+    parser.set_defaults(run=_run)
+
+
+def diagnose(entry: EntryPoint, timeout: float) -> Diagnosis:
+    """Try a scheme in a process of its own, of which nothing is left afterwards.
+
+    A plugin may hang where it heeds no deadline, crash, or change what a process has only once,
+    such as torch.distributed's default group; the next one must not feel any of that.
+
+    Args:
+        entry: the scheme's entry point, which is not loaded here.
+        timeout: deadline in seconds.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    path = [str(Path(folder).absolute()) for folder in sys.path]
+    arguments = [str(theirs.fileno()), entry.name, str(timeout), *path]
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            outcome = _await(ours, process, entry.name, timeout)
+        finally:
+            # The process group is the scheme's alone: whatever it has started and did not end.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return Diagnosis(entry.name, *distribution_of(entry), **asdict(outcome))
+
+
+def _await(
+    connection: Connection, process: subprocess.Popen[bytes], scheme: str, timeout: float
+) -> Outcome:
+    outcome: Outcome | None = None
+    try:
+        for limit in (_START, timeout + GRACE):
+            if not connection.poll(limit):
+                return Outcome("failed", problem=_hung(scheme, timeout))
+            outcome = connection.recv()
+    except EOFError:
+        outcome = None
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE)
+    return outcome or Outcome("failed", problem=_died(scheme, process.returncode))
+
+
+def _hung(scheme: str, timeout: float) -> str:
+    return (
+        f"hung for more than {timeout:g} s and was ended; if it is only slow, type: "
+        f"sync-core doctor {scheme} --timeout {math.ceil(4 * timeout)}"
+    )
+
+
+def _died(scheme: str, code: int | None) -> str:
+    how = "hung up" if code is None else f"exited with code {code}"
+    if code is not None and code < 0:
+        how = f"was killed by signal {-code}"
+    return (
+        f"the process that tried it {how}; to see where, type: "
+        f"python -X faulthandler -m sync_core bench {scheme} --model {MODEL}"
+    )
+
+
+def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
+    if rest:
+        parser.error(f"doctor has no {' '.join(rest)!r}")
+    if not 0 < arguments.timeout < math.inf:
+        parser.error("--timeout is a number of seconds above 0")
+    diagnoses = []
+    # On the terminal even when the output goes elsewhere: this takes seconds for each scheme.
+    progress = Console(stderr=True)
+    for entry in _entries(arguments.schemes):
+        with progress.status(f"trying {entry.name}"):
+            diagnoses.append(diagnose(entry, arguments.timeout))
+    if arguments.json:
+        sys.stdout.write(json.dumps([asdict(each) for each in diagnoses], indent=2) + "\n")
+    else:
+        print_table(diagnoses)
+    return int(any(each.verdict == "failed" for each in diagnoses))
+
+
+def _entries(names: list[str]) -> list[EntryPoint]:
+    if names:
+        return [registry.entry_point(registry.SCHEMES, name) for name in dict.fromkeys(names)]
+    entries = registry.installed(registry.SCHEMES)
+    if not entries:
+        raise PluginNotFoundError("no scheme is installed; type: pip install sync-plugin-std")
+    return entries
+
+
+def print_table(diagnoses: list[Diagnosis]) -> None:
+    """Print a row for each scheme."""
+    # No lines, and one column for what pip knows: the sentence needs the room.
+    table = Table(box=None, pad_edge=False)
+    for column in ("scheme", "distribution", "verdict"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("what is wrong", overflow="fold")
+    for each in diagnoses:
+        table.add_row(
+            each.name,
+            f"{each.distribution} {each.version}",
+            each.verdict,
+            None if each.milliseconds is None else f"{each.milliseconds:.2f}",
+            each.problem,
+            style=_STYLES[each.verdict],
+        )
+    make_console().print(table)

@@ -1,0 +1,173 @@
+"""Tries one scheme: real workers, real sends, and a check on the workers of what arrived."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Literal
+
+from torch import nn
+
+from sync_core import registry
+from sync_core.bench.measure import SETTLE_SECONDS
+from sync_core.bench.models import make_model, mark
+from sync_core.bench.worker import BenchWorker
+from sync_core.collector.groups import choose_group, shares_policy
+from sync_core.collector.requests import gather
+from sync_core.errors import OptionError, SendError, SyncError
+from sync_core.sender import Sender
+from sync_core.workers import WorkerGroup
+
+MODEL = "small"
+WORKERS = 2
+VERSIONS = 5
+
+# Both fit between the deadline and the end by force, `doctor.GRACE` later.
+_STOPPING = 2.0
+_EXPLAINING = 0.5
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a scheme.
+
+    Args:
+        verdict: ``"skipped"`` if it needs something that only the user can give.
+        milliseconds: of the median send; None if it is not ok.
+        problem: what is wrong, and what to type; None if it is ok.
+    """
+
+    verdict: Literal["ok", "failed", "skipped"]
+    milliseconds: float | None = None
+    problem: str | None = None
+
+
+def answer(fd: int, scheme: str, timeout: float) -> None:
+    """Try a scheme in this process, which was started for that, and send what became of it.
+
+    Args:
+        fd: a connection to the process that asks. When that hangs up, this one and all that it
+            has started are ended.
+        scheme: the scheme's name.
+        timeout: deadline in seconds.
+    """
+    os.set_inheritable(fd, False)
+    # What a plugin prints is no part of the output, which may be JSON.
+    os.dup2(2, 1)
+    connection = Connection(fd)
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    connection.send(None)
+    connection.send(try_scheme(scheme, timeout))
+
+
+def _end_with(connection: Connection) -> None:
+    connection.poll(None)
+    os.killpg(0, signal.SIGKILL)
+
+
+def try_scheme(scheme: str, timeout: float) -> Outcome:
+    """Send a few versions of a small model by a scheme, and check that they arrive.
+
+    Args:
+        scheme: the scheme's name.
+        timeout: deadline in seconds, for a scheme that keeps to deadlines.
+
+    Example:
+        >>> try_scheme("none", 30.0).verdict
+        'ok'
+    """
+    try:
+        return Outcome("ok", 1e3 * _median_seconds(scheme, timeout))
+    except OptionError as error:
+        return Outcome("skipped", problem=str(error))
+    except Exception as error:
+        return Outcome("failed", problem=_sentence(error, scheme))
+
+
+def _median_seconds(scheme: str, timeout: float) -> float:
+    deadline = time.monotonic() + timeout
+    group_type = choose_group(scheme, None)
+    source = make_model(MODEL)
+    host = partial(_host, source if shares_policy(scheme) else None)
+    seconds = []
+    with ExitStack() as stack:
+        group = group_type(host, WORKERS, timeout=timeout)
+        stack.callback(group.stop, _STOPPING)
+        left = _until(deadline)
+        sender = stack.enter_context(Sender(scheme, source, num_workers=WORKERS, timeout=left))
+        connects = {
+            i: group.call(i, BenchWorker.connect, sender.address(i)) for i in group.worker_ids
+        }
+        gather(connects, left, "connect to the sender")
+        for version in range(1, VERSIONS + 1):
+            mark(source, version)
+            seconds.append(_send(sender, group, _until(deadline)))
+            checks = {i: group.call(i, BenchWorker.has_arrived, version) for i in group.worker_ids}
+            if not all(gather(checks, _until(deadline), "check what arrived")):
+                raise SyncError(_lie(scheme, version))
+    return median(seconds)
+
+
+def _host(shared: nn.Module | None, worker_id: int) -> BenchWorker:
+    del worker_id
+    worker = BenchWorker(MODEL)
+    if shared is not None:
+        worker.model = shared
+    return worker
+
+
+def _lie(scheme: str, version: int) -> str:
+    plugin = registry.find(registry.SCHEMES, scheme)
+    return (
+        f"{plugin.describe()} confirmed version {version}, but workers have other weights than "
+        f"those sent; do not use it; for a newer one, type: pip install -U {plugin.distribution}"
+    )
+
+
+def _until(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _send(sender: Sender, group: WorkerGroup, timeout: float) -> float:
+    calls: dict[int, Future[int | None]] = {}
+    # Workers that run at once wait for what is sent; others would wait for it for ever.
+    if "parallel" in group.capabilities:
+        calls = _ask(group)
+        time.sleep(SETTLE_SECONDS)
+    pending = sender.send_async(timeout=timeout)
+    calls = calls or _ask(group)
+    try:
+        seconds = pending.wait().seconds
+    except SendError:
+        # What a worker has raised says more than that it did not confirm.
+        for call in wait(calls.values(), _EXPLAINING, FIRST_EXCEPTION).done:
+            call.result()
+        raise
+    gather(calls, timeout, "receive")
+    return seconds
+
+
+def _ask(group: WorkerGroup) -> dict[int, Future[int | None]]:
+    return {i: group.call(i, BenchWorker.receive) for i in group.worker_ids}
+
+
+def _sentence(error: Exception, scheme: str) -> str:
+    """One line of what may be a traceback, and how to see all of it."""
+    if isinstance(error, SendError):
+        return _sentence(next(r.error for r in error.report.failed.values() if r.error), scheme)
+    lines = str(error).splitlines() or [""]
+    sentence = lines[0].replace(_TRACEBACK, lines[-1])
+    if not isinstance(error, SyncError):
+        sentence = f"{type(error).__name__}: {sentence}"
+    elif len(lines) == 1:
+        return sentence
+    return f"{sentence}; to see all of it, type: sync-core bench {scheme} --model {MODEL}"
