@@ -50,4 +50,4 @@ $(INSTALLED): requirements-dev.txt constraints.txt $(wildcard */pyproject.toml)
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out
-	find core plugins tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	find core plugins plugins_ray tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,6 +23,7 @@ class TransportContext:
         side: ``"sender"`` or ``"receiver"``: which transport is wanted.
         scheme: the name of the scheme, for messages.
         model_id: the name of the model that the weights belong to.
+        models: (sender) the names of the models, where several travel as one.
         token: the secret of this sender. A transport refuses a peer that does not know it.
         timeout: the deadline, in seconds, of a call that may block.
         zero_copy: whether receivers keep views of what the transport delivers.
@@ -42,6 +43,7 @@ class TransportContext:
     token: str
     timeout: float
     zero_copy: bool = False
+    models: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     worker_ids: tuple[int, ...] = ()
     workers: tuple[Any, ...] = ()

@@ -52,6 +52,21 @@ def modules_in(model: Any) -> list[tuple[str, nn.Module]]:
     return []
 
 
+def names_of(model: Any) -> tuple[str, ...]:
+    """The names of several models, or of references to them; none for a single model.
+
+    Example:
+        >>> names_of({"actor": torch.nn.Identity(), "critic": "nets[1]"})
+        ('actor', 'critic')
+        >>> names_of({"weight": torch.ones(2)})
+        ()
+    """
+    if not _is_plain_mapping(model):
+        return ()
+    models = (nn.Module, TensorDictBase, str)
+    return tuple(model) if all(isinstance(value, models) for value in model.values()) else ()
+
+
 def same(left: Any, right: Any) -> bool:
     """Whether two models are one object, or two mappings that hold the same ones."""
     if left is right:

@@ -17,7 +17,7 @@ from sync_core.contexts import SendContext, TransportContext
 from sync_core.defaults import Defaults
 from sync_core.errors import ClosedError, ModelError, OptionError, PendingSendError
 from sync_core.extract import Strategy, check_strategy
-from sync_core.models import either
+from sync_core.models import either, names_of
 from sync_core.payload import Payload
 from sync_core.pending import PendingSend
 from sync_core.report import SendReport
@@ -128,7 +128,7 @@ class Sender(Updater):
     def register_model(self, model: Any) -> None:
         """Say what is sent when `send` is given nothing; see the argument ``model``."""
         self._source.model = model
-        self._start(self._source.read())
+        self._start(self._source.read(), model)
 
     @property
     def version(self) -> int:
@@ -192,8 +192,9 @@ class Sender(Updater):
         with self._starting:
             self._check_ready()
             addressed = normalize(worker_ids, self._worker_ids)
-            update = self._source.read(either(weights, weights_dict))
-            self._start(update)
+            given = either(weights, weights_dict)
+            update = self._source.read(given)
+            self._start(update, given)
             due = self._cadence.due(addressed, self._version)
             deliveries = self._deliver(update, due) if due else {}
             self._pending = PendingSend(
@@ -292,7 +293,7 @@ class Sender(Updater):
             raise ModelError("the sender has no model; give it one, or call register_model()")
         return self._transport
 
-    def _start(self, update: Update) -> None:
+    def _start(self, update: Update, model: Any) -> None:
         """Make the transport, now that it is known what will travel."""
         if self._transport is not None:
             return
@@ -317,6 +318,7 @@ class Sender(Updater):
                 side="sender",
                 scheme=self._backend.name,
                 model_id=self.model_id,
+                models=names_of(model),
                 token=self._token,
                 timeout=self._timeout,
                 zero_copy=self._zero_copy,

@@ -1,0 +1,309 @@
+"""What every worker group does, whatever its workers are: one class, inherited once per group."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from sync_core import (
+    ClosedError,
+    RemoteCallError,
+    UnknownWorkerError,
+    WorkerGroup,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+
+
+class CounterError(Exception):
+    """Raised by `Counter`, and known by its class on the caller's side."""
+
+
+class Counter:
+    """What the workers host: it remembers, raises, and leaves.
+
+    Args:
+        worker_id: its worker.
+    """
+
+    def __init__(self, worker_id: int) -> None:
+        self.worker_id = worker_id
+        self.seen: list[Any] = []
+
+    def see(self, value: Any, *, twice: bool = False) -> list[Any]:
+        """Remember a value; everything seen so far."""
+        self.seen += [value, value] if twice else [value]
+        return self.seen[:]
+
+    def fail(self, reason: str) -> None:
+        raise CounterError(reason)
+
+    def leave(self) -> None:
+        sys.exit(3)
+
+
+def wait_for(path: Path) -> str:
+    """Wait until the file exists; its name."""
+    while not path.exists():
+        time.sleep(0.005)
+    return path.name
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether the condition holds in the end."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def count_threads() -> int:
+    """The threads that Python started; a library's own appear once they have run a callback."""
+    return sum(not thread.name.startswith("Dummy-") for thread in threading.enumerate())
+
+
+class WorkerGroupConformance:
+    """Inherit and set `group_class`; what a group cannot do is skipped by its capabilities.
+
+    Example:
+        >>> class TestMyGroup(WorkerGroupConformance):  # doctest: +SKIP
+        ...     group_class = MyGroup
+    """
+
+    group_class: ClassVar[type[WorkerGroup]]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared(cls) -> Iterator[WorkerGroup]:
+        """A group for tests that leave it as it is."""
+        with cls.group_class(Counter, 2) as group:
+            yield group
+
+    @pytest.fixture
+    def group(self) -> Iterator[WorkerGroup]:
+        """A group for tests that change its members."""
+        with self.group_class(Counter, 2) as group:
+            yield group
+
+    @pytest.fixture
+    def parallel(self) -> None:
+        if "parallel" not in self.group_class.capabilities:
+            pytest.skip("this group runs every call in the caller's thread")
+
+    def test_each_worker_hosts_its_own_object(self, shared: WorkerGroup) -> None:
+        assert shared.worker_ids == (0, 1)
+        calls = [shared.call(i, lambda counter: counter.worker_id) for i in (1, 0)]
+        assert [call.result() for call in calls] == [1, 0]
+
+    def test_calls_to_a_worker_run_in_order(self, shared: WorkerGroup) -> None:
+        calls = [shared.call(0, Counter.see, i) for i in range(50)]
+        assert calls[-1].result()[-50:] == list(range(50))
+        assert [call.result()[-1] for call in calls] == list(range(50))
+
+    def test_keyword_arguments(self, shared: WorkerGroup) -> None:
+        assert shared.call(1, Counter.see, "a", twice=True).result()[-2:] == ["a", "a"]
+
+    def test_closures(self, shared: WorkerGroup) -> None:
+        offset = 10
+
+        def add(counter: Counter) -> int:
+            return counter.worker_id + offset
+
+        assert shared.call(1, add).result() == 11
+
+    def test_results_are_instances_of_the_callers_classes(self, shared: WorkerGroup) -> None:
+        result = shared.call(0, lambda counter: type(counter)(7)).result()
+        assert isinstance(result, Counter)
+        assert result.worker_id == 7
+
+    def test_an_exception_is_told_in_full(self, shared: WorkerGroup) -> None:
+        with pytest.raises(RemoteCallError) as caught:
+            shared.call(1, Counter.fail, "no more").result()
+        assert caught.value.worker_id == 1
+        first, *traceback = str(caught.value).splitlines()
+        assert first.startswith("worker 1: Counter.fail raised ")
+        assert first.endswith("CounterError: no more")
+        assert traceback[0] == "Traceback (most recent call last):"
+        assert any("in fail" in line for line in traceback)
+        assert isinstance(caught.value.__cause__, CounterError)
+        assert caught.value.__cause__.args == ("no more",)
+
+    def test_an_exception_ends_only_its_call(self, shared: WorkerGroup) -> None:
+        failing, working = (
+            shared.call(0, Counter.fail, ""),
+            shared.call(0, lambda counter: counter.worker_id),
+        )
+        assert isinstance(failing.exception(), RemoteCallError)
+        assert working.result() == 0
+
+    def test_system_exit_is_an_exception_like_any_other(self, shared: WorkerGroup) -> None:
+        with pytest.raises(RemoteCallError, match=r"Counter\.leave raised SystemExit: 3"):
+            shared.call(0, Counter.leave).result()
+        assert shared.alive(0)
+
+    def test_a_call_cannot_be_cancelled(self, shared: WorkerGroup) -> None:
+        call = shared.call(0, Counter.see, "kept")
+        assert not call.cancel()
+        assert call.result()[-1] == "kept"
+
+    @pytest.mark.parametrize("worker_id", [-1, 2, True, "0"])
+    def test_an_unknown_worker_is_an_error(self, shared: WorkerGroup, worker_id: Any) -> None:
+        with pytest.raises(UnknownWorkerError, match=r"no worker .* there are: 0, 1"):
+            shared.call(worker_id, repr)
+        with pytest.raises(UnknownWorkerError):
+            shared.alive(worker_id)
+
+    def test_a_numpy_integer_is_a_worker_id(self, shared: WorkerGroup) -> None:
+        worker_id: Any = np.int64(1)
+        assert shared.call(worker_id, lambda counter: counter.worker_id).result() == 1
+
+    @pytest.mark.usefixtures("parallel")
+    def test_the_first_to_finish_comes_first(self, shared: WorkerGroup, tmp_path: Path) -> None:
+        calls = [shared.call(i, lambda _, path: wait_for(path), tmp_path / str(i)) for i in (0, 1)]
+        for worker_id in (1, 0):
+            (tmp_path / str(worker_id)).touch()
+            done, _ = wait(calls, 30, return_when=FIRST_COMPLETED)
+            (call,) = done
+            assert call.result() == str(worker_id)
+            calls.remove(call)
+
+    def test_members_come_and_go(self, group: WorkerGroup) -> None:
+        assert group.add() == 2
+        assert list(group.worker_ids) == [0, 1, 2]
+        assert group.call(2, Counter.see, "new").result() == ["new"]
+        group.remove(2)
+        group.remove(0)
+        assert list(group.worker_ids) == [1]
+        with pytest.raises(UnknownWorkerError, match=r"no worker 2 in this group; there are: 1"):
+            group.call(2, repr)
+        assert group.add() == 3
+        assert [group.alive(i) for i in group.worker_ids] == [True, True]
+
+    def test_restart_makes_a_new_object(self, group: WorkerGroup) -> None:
+        if "restart" not in self.group_class.capabilities:
+            pytest.skip("this group cannot replace a worker")
+        group.call(1, Counter.see, "old").result()
+        group.restart(1)
+        assert group.worker_ids == (0, 1)
+        assert group.alive(1)
+        assert group.call(1, Counter.see, "new").result() == ["new"]
+
+    def test_stop_is_final_and_can_be_repeated(self, group: WorkerGroup) -> None:
+        group.stop()
+        group.stop(0)
+        assert group.worker_ids == (0, 1)
+        assert not group.alive(0)
+        for use in (group.add, lambda: group.call(0, repr), lambda: group.restart(0)):
+            with pytest.raises(ClosedError, match="make a new one"):
+                use()
+
+    @pytest.mark.usefixtures("parallel")
+    def test_stop_waits_for_no_long_call(self, group: WorkerGroup, tmp_path: Path) -> None:
+        started, release, late = (tmp_path / name for name in ("started", "release", "late"))
+
+        def work(_: Counter) -> None:
+            started.touch()
+            wait_for(release)
+
+        running = group.call(0, work)
+        waiting = group.call(0, lambda _: late.touch())
+        wait_for(started)
+        start = time.monotonic()
+        group.stop(2.0)
+        assert time.monotonic() - start < 2.5
+        with pytest.raises(WorkerLostError, match=r"worker 0: was stopped.* while running"):
+            running.result(5)
+        with pytest.raises(WorkerLostError, match=r"worker 0: was stopped.* before it could run"):
+            waiting.result(5)
+        release.touch()
+        assert not late.exists()
+
+    @pytest.mark.usefixtures("parallel")
+    def test_stop_lets_the_call_in_progress_finish(
+        self, group: WorkerGroup, tmp_path: Path
+    ) -> None:
+        started = tmp_path / "started"
+
+        def work(_: Counter) -> str:
+            started.touch()
+            time.sleep(0.3)
+            return "done"
+
+        call = group.call(0, work)
+        wait_for(started)
+        group.stop()
+        assert call.result(5) == "done"
+
+    def test_a_factory_that_raises_leaves_nothing(self) -> None:
+        threads = count_threads()
+
+        def make(worker_id: int) -> Counter:
+            if worker_id == 1:
+                raise CounterError("no room")
+            return Counter(worker_id)
+
+        with pytest.raises(RemoteCallError, match=r"worker 1: .*make raised .*no room") as caught:
+            self.group_class(make, 2)
+        assert isinstance(caught.value.__cause__, CounterError)
+        assert eventually(lambda: count_threads() == threads)
+
+    def test_add_that_fails_leaves_the_group_as_it_was(self) -> None:
+        def make(worker_id: int) -> Counter:
+            if worker_id == 1:
+                raise CounterError("no room")
+            return Counter(worker_id)
+
+        with self.group_class(make, 1) as group:
+            with pytest.raises(RemoteCallError, match="no room"):
+                group.add()
+            assert group.worker_ids == (0,)
+            assert group.add() == 2
+
+    @pytest.mark.usefixtures("parallel")
+    def test_a_factory_that_takes_too_long_is_given_up(self, tmp_path: Path) -> None:
+        release = tmp_path / "release"
+        start = time.monotonic()
+        with pytest.raises(WorkerTimeoutError, match=r"did not start within 0\.5 s"):
+            self.group_class(lambda _: wait_for(release), 2, timeout=0.5)
+        assert time.monotonic() - start < 5
+        release.touch()
+
+    def test_a_group_can_begin_without_workers(self) -> None:
+        with self.group_class(Counter, 0) as group:
+            assert group.worker_ids == ()
+            assert group.call(group.add(), Counter.see, 1).result() == [1]
+
+    def test_fewer_than_no_workers_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match="num_workers is -1"):
+            self.group_class(Counter, -1)
+
+    def test_a_forgotten_group_ends_with_its_last_reference(self) -> None:
+        threads = count_threads()
+        group = self.group_class(Counter, 2)
+        group.call(0, Counter.see, 1).result()
+        del group
+        gc.collect()
+        assert eventually(lambda: count_threads() <= threads)
+
+    def test_a_callback_may_stop_the_group(self, group: WorkerGroup) -> None:
+        stopped = threading.Event()
+        call = group.call(0, Counter.see, 1)
+
+        def stop(_: object) -> None:
+            group.stop(20)
+            stopped.set()
+
+        call.add_done_callback(stop)
+        assert stopped.wait(10)
+        assert not group.alive(1)

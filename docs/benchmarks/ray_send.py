@@ -1,0 +1,185 @@
+"""Scheme `ray` beside what Ray itself can do, TorchRL's Ray scheme, and a put for each worker.
+
+    python -m venv /tmp/compare
+    /tmp/compare/bin/pip install -c constraints.txt torchrl==0.14.1 -e core -e plugins_ray
+    /tmp/compare/bin/python docs/benchmarks/ray_send.py
+
+Every way has the same four actors to update, in turn, in one run. ``limit`` is one `ray.put` of the
+flat bytes and one copy of them in each actor, with nothing to pack. ``torchrl`` is
+RayWeightSyncScheme of torchrl 0.14.1, which sends by a Gloo group of its own. ``put each`` is what
+RayWeightUpdater did: a put of a TensorDict for each worker. Prints medians in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+import numpy as np
+import ray
+from ray import cloudpickle
+from tensordict import TensorDict
+from torchrl.weight_update import RayWeightSyncScheme
+
+import sync_core
+import sync_core.bench as ours
+from sync_core.bench.measure import SETTLE_SECONDS
+from sync_core.bench.models import is_marked, make_model, mark
+
+_WARM_UP = 3
+
+Send = Callable[[], object]
+
+
+class Worker:
+    """An actor with a model for each way of updating it, so that none is in another's way.
+
+    Args:
+        model: the name of the model.
+    """
+
+    worker_idx = 0
+
+    def __init__(self, model: str) -> None:
+        self.nets = {way: make_model(model) for way in ("copy", "zero_copy", "torchrl", "put")}
+        nbytes = sum(p.nbytes for p in self.nets["put"].parameters())
+        self.flat = np.zeros(nbytes, dtype=np.uint8)
+        self.scheme: Any = None
+
+    def has_arrived(self, way: str, version: int) -> bool:
+        """Whether every element of that model is of this version."""
+        return is_marked(self.nets[way], version)
+
+    def copy_flat(self, flat: np.ndarray[Any, Any]) -> None:
+        """What the limit does in each actor."""
+        np.copyto(self.flat, flat)
+
+    def load(self, weights: TensorDict) -> None:
+        """What a worker of RayWeightUpdater did."""
+        TensorDict.from_module(self.nets["put"]).data.update_(weights)
+
+    def register(self, scheme: Any, index: int) -> None:
+        """Be a receiver of TorchRL's scheme."""
+        self.scheme, self.worker_idx = scheme, index
+        scheme.init_on_receiver(model_id="policy", context=self, model=self.nets["torchrl"])
+
+    def connect(self) -> None:
+        """Join its process group and receive the first weights."""
+        self.scheme.connect(worker_idx=self.worker_idx)
+
+    def _receive_weights_scheme(self, model_version: int | None = None) -> None:
+        del model_version
+        self.scheme.receive()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    models = ["small", "many", "large"]
+    parser.add_argument("--models", nargs="+", choices=ours.MODELS, default=models)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    ray.init(
+        num_cpus=arguments.workers + 1,
+        object_store_memory=4 << 30,
+        include_dashboard=False,
+        logging_level="error",
+        log_to_driver=False,
+    )
+    print("| model | copy | zero-copy | limit | torchrl | put each |")
+    print("|---|--:|--:|--:|--:|--:|")
+    for model in arguments.models:
+        medians = _compare(model, arguments.workers, arguments.rounds)
+        print(f"| {model} | " + " | ".join(f"{1e3 * m:.1f}" for m in medians) + " |", flush=True)
+
+
+def _compare(name: str, workers: int, rounds: int) -> list[float]:
+    model = make_model(name)
+    actors: list[Any] = [
+        ray.remote(Worker).options(num_cpus=0.5).remote(name) for _ in range(workers)
+    ]
+    weights = TensorDict.from_module(model).data
+    flat = np.zeros(sum(p.nbytes for p in model.parameters()), dtype=np.uint8)
+    with ExitStack() as stack:
+        senders = {
+            way: stack.enter_context(
+                sync_core.Sender(
+                    "ray",
+                    model,
+                    workers=actors,
+                    model_id=f"nets[{way!r}]",
+                    zero_copy=way == "zero_copy",
+                )
+            )
+            for way in ("copy", "zero_copy")
+        }
+        scheme = _connect_torchrl(model, weights, actors)
+        stack.callback(scheme.shutdown)
+
+        def put_flat() -> None:
+            reference = ray.put(flat)
+            ray.get([actor.copy_flat.remote(reference) for actor in actors])
+
+        def put_for_each() -> None:
+            ray.get([actor.load.remote(ray.put(weights)) for actor in actors])
+
+        ways: dict[str, Send] = {
+            "copy": senders["copy"].send,
+            "zero_copy": senders["zero_copy"].send,
+            "limit": put_flat,
+            "torchrl": lambda: scheme.send(weights),
+            "put": put_for_each,
+        }
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for version in range(1, _WARM_UP + rounds + 1):
+            mark(model, version)
+            for way, send in ways.items():
+                time.sleep(SETTLE_SECONDS)
+                begin = time.perf_counter()
+                send()
+                seconds[way].append(time.perf_counter() - begin)
+                if way != "limit":
+                    _check(actors, way, version)
+    for actor in actors:
+        ray.kill(actor)
+    return [median(rounds[_WARM_UP:]) for rounds in seconds.values()]
+
+
+def _connect_torchrl(model: Any, weights: TensorDict, actors: list[Any]) -> Any:
+    scheme = RayWeightSyncScheme()
+    scheme.init_on_sender(
+        model_id="policy", remote_collectors=actors, num_workers=len(actors), model=model
+    )
+    for index, actor in enumerate(actors):
+        ray.get(actor.register.remote(_receiving(scheme), index))
+    connecting = [actor.connect.remote() for actor in actors]
+    scheme.connect(weights=weights)
+    ray.get(connecting)
+    return scheme
+
+
+def _receiving(scheme: Any) -> Any:
+    received = copy.copy(scheme)
+    received._initialized_on_sender = False
+    received._sender_transports = None
+    received._remote_collectors = None
+    received._model_ref = None
+    return received
+
+
+def _check(actors: list[Any], way: str, version: int) -> None:
+    if not all(ray.get([actor.has_arrived.remote(way, version) for actor in actors])):
+        raise RuntimeError(f"a worker has other weights than those of round {version} by {way}")
+
+
+if __name__ == "__main__":
+    import sys
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    main()

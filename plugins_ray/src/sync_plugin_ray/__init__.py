@@ -1,0 +1,14 @@
+"""Weights over Ray: the scheme ``ray`` and the worker group ``ray``, both found by name."""
+
+from importlib import import_module
+
+try:
+    import_module("ray")
+except ImportError as error:
+    raise ImportError(
+        "sync-plugin-ray needs Ray, which is not installed; type: pip install 'ray>=2.50'"
+    ) from error
+
+__version__ = "0.1.0"
+
+__all__: list[str] = []

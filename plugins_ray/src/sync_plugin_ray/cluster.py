@@ -1,0 +1,81 @@
+"""The Ray cluster of this process: joined or started when first needed, left by the last user."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from sync_core import ClosedError
+
+
+_DEFAULTS: dict[str, Any] = {
+    "logging_level": "warning",
+    "include_dashboard": False,
+    "log_to_driver": False,
+}
+
+# Reentrant, as the garbage collector may make this very thread leave while it joins.
+_lock = threading.RLock()
+_users: dict[str, int] = {}
+
+
+class Cluster:
+    """This process's part in a cluster, until `leave`.
+
+    If Ray is running in this process, that is used; else one that runs on this machine, or that
+    ``RAY_ADDRESS`` names; else a local one is started. What was begun here ends here: the last to
+    leave disconnects from a cluster that was joined, and shuts down one that was started. Ray that
+    the user initialised is left alone.
+
+    Args:
+        init_config: arguments for `ray.init`; ignored where Ray is initialised already.
+    """
+
+    def __init__(self, init_config: Mapping[str, Any] | None = None) -> None:
+        with _lock:
+            if not ray.is_initialized():
+                arguments: dict[str, Any] = _DEFAULTS | dict(init_config or {})
+                ray.init(**arguments)
+                _users[ray.get_runtime_context().get_worker_id()] = 0
+            self._context = ray.get_runtime_context()
+            # Unique for each ray.init, unlike job ids and addresses.
+            self._session = self._context.get_worker_id()
+            if self._session in _users:
+                _users[self._session] += 1
+        self._left = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether Ray still is what it was when this was made."""
+        try:
+            return bool(self._context.get_worker_id() == self._session)
+        except RuntimeError:
+            # Ray is shut down. Asking ray.get_runtime_context might start it again.
+            return False
+
+    def check(self) -> None:
+        """Raise `ClosedError` when Ray was shut down meanwhile, or initialised anew."""
+        if not self.connected:
+            raise ClosedError("Ray was shut down since this was made; make a new one")
+
+    def leave(self, *, shutdown: bool = False) -> None:
+        """Use the cluster no longer; doing so again does nothing.
+
+        Args:
+            shutdown: call `ray.shutdown` even where it was not begun here, or others use it.
+        """
+        with _lock:
+            if self._left:
+                return
+            self._left = True
+            last = False
+            if self._session in _users:
+                _users[self._session] -= 1
+                last = _users[self._session] == 0
+            if last:
+                del _users[self._session]
+            if (last or shutdown) and self.connected:
+                ray.shutdown()

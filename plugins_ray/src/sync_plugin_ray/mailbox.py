@@ -1,0 +1,149 @@
+"""The actor that receivers ask for the newest version: it holds references, never the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A version that a receiver may read.
+
+    Args:
+        version: the version.
+        digest: the digest of its layout.
+        data: what was published, in a list, so that Ray hands on the reference as it is.
+    """
+
+    version: int
+    digest: str
+    data: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """There is nothing for this receiver any more, because of ``reason``."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a receiver did, for the sender to know.
+
+    Args:
+        kind: it came, answered about a version, or found that a version's bytes were lost.
+        worker_id: the worker that it is.
+        version: the version that it speaks of.
+        error: why that was not committed.
+        actor: the handle of the actor that it runs in, if it runs in one.
+        data: what was published of it, and is lost.
+    """
+
+    kind: Literal["joined", "answered", "lost"]
+    worker_id: int
+    version: int = 0
+    error: str | None = None
+    actor: Any = None
+    data: Any = None
+
+
+@dataclass(eq=False)
+class _Place:
+    offer: Offer | None = None
+    reader: str = ""
+
+
+class Mailbox:
+    """Answers every worker with the newest version meant for it; an asynchronous actor.
+
+    Args:
+        token: the sender's secret.
+        worker_ids: the workers.
+    """
+
+    def __init__(self, token: str, worker_ids: Sequence[int]) -> None:
+        self._token = token
+        self._places = {worker_id: _Place() for worker_id in worker_ids}
+        self._newest_for_all: Offer | None = None
+        self._closed = False
+        self._changed = asyncio.Condition()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def publish(self, offer: Offer, worker_ids: Sequence[int]) -> None:
+        """Offer a version to some workers."""
+        for worker_id in worker_ids:
+            self._places[worker_id].offer = offer
+        if len(worker_ids) == len(self._places):
+            self._newest_for_all = offer
+        await self._wake()
+
+    async def add_worker(self, worker_id: int) -> None:
+        """Serve one more worker."""
+        self._places[worker_id] = _Place(offer=self._newest_for_all)
+
+    async def remove_worker(self, worker_id: int) -> None:
+        """Forget a worker."""
+        self._places.pop(worker_id, None)
+        await self._wake()
+
+    async def close(self) -> None:
+        """Let every receiver know that the sender has gone."""
+        self._closed = True
+        await self._wake()
+
+    async def events(self) -> list[Event]:
+        """What has happened since this was last asked; waits for something to happen."""
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        return events
+
+    async def join(self, token: str, worker_id: int, reader: str, actor: Any) -> Gone | None:
+        """A receiver takes a worker's place; whoever had it before is gone."""
+        if not hmac.compare_digest(token.encode(), self._token.encode()):
+            return Gone("it does not know this receiver's token")
+        if worker_id not in self._places:
+            return Gone(f"it has no worker {worker_id} any more")
+        self._places[worker_id].reader = reader
+        self._events.put_nowait(Event("joined", worker_id, actor=actor))
+        await self._wake()
+        return None
+
+    async def take(
+        self, worker_id: int, reader: str, seen: int, seconds: float
+    ) -> Offer | Gone | None:
+        """The newest version for a worker, once that is not the one that it has seen."""
+        try:
+            async with asyncio.timeout(seconds), self._changed:
+                while (answer := self._answer(worker_id, reader, seen)) is None:
+                    await self._changed.wait()
+                return answer
+        except TimeoutError:
+            return self._answer(worker_id, reader, seen)
+
+    async def answer(self, event: Event, reader: str) -> None:
+        """Pass on what a receiver has to say, unless another has taken its place."""
+        place = self._places.get(event.worker_id)
+        if place is not None and place.reader == reader:
+            self._events.put_nowait(event)
+
+    def _answer(self, worker_id: int, reader: str, seen: int) -> Offer | Gone | None:
+        if self._closed:
+            return Gone("the sender was closed")
+        place = self._places.get(worker_id)
+        if place is None:
+            return Gone(f"worker {worker_id} was removed from the sender")
+        if place.reader != reader:
+            return Gone("another receiver was given the same address")
+        if place.offer is None or place.offer.version <= seen:
+            return None
+        return place.offer
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,240 @@
+"""Sends versions through a mailbox, to receivers that connect by their addresses."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from sync_core import (
+    ApplyError,
+    Delivery,
+    Payload,
+    SenderTransport,
+    TransportContext,
+    WorkerError,
+    WorkerLostError,
+)
+from sync_plugin_ray.cluster import Cluster
+from sync_plugin_ray.mailbox import Event, Mailbox, Offer
+from sync_plugin_ray.store import Publication, Store
+
+# A worker that has not answered for so long is asked whether it still lives.
+_PATIENCE = 0.5
+
+
+@dataclass(eq=False)
+class _Worker:
+    wanted: Publication | None = None
+    delivery: Delivery | None = None
+    since: float = 0.0
+    actor: Any = None
+    probed: bool = False
+
+
+class PullSender(SenderTransport):
+    """Publishes versions in a mailbox, and hears from there who has committed them.
+
+    Args:
+        context: what the sender gave to `create_transport`.
+        cluster: left at the end, unless ``owns_cluster`` is False.
+        store: where versions are put.
+        owns_cluster: False where another transport leaves the cluster.
+    """
+
+    def __init__(
+        self,
+        context: TransportContext,
+        cluster: Cluster,
+        store: Store,
+        *,
+        owns_cluster: bool = True,
+    ) -> None:
+        self._cluster = cluster
+        self._owns_cluster = owns_cluster
+        self._store = store
+        self._lock = threading.Lock()
+        self._closed = False
+        self._workers = {worker_id: _Worker() for worker_id in context.worker_ids}
+        self._newest_for_all: Publication | None = None
+        # On this node, so that it lives as long as the sender does.
+        node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._mailbox: Any = (
+            ray.remote(Mailbox)
+            .options(num_cpus=0, scheduling_strategy=node, max_concurrency=10_000)
+            .remote(context.token, list(context.worker_ids))
+        )
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._listen()
+        self._thread = threading.Thread(target=self._serve, name="sync-ray-mailbox", daemon=True)
+        self._thread.start()
+
+    def address(self, worker_id: int) -> Any:
+        """The mailbox, the same for every worker."""
+        del worker_id
+        return self._mailbox
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        """Put the payload once, and let the mailbox offer it."""
+        self._cluster.check()
+        publication = self._store.put(payload)
+        deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
+        with self._lock:
+            for worker_id, delivery in deliveries.items():
+                worker = self._workers[worker_id]
+                worker.delivery, worker.since = delivery, time.monotonic()
+        self.publish(publication, worker_ids)
+        # The thread may be waiting for events alone; now there is somebody to be missed.
+        self._events.put(_nothing)
+        return deliveries
+
+    def publish(self, publication: Publication, worker_ids: Sequence[int]) -> None:
+        """Offer a version that was put already, without waiting for answers."""
+        with self._lock:
+            for worker_id in worker_ids:
+                self._workers[worker_id].wanted = publication
+            if len(worker_ids) == len(self._workers):
+                self._newest_for_all = publication
+        self._offer(publication, worker_ids)
+
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more worker."""
+        del worker
+        with self._lock:
+            self._workers[worker_id] = _Worker(wanted=self._newest_for_all)
+        self._mailbox.add_worker.remote(worker_id)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget a worker, and let it know."""
+        with self._lock:
+            worker = self._workers.pop(worker_id)
+        if worker.delivery is not None:
+            worker.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+        if self._cluster.connected:
+            self._mailbox.remove_worker.remote(worker_id)
+
+    def close(self) -> None:
+        """Let the receivers know, and end the mailbox."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            workers = dict(self._workers)
+            self._workers.clear()
+        for worker_id, worker in workers.items():
+            if worker.delivery is not None:
+                worker.delivery.fail(WorkerError(worker_id, "the sender was closed"))
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        if self._cluster.connected:
+            # Whoever asks from now on finds the actor gone, which says the same.
+            ray.wait([self._mailbox.close.remote()], timeout=2)
+            ray.kill(self._mailbox)
+        if self._owns_cluster:
+            self._cluster.leave()
+
+    def _offer(self, publication: Publication, worker_ids: Sequence[int]) -> None:
+        offer = Offer(publication.version, publication.digest, [publication.data])
+        self._mailbox.publish.remote(offer, list(worker_ids))
+
+    def _listen(self) -> None:
+        call = self._mailbox.events.remote()
+        # The callback runs in a thread of Ray's, where no new call may be made.
+        call.future().add_done_callback(
+            lambda future: self._events.put(lambda: self._heard(future))
+        )
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                handle = self._events.get(timeout=self._next_probe())
+            except queue.Empty:
+                self._probe_silent_workers()
+                continue
+            if handle is None or not self._cluster.connected:
+                return
+            handle()
+
+    def _heard(self, future: Future[list[Event]]) -> None:
+        try:
+            events = future.result()
+        except Exception as error:
+            with self._lock:
+                for worker_id, worker in self._workers.items():
+                    if worker.delivery is not None:
+                        message = f"the mailbox of this sender is gone: {error}"
+                        worker.delivery.fail(WorkerLostError(worker_id, message))
+            return
+        for event in events:
+            self._handle(event)
+        self._listen()
+
+    def _handle(self, event: Event) -> None:
+        with self._lock:
+            worker = self._workers.get(event.worker_id)
+            if worker is None:
+                return
+            if event.kind == "joined":
+                worker.actor, worker.probed = event.actor, False
+            delivery = worker.delivery
+            publication = worker.wanted
+        if event.kind == "lost" and publication is not None:
+            if publication.version == event.version:
+                publication.put_again(event.data[0])
+                self._offer(publication, [event.worker_id])
+        elif event.kind == "answered" and delivery is not None:
+            if delivery.version != event.version:
+                return
+            if event.error is None:
+                delivery.acknowledge()
+            else:
+                message = f"could not apply version {event.version}; it keeps the one it had\n"
+                delivery.fail(ApplyError(event.worker_id, message + event.error))
+
+    def _silent(self) -> list[tuple[int, _Worker]]:
+        with self._lock:
+            return [
+                (worker_id, worker)
+                for worker_id, worker in self._workers.items()
+                if worker.actor is not None
+                and not worker.probed
+                and worker.delivery is not None
+                and not worker.delivery.wait(0)
+            ]
+
+    def _next_probe(self) -> float | None:
+        waits = [worker.since + _PATIENCE - time.monotonic() for _, worker in self._silent()]
+        return max(0.0, min(waits)) if waits else None
+
+    def _probe_silent_workers(self) -> None:
+        # The call waits until the actor has time for it, or fails at once when there is none.
+        for worker_id, worker in self._silent():
+            if time.monotonic() < worker.since + _PATIENCE:
+                continue
+            worker.probed = True
+            probe = worker.actor.__ray_ready__.remote()
+            probe.future().add_done_callback(
+                lambda future, i=worker_id, w=worker: self._events.put(
+                    lambda: self._probed(i, w, future)
+                )
+            )
+
+    def _probed(self, worker_id: int, worker: _Worker, future: Future[Any]) -> None:
+        worker.probed = False
+        worker.since = time.monotonic()
+        error = future.exception()
+        if error is not None and worker.delivery is not None:
+            message = f"its actor is gone: {str(error).strip().splitlines()[0]}"
+            worker.delivery.fail(WorkerLostError(worker_id, message))
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,246 @@
+"""Sends versions by calling into actors, through Ray's own way to run a function on an actor."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from sync_core import (
+    Address,
+    ApplyError,
+    Delivery,
+    OptionError,
+    Payload,
+    SenderTransport,
+    TransportContext,
+    WorkerError,
+    WorkerLostError,
+)
+from sync_plugin_ray.agent import Delivered, Order, deliver, forget
+from sync_plugin_ray.cluster import Cluster
+from sync_plugin_ray.pull import PullSender
+from sync_plugin_ray.store import LOST, Publication, Store
+
+
+@dataclass(eq=False)
+class _Worker:
+    """An actor, and what it is doing for us.
+
+    Args:
+        worker_id: its id.
+        actor: its handle.
+        wanted: the newest version meant for it.
+        delivery: the delivery of that version.
+        busy: whether a call of ours is under way.
+        given: what that call was given.
+        introduced: whether it has a receiver for this sender.
+    """
+
+    worker_id: int
+    actor: ActorHandle[Any]
+    wanted: Publication | None = None
+    delivery: Delivery | None = None
+    busy: bool = False
+    given: Any = None
+    introduced: bool = False
+
+
+_Event = tuple[_Worker, Publication, "Future[Delivered]"] | None
+
+
+class PushSender(SenderTransport):
+    """Updates a model in each of some actors.
+
+    Every actor has at most one call of ours under way. What is sent meanwhile replaces what waits,
+    so an actor that is stuck keeps one old version alive and no more. An actor that Ray restarts
+    is given the version again.
+
+    Args:
+        context: what the sender gave to `create_transport`.
+        cluster: left at the end.
+        store: where versions are put.
+        model_getter: see `RayOptions`.
+    """
+
+    def __init__(
+        self, context: TransportContext, cluster: Cluster, store: Store, model_getter: str | None
+    ) -> None:
+        for actor in context.workers:
+            _check_actor(actor)
+        self._context = context
+        self._cluster = cluster
+        self._store = store
+        self._model_getter = model_getter
+        self._mailbox: PullSender | None = None
+        self._newest_for_all: Publication | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._workers = {
+            worker_id: _Worker(worker_id, actor)
+            for worker_id, actor in zip(context.worker_ids, context.workers, strict=True)
+        }
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="sync-ray-sender", daemon=True)
+        self._thread.start()
+
+    def address(self, worker_id: int) -> Any:
+        """For one more reader of what this worker is sent: the mailbox."""
+        self._cluster.check()
+        if self._mailbox is None:
+            context = replace(self._context, worker_ids=tuple(self._workers))
+            self._mailbox = PullSender(context, self._cluster, self._store, owns_cluster=False)
+            with self._lock:
+                for worker in self._workers.values():
+                    if worker.wanted is not None:
+                        self._mailbox.publish(worker.wanted, [worker.worker_id])
+        return self._mailbox.address(worker_id)
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        """Put the payload once, and call every actor that is not busy."""
+        self._cluster.check()
+        publication = self._store.put(payload)
+        deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
+        with self._lock:
+            if len(deliveries) == len(self._workers):
+                self._newest_for_all = publication
+            for worker_id, delivery in deliveries.items():
+                worker = self._workers[worker_id]
+                worker.wanted, worker.delivery = publication, delivery
+                if not worker.busy:
+                    self._call(worker)
+        if self._mailbox is not None:
+            self._mailbox.publish(publication, worker_ids)
+        return deliveries
+
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more actor, and give it the newest version that went to all."""
+        _check_actor(worker)
+        with self._lock:
+            added = self._workers[worker_id] = _Worker(
+                worker_id, worker, wanted=self._newest_for_all
+            )
+            if added.wanted is not None:
+                self._call(added)
+        if self._mailbox is not None:
+            self._mailbox.add_worker(worker_id)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget an actor, which keeps the weights that it has."""
+        with self._lock:
+            worker = self._workers.pop(worker_id)
+            if worker.delivery is not None:
+                worker.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+            self._dismiss(worker)
+        if self._mailbox is not None:
+            self._mailbox.remove_worker(worker_id)
+
+    def close(self) -> None:
+        """Let the actors keep what they have, in memory of their own."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for worker in self._workers.values():
+                if worker.delivery is not None:
+                    error = WorkerError(worker.worker_id, "the sender was closed")
+                    worker.delivery.fail(error)
+                self._dismiss(worker)
+            self._workers.clear()
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        if self._mailbox is not None:
+            self._mailbox.close()
+        self._cluster.leave()
+
+    def _dismiss(self, worker: _Worker) -> None:
+        if worker.introduced and self._cluster.connected:
+            worker.actor.__ray_call__.remote(forget, self._order(0, "", None))
+
+    def _call(self, worker: _Worker) -> None:
+        publication = worker.wanted
+        assert publication is not None
+        assert self._context.make_address is not None
+        address = None
+        if not worker.introduced:
+            address = self._context.make_address(worker_id=worker.worker_id, endpoint=None)
+        order = self._order(publication.version, publication.digest, address)
+        worker.busy, worker.given = True, publication.data
+        call: Any = worker.actor.__ray_call__.remote(deliver, order, publication.data)
+        # The callback runs in a thread of Ray's, where no new call may be made.
+        call.future().add_done_callback(
+            lambda future: self._events.put((worker, publication, future))
+        )
+
+    def _order(self, version: int, digest: str, address: Address | None) -> Order:
+        return Order(
+            token=self._context.token,
+            model_id=self._context.model_id,
+            models=self._context.models,
+            model_getter=self._model_getter,
+            version=version,
+            digest=digest,
+            address=address,
+        )
+
+    def _serve(self) -> None:
+        while (event := self._events.get()) is not None:
+            worker, publication, future = event
+            with self._lock:
+                worker.busy = False
+                if self._closed or self._workers.get(worker.worker_id) is not worker:
+                    continue
+                again = self._settle(worker, publication, future)
+                if self._cluster.connected and (again or worker.wanted is not publication):
+                    self._call(worker)
+
+    def _settle(self, worker: _Worker, publication: Publication, future: Future[Delivered]) -> bool:
+        """End the delivery that a call was for; True to make the call again instead."""
+        answer = self._answer(worker, publication, future)
+        worker.introduced = isinstance(answer, Delivered) and answer.outcome != "unknown"
+        if answer is None or (isinstance(answer, Delivered) and answer.outcome == "unknown"):
+            return True
+        delivery = worker.delivery
+        if delivery is None or delivery.version != publication.version:
+            return False
+        if isinstance(answer, WorkerError):
+            delivery.fail(answer)
+        elif answer.outcome == "committed":
+            delivery.acknowledge()
+        else:
+            message = f"could not apply version {publication.version}; it keeps the one it had\n"
+            delivery.fail(ApplyError(worker.worker_id, message + str(answer.error)))
+        return False
+
+    def _answer(
+        self, worker: _Worker, publication: Publication, future: Future[Delivered]
+    ) -> Delivered | WorkerError | None:
+        """What the actor answered, or what became of it; None to ask again."""
+        try:
+            return future.result()
+        except ray.exceptions.ActorUnavailableError:
+            # Ray restarts the actor, and holds the next call back until it is there again.
+            return None
+        except ray.exceptions.RayActorError as error:
+            reason = str(error).strip().splitlines()[0]
+            return WorkerLostError(worker.worker_id, f"the actor is gone: {reason}")
+        except LOST as error:
+            if publication.put_again(worker.given):
+                return None
+            return WorkerError(worker.worker_id, f"could not read the object store: {error}")
+        except Exception as error:
+            return WorkerError(worker.worker_id, f"could not run the delivery: {error}")
+
+
+def _check_actor(actor: Any) -> None:
+    if not isinstance(actor, ActorHandle):
+        raise OptionError(
+            f"{actor!r} is no Ray actor; workers= takes handles, which Actor.remote() returns"
+        )

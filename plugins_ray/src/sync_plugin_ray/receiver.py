@@ -1,0 +1,115 @@
+"""The receiver's side of the scheme ``ray``: asks the mailbox of its sender."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import ray
+
+from sync_core import Layout, Payload, ReceiverTransport, SenderLostError, TransportContext
+from sync_plugin_ray.cluster import Cluster
+from sync_plugin_ray.mailbox import Event, Gone, Offer
+from sync_plugin_ray.store import LOST, read
+
+# A call of the mailbox itself takes about a millisecond.
+_GRACE = 10.0
+
+
+class MailboxReceiver(ReceiverTransport):
+    """Reads versions from the object store, from any process of the sender's cluster.
+
+    Args:
+        context: what the receiver gave to `create_transport`.
+
+    Raises:
+        SenderLostError: the sender is gone, or refuses this worker.
+    """
+
+    def __init__(self, context: TransportContext) -> None:
+        self._worker_id = context.worker_id
+        self._timeout = context.timeout
+        self._mailbox = context.endpoint
+        self._reader = secrets.token_hex(16)
+        self._seen = 0
+        self._layout: Layout | None = None
+        self._cluster = Cluster()
+        try:
+            join = self._mailbox.join.remote(
+                context.token, context.worker_id, self._reader, _this_actor()
+            )
+            refusal = self._get(join, context.timeout)
+            if refusal is not None:
+                raise SenderLostError(f"the sender refuses this receiver: {refusal.reason}")
+        except BaseException:
+            self._cluster.leave()
+            raise
+
+    def receive(self, timeout: float) -> Payload | None:
+        """The newest version, once there is one that was not seen."""
+        deadline = time.monotonic() + timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            offer = self._ask(left)
+            if offer is None:
+                return None
+            try:
+                data = self._fetch(offer, max(left, self._timeout))
+            except LOST:
+                # The sender puts it again, unless it has died, of which asking tells.
+                self._tell(Event("lost", self._worker_id, offer.version, data=offer.data))
+                time.sleep(0.05)
+                if time.monotonic() < deadline + self._timeout:
+                    continue
+                raise
+            self._seen = offer.version
+            payload = Payload.unpack(
+                read(data), offer.version, digest=offer.digest, known=self._layout
+            )
+            self._layout = payload.layout
+            return payload
+
+    def acknowledge(self, version: int, error: str | None) -> None:
+        """Answer by way of the mailbox."""
+        self._tell(Event("answered", self._worker_id, version, error))
+
+    def close(self) -> None:
+        """Hang up."""
+        self._cluster.leave()
+
+    def _ask(self, timeout: float) -> Offer | None:
+        self._check()
+        call = self._mailbox.take.remote(self._worker_id, self._reader, self._seen, timeout)
+        answer = self._get(call, timeout)
+        if isinstance(answer, Gone):
+            raise SenderLostError(answer.reason)
+        assert answer is None or isinstance(answer, Offer)
+        return answer
+
+    def _fetch(self, offer: Offer, timeout: float) -> Any:
+        (data,) = offer.data
+        return ray.get(data, timeout=timeout) if isinstance(data, ray.ObjectRef) else data
+
+    def _tell(self, event: Event) -> None:
+        self._check()
+        self._mailbox.answer.remote(event, self._reader)
+
+    def _check(self) -> None:
+        if not self._cluster.connected:
+            raise SenderLostError("Ray was shut down in this process")
+
+    def _get(self, call: Any, timeout: float) -> Any:
+        try:
+            return ray.get(call, timeout=timeout + _GRACE)
+        except ray.exceptions.RayActorError as error:
+            raise SenderLostError("the sender is gone: it has closed or died") from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise SenderLostError(
+                f"the sender's mailbox did not answer within {_GRACE:g} s"
+            ) from error
+
+
+def _this_actor() -> Any:
+    context = ray.get_runtime_context()
+    return context.current_actor if context.get_actor_id() is not None else None

@@ -1,0 +1,71 @@
+"""The scheme ``ray``: calls into actors, or a mailbox that receivers anywhere in a cluster ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sync_core import (
+    OptionError,
+    ReceiverTransport,
+    SenderTransport,
+    TransportContext,
+    hookimpl,
+)
+from sync_plugin_ray.agent import Inbox
+from sync_plugin_ray.cluster import Cluster
+from sync_plugin_ray.pull import PullSender
+from sync_plugin_ray.push import PushSender
+from sync_plugin_ray.receiver import MailboxReceiver
+from sync_plugin_ray.store import Store
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Options of the scheme ``ray``.
+
+    Args:
+        model_getter: the name of a method of the actors that returns the model; None to find the
+            model at ``model_id``. For a sender that is given ``workers``.
+        tensor_transport: one of Ray's direct transports, such as ``"nixl"``; None for the object
+            store.
+        ray_init_config: arguments for `ray.init` where Ray is not initialised yet.
+    """
+
+    model_getter: str | None = None
+    tensor_transport: str | None = None
+    ray_init_config: Mapping[str, Any] | None = None
+
+
+class RayScheme:
+    """Weights are put into the object store once, and every worker reads that one object.
+
+    With ``workers=actors`` the sender updates the object at ``model_id`` in each actor, whatever
+    its class. Otherwise workers connect by their addresses, from any process of the cluster.
+    """
+
+    capabilities = frozenset(
+        {"broadcast", "cross_host", "cross_process", "late_join", "pull", "zero_copy"}
+    )
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        """The sender's or a receiver's side."""
+        if isinstance(context.endpoint, Inbox):
+            return context.endpoint
+        if context.side == "receiver":
+            return MailboxReceiver(context)
+        options = context.parse_options(RayOptions)
+        if options.model_getter is not None and not context.workers:
+            raise OptionError("model_getter is for actors that are given as workers=[…]")
+        assert context.layout is not None
+        cluster = Cluster(options.ray_init_config)
+        try:
+            store = Store(context.layout.nbytes, options.tensor_transport)
+            if context.workers:
+                return PushSender(context, cluster, store, options.model_getter)
+            return PullSender(context, cluster, store)
+        except BaseException:
+            cluster.leave()
+            raise

@@ -1,0 +1,155 @@
+"""Puts versions into Ray's object store: one object for each, which every reader maps."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import ray
+import torch
+
+from sync_core import Block, CapacityError, OptionError, Payload
+
+#: What reading an object raises when its bytes are nowhere any more.
+LOST = (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError)
+
+# Smaller versions travel inside the calls themselves, which is several times faster than an object.
+_INLINE = 1 << 16
+
+
+class Publication:
+    """One version, in a form that every worker is given alike.
+
+    Args:
+        version: the version.
+        digest: the digest of its layout.
+        nbytes: its size.
+        data: its bytes, or the reference to them.
+        tensor_transport: see `Store`.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        digest: str,
+        nbytes: int,
+        data: bytes | ray.ObjectRef[Any],
+        tensor_transport: str | None,
+    ) -> None:
+        self.version = version
+        self.digest = digest
+        self.nbytes = nbytes
+        self.data = data
+        self._tensor_transport = tensor_transport
+        self._puts_left = 3
+        # A view of the stored bytes, which keeps them in this node's memory whatever happens to
+        # the object.
+        self._pinned = None if isinstance(data, bytes) else ray.get(data)
+
+    def put_again(self, lost: Any) -> bool:
+        """Put the same bytes as a new object, unless that was done since ``lost`` was.
+
+        False when that was done too often already.
+        """
+        if self.data == lost:
+            if self._puts_left == 0:
+                return False
+            self._puts_left -= 1
+            self.data = _put(self._pinned, self._tensor_transport)
+        return True
+
+
+class Store:
+    """Where versions are put.
+
+    Args:
+        nbytes: the size of a version, in bytes.
+        tensor_transport: one of Ray's direct transports; None for the object store.
+
+    Raises:
+        CapacityError: a version is larger than this node's object store.
+        OptionError: this Ray does not have that transport.
+    """
+
+    def __init__(self, nbytes: int, tensor_transport: str | None) -> None:
+        self._tensor_transport = tensor_transport
+        self._block = Block.allocate(0)
+        if tensor_transport is not None:
+            _check_tensor_transport(tensor_transport)
+        available = _capacity()
+        if tensor_transport is None and nbytes > available:
+            raise CapacityError(
+                f"a version needs {nbytes} bytes of Ray's object store, which has {available} on "
+                "this node; start Ray with more, ray.init(object_store_memory=…) or "
+                "ray start --object-store-memory=…, or use a layer such as 'bf16'"
+            )
+
+    def put(self, payload: Payload) -> Publication:
+        """Pack a payload and put it.
+
+        Raises:
+            CapacityError: the object store has no room for it.
+        """
+        if self._block.nbytes < payload.nbytes:
+            self._block = Block.allocate(payload.nbytes)
+        payload.pack(self._block)
+        packed = self._block.memory[: payload.nbytes]
+        data: Any
+        if self._tensor_transport is not None:
+            data = _put(packed.clone(), self._tensor_transport)
+        elif payload.nbytes <= _INLINE:
+            data = packed.numpy().tobytes()
+        else:
+            data = _put(packed.numpy(), None)
+        return Publication(
+            payload.version, payload.layout.digest, payload.nbytes, data, self._tensor_transport
+        )
+
+
+def read(data: Any) -> Block:
+    """What was published, as a block; it lives as long as anything that views it."""
+    if isinstance(data, bytes):
+        return Block.of_bytes(data)
+    if isinstance(data, torch.Tensor):
+        return Block(data)
+    with warnings.catch_warnings():
+        # torch warns that it does not know of read-only memory; nothing here writes to it.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return Block(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def _put(value: Any, tensor_transport: str | None) -> ray.ObjectRef[Any]:
+    try:
+        if tensor_transport is None:
+            return ray.put(value)
+        return ray.put(value, _tensor_transport=tensor_transport)
+    except ray.exceptions.ObjectStoreFullError as error:
+        raise CapacityError(
+            f"Ray's object store has no room for {value.nbytes} bytes (it has {_capacity()} on "
+            "this node); start Ray with more, or use a layer such as 'bf16'"
+        ) from error
+
+
+def _capacity() -> int:
+    """The size of this node's object store, in bytes."""
+    here = ray.get_runtime_context().get_node_id()
+    resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
+    return int(resources.get("object_store_memory", 0))
+
+
+def _check_tensor_transport(name: str) -> None:
+    try:
+        ray.put(torch.zeros(1, dtype=torch.uint8), _tensor_transport=name)
+    except Exception as error:
+        raise OptionError(
+            f"tensor_transport={name!r} cannot carry what a sender puts, in Ray {ray.__version__}: "
+            f"{error}. {_known_transports()}; None uses the object store"
+        ) from error
+
+
+def _known_transports() -> str:
+    try:
+        from ray.experimental.rdt.util import transport_manager_info as known
+    except ImportError:
+        return "This Ray has no direct transports"
+    return f"This Ray has: {', '.join(sorted(map(str.lower, known)))}"

@@ -1,0 +1,212 @@
+"""Scheme `ray` with `num_workers`: receivers that ask a mailbox, from anywhere in the cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray import cloudpickle
+from torch import nn
+
+from sync_core import (
+    Address,
+    ApplyError,
+    Receiver,
+    Sender,
+    SenderLostError,
+    SendError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+# Actors cannot import this file by name.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def linear(fill: float = 0.0, width: int = 3) -> nn.Linear:
+    model = nn.Linear(width, width)
+    for parameter in model.parameters():
+        parameter.data.fill_(fill)
+    return model
+
+
+def values(model: nn.Module) -> set[float]:
+    return {v for p in model.parameters() for v in p.detach().flatten().tolist()}
+
+
+class Worker:
+    """Hosts a model and its receiver."""
+
+    def connect(self, address: Address, width: int = 3) -> int:
+        self.model = linear(width=width)
+        self.receiver = Receiver(address, self.model)
+        return os.getpid()
+
+    def receive(self, timeout: float | None = None) -> tuple[int | None, set[float]]:
+        return self.receiver.receive(timeout), values(self.model)
+
+    def disconnect(self) -> set[float]:
+        self.receiver.close()
+        return values(self.model)
+
+
+@ray.remote
+def serve(address: Address) -> tuple[list[int | None], set[float]]:
+    """Receive until the sender has gone."""
+    model, versions = linear(), []
+    receiver = Receiver(address, model)
+    try:
+        while True:
+            versions.append(receiver.receive())
+    except SenderLostError:
+        return versions, values(model)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[list[Any]]:
+    started: list[Any] = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
+    yield started
+    for actor in started:
+        ray.kill(actor)
+
+
+def test_receivers_in_tasks_see_every_version_and_the_end() -> None:
+    with Sender("ray", linear(), num_workers=2) as sender:
+        tasks = [serve.remote(sender.address(i)) for i in sender.all_worker_ids()]
+        for version in (1, 2, 3):
+            assert sender.send(linear(version)).updated == (0, 1)
+    assert ray.get(tasks) == [([1, 2, 3], {3.0})] * 2
+
+
+@pytest.mark.parametrize("width", [3, 300])
+def test_receivers_in_actors(pool: list[Any], width: int) -> None:
+    with Sender("ray", linear(width=width), num_workers=2, layers=["bf16"]) as sender:
+        for i, worker in enumerate(pool):
+            ray.get(worker.connect.remote(sender.address(i), width))
+        for version in (1, 2):
+            calls = [worker.receive.remote() for worker in pool]
+            assert sender.send(linear(version, width)).updated == (0, 1)
+            assert ray.get(calls) == [(version, {float(version)})] * 2
+
+
+def test_a_receiver_in_the_driver_polls() -> None:
+    model = linear()
+    with Sender("ray", linear(1.0), num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), model)
+        begin = time.perf_counter()
+        assert receiver.receive(timeout=0) is None
+        assert time.perf_counter() - begin < 1
+        pending = sender.send_async()
+        assert receiver.receive() == 1
+        assert pending.wait().updated == (0,)
+        assert receiver.receive(timeout=0) is None
+    assert values(model) == {1.0}
+    with pytest.raises(SenderLostError):
+        receiver.receive()
+
+
+def test_whoever_comes_late_gets_the_newest() -> None:
+    with Sender("ray", linear(), num_workers=2, timeout=1) as sender:
+        address = pickle.loads(cloudpickle.dumps(sender.address(1)))
+        for version in (1, 2):
+            with pytest.raises(SendError) as caught:
+                sender.send(linear(version))
+            assert isinstance(caught.value.report.failed[0].error, WorkerTimeoutError)
+        model = linear()
+        with Receiver(address, model, timeout=20) as receiver:
+            assert receiver.receive() == 2
+        assert values(model) == {2.0}
+        added = sender.add_worker()
+        with Receiver(sender.address(added), model, timeout=20) as receiver:
+            assert receiver.receive() == 2
+
+
+def test_zero_copy(pool: list[Any]) -> None:
+    sender = Sender("ray", linear(width=300), num_workers=1, zero_copy=True)
+    ray.get(pool[0].connect.remote(sender.address(0), 300))
+    for version in (1, 2, 3):
+        call = pool[0].receive.remote()
+        sender.send(linear(version, 300))
+        assert ray.get(call) == (version, {float(version)})
+    sender.close()
+    assert ray.get(pool[0].disconnect.remote()) == {3.0}
+
+
+def test_an_apply_that_fails_is_told_and_kept_apart(pool: list[Any]) -> None:
+    with Sender("ray", linear(1.0), num_workers=2) as sender:
+        receiver = Receiver(sender.address(0), "model", context=object())
+        ray.get(pool[1].connect.remote(sender.address(1)))
+        call = pool[1].receive.remote()
+        pending = sender.send_async()
+        with pytest.raises(Exception, match="has no 'model'"):
+            receiver.receive()
+        with pytest.raises(SendError, match="has no 'model'") as caught:
+            pending.wait()
+        assert isinstance(caught.value.report.failed[0].error, ApplyError)
+        assert ray.get(call) == (1, {1.0})
+        receiver.close()
+
+
+def test_a_killed_actor_is_noticed_long_before_the_deadline() -> None:
+    worker: Any = ray.remote(Worker).options(num_cpus=0).remote()
+    with Sender("ray", linear(), num_workers=1, timeout=60) as sender:
+        pid = ray.get(worker.connect.remote(sender.address(0)))
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(SendError) as caught:
+            sender.send()
+        assert isinstance(caught.value.report.failed[0].error, WorkerLostError)
+        assert caught.value.report.seconds < 30
+
+
+def test_one_receiver_for_each_worker_and_only_with_the_token(pool: list[Any]) -> None:
+    with Sender("ray", linear(4.0), num_workers=1) as sender:
+        address = sender.address(0)
+        with pytest.raises(SenderLostError, match="token"):
+            Receiver(dataclasses.replace(address, token="guessed"), linear())
+        first = Receiver(address, linear())
+        ray.get(pool[0].connect.remote(address))
+        with pytest.raises(SenderLostError, match="another receiver"):
+            first.receive()
+        call = pool[0].receive.remote()
+        sender.send()
+        assert ray.get(call) == (1, {4.0})
+        sender.remove_worker(0)
+        with pytest.raises(SenderLostError, match="removed"):
+            ray.get(pool[0].receive.remote())
+
+
+def test_one_more_reader_of_what_an_actor_is_sent(pool: list[Any]) -> None:
+    ray.get(pool[0].__ray_call__.remote(host_policy))
+    with Sender("ray", linear(6.0), workers=pool[:1]) as sender:
+        sender.send()
+        model = linear()
+        with Receiver(sender.address(0), model) as receiver:
+            assert receiver.receive() == 1
+            sender.send(linear(7.0))
+            assert receiver.receive() == 2
+    assert values(model) == {7.0}
+
+
+def host_policy(worker: Worker) -> None:
+    worker.policy = linear()  # type: ignore[attr-defined]
+
+
+def test_nothing_is_left() -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    with Sender("ray", torch.nn.Linear(2, 2), num_workers=1) as sender:
+        mailbox = sender.address(0).endpoint
+    assert {thread.name for thread in threading.enumerate()} <= before
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(mailbox.events.remote(), timeout=30)

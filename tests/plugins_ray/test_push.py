@@ -1,0 +1,430 @@
+"""Scheme `ray` with `workers=actors`: values, references, versions, failures, lifetime."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray import cloudpickle
+from torch import nn
+
+from sync_core import (
+    ApplyError,
+    CapacityError,
+    OptionError,
+    Payload,
+    Sender,
+    SendError,
+    WorkerError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+# Actors cannot import this file by name.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def linear(fill: float = 0.0, width: int = 3) -> nn.Linear:
+    model = nn.Linear(width, width)
+    for parameter in model.parameters():
+        parameter.data.fill_(fill)
+    return model
+
+
+class Env:
+    def __init__(self) -> None:
+        self.transform = [linear()]
+
+
+class Agent:
+    """Hosts models in every place that a reference may point to."""
+
+    def __init__(self, width: int = 3) -> None:
+        self.reset(width)
+
+    def reset(self, width: int = 3) -> None:
+        self.policy = linear(width=width)
+        self.env = Env()
+        self.nets = {"critic": linear()}
+
+    def the_model(self) -> nn.Linear:
+        return self.policy
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def values(self) -> dict[str, set[float]]:
+        models = {
+            "policy": self.policy,
+            "env.transform[0]": self.env.transform[0],
+            "nets['critic']": self.nets["critic"],
+        }
+        return {
+            name: {v for p in model.parameters() for v in p.detach().flatten().tolist()}
+            for name, model in models.items()
+        }
+
+    def shares_memory(self) -> bool:
+        first, second = (p.untyped_storage().data_ptr() for p in self.policy.parameters())
+        return first == second
+
+    def write_in_place(self) -> None:
+        with torch.no_grad():
+            self.policy.weight.add_(1)
+
+
+class Other:
+    """Another class, with a model of the same name."""
+
+    def __init__(self) -> None:
+        self.policy = linear()
+
+    def value(self) -> float:
+        return self.policy.weight[0, 0].item()
+
+
+def start(number: int, **options: Any) -> list[Any]:
+    return [ray.remote(Agent).options(num_cpus=0, **options).remote() for _ in range(number)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[list[Any]]:
+    """Actors for tests that leave them alive; starting one takes seconds."""
+    started = start(3)
+    yield started
+    for actor in started:
+        ray.kill(actor)
+
+
+@pytest.fixture
+def actors(pool: list[Any]) -> list[Any]:
+    ray.get([actor.reset.remote() for actor in pool])
+    return pool[:2]
+
+
+@pytest.fixture
+def large(pool: list[Any]) -> list[Any]:
+    """Three actors whose policies are too large to travel inside a call."""
+    ray.get([actor.reset.remote(300) for actor in pool])
+    return pool
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Any]:
+    actor: Any = ray.remote(Other).options(num_cpus=0).remote()
+    yield actor
+    ray.kill(actor)
+
+
+def policy_of(actor: Any) -> set[float]:
+    values: dict[str, set[float]] = ray.get(actor.values.remote())
+    return values["policy"]
+
+
+@pytest.mark.parametrize("where", ["policy", "env.transform[0]", "nets['critic']"])
+def test_the_object_at_model_id_is_updated_and_no_other(actors: list[Any], where: str) -> None:
+    with Sender("ray", linear(2.0), workers=actors, model_id=where) as sender:
+        report = sender.send()
+    assert report.updated == (0, 1)
+    for actor in actors:
+        values = ray.get(actor.values.remote())
+        assert values.pop(where) == {2.0}
+        assert set.union(*values.values()) == {0.0}
+
+
+def test_a_model_behind_a_method(actors: list[Any]) -> None:
+    with Sender("ray", linear(3.0), workers=actors, model_getter="the_model") as sender:
+        sender.send()
+    assert [policy_of(actor) for actor in actors] == [{3.0}, {3.0}]
+
+
+def test_a_method_that_is_not_there(actors: list[Any]) -> None:
+    with (
+        Sender("ray", linear(), workers=actors, model_getter="model") as sender,
+        pytest.raises(SendError, match=r"(?s)a Agent.*no method 'model'"),
+    ):
+        sender.send()
+
+
+def test_actors_of_several_classes(actors: list[Any], other: Any) -> None:
+    with Sender("ray", linear(4.0), workers=[actors[0], other]) as sender:
+        assert sender.send().updated == (0, 1)
+    assert policy_of(actors[0]) == {ray.get(other.value.remote())} == {4.0}
+
+
+def test_layers_subsets_and_what_is_given(actors: list[Any]) -> None:
+    with Sender("ray", linear(1.0), workers=actors, layers=["bf16"]) as sender:
+        sender.send(linear(0.5), worker_ids=1)
+        assert [policy_of(actor) for actor in actors] == [{0.0}, {0.5}]
+        sender.send_async({"weight": torch.ones(3, 3), "bias": torch.ones(3)}).wait()
+        assert [policy_of(actor) for actor in actors] == [{1.0}, {1.0}]
+
+
+def test_the_trainer_may_go_on_at_once(large: list[Any]) -> None:
+    model = linear(1.0, width=300)
+    with Sender("ray", model, workers=large) as sender:
+        pending = sender.send_async()
+        model.weight.data.fill_(9.0)
+        model.bias.data.fill_(9.0)
+        pending.wait()
+        assert [policy_of(actor) for actor in large] == [{1.0}] * 3
+
+
+def test_one_object_for_all_and_two_versions_at_most(large: list[Any]) -> None:
+    with Sender("ray", linear(width=300), workers=large) as sender:
+        sender.send()
+        before = objects()
+        for version in range(1, 9):
+            sender.send(linear(version, width=300))
+            assert objects() <= before + 1
+
+
+def objects() -> int:
+    """How many objects this process holds references to."""
+    worker: Any = ray._private.worker.global_worker
+    return len(worker.core_worker.get_all_reference_counts())
+
+
+def test_zero_copy_parameters_lie_in_the_store_and_return_to_own_memory(large: list[Any]) -> None:
+    actor = large[0]
+    model = linear(1.0, width=300)
+    sender = Sender("ray", model, workers=[actor], zero_copy=True)
+    for version in (1.0, 2.0, 3.0):
+        for parameter in model.parameters():
+            parameter.data.fill_(version)
+        sender.send()
+        assert policy_of(actor) == {version}
+    assert ray.get(actor.shares_memory.remote())
+    ray.get(actor.write_in_place.remote())
+    with pytest.raises(SendError, match=r"(?s)'weight'.*in place"):
+        sender.send()
+    sender.send()
+    assert policy_of(actor) == {3.0}
+    sender.close()
+    assert policy_of(actor) == {3.0}
+    assert not ray.get(actor.shares_memory.remote())
+
+
+def test_a_killed_actor_fails_at_once_and_the_others_are_updated(actors: list[Any]) -> None:
+    (doomed,) = start(1)
+    with Sender("ray", linear(1.0), workers=[doomed, actors[1]]) as sender:
+        sender.send()
+        os.kill(ray.get(doomed.pid.remote()), signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(SendError) as caught:
+            sender.send(linear(2.0))
+        assert time.monotonic() - started < 20
+        assert isinstance(caught.value.report.failed[0].error, WorkerLostError)
+        assert caught.value.report.updated == (1,)
+        assert policy_of(actors[1]) == {2.0}
+
+
+def test_one_model_of_another_shape(pool: list[Any], actors: list[Any]) -> None:
+    odd = pool[2]
+    ray.get(odd.reset.remote(4))
+    with Sender("ray", linear(1.0), workers=[odd, actors[0]]) as sender:
+        with pytest.raises(SendError, match=r"(?s)weight.*3, 3.*4, 4") as caught:
+            sender.send()
+        assert isinstance(caught.value.report.failed[0].error, ApplyError)
+        assert policy_of(actors[0]) == {1.0}
+        assert policy_of(odd) == {0.0}
+
+
+def test_a_model_id_that_leads_nowhere(actors: list[Any], other: Any) -> None:
+    with Sender("ray", linear(1.0), workers=[actors[0], other], model_id="env.transform[0]") as s:
+        with pytest.raises(SendError, match=r"(?s)a Other.*has no 'env'") as caught:
+            s.send()
+        assert caught.value.report.updated == (0,)
+
+
+def test_an_actor_in_a_long_call_is_late_and_catches_up(actors: list[Any]) -> None:
+    with Sender("ray", linear(1.0), workers=actors) as sender:
+        sender.send()
+        busy = actors[0].sleep.remote(3)
+        with pytest.raises(SendError) as caught:
+            sender.send(linear(2.0), timeout=0.5)
+        assert isinstance(caught.value.report.failed[0].error, WorkerTimeoutError)
+        with pytest.raises(SendError) as caught:
+            sender.send(linear(3.0), timeout=0.5)
+        assert caught.value.report.updated == (1,)
+        ray.get(busy)
+        assert eventually(lambda: policy_of(actors[0]) == {3.0})
+        assert sender.send(linear(4.0)).updated == (0, 1)
+
+
+def test_a_restarted_actor_gets_the_version_before_it_counts(actors: list[Any]) -> None:
+    (frail,) = start(1, max_restarts=1)
+    with Sender("ray", linear(1.0), workers=[frail, actors[1]]) as sender:
+        sender.send()
+        os.kill(ray.get(frail.pid.remote()), signal.SIGKILL)
+        assert sender.send(linear(2.0)).updated == (0, 1)
+        assert policy_of(frail) == {2.0}
+        frail.sleep.remote(30)
+        killer = threading.Timer(0.5, ray.kill, [frail])
+        killer.start()
+        with pytest.raises(SendError, match="the actor is gone"):
+            sender.send(linear(3.0))
+        killer.join()
+
+
+class Owner:
+    def put(self) -> list[Any]:
+        return [ray.put(np.zeros(10**6, dtype=np.uint8))]
+
+
+def is_lost(reference: Any) -> bool:
+    try:
+        ray.get(reference, timeout=5)
+    except ray.exceptions.ObjectLostError:
+        return True
+    return False
+
+
+def test_a_lost_object_is_put_again(large: list[Any]) -> None:
+    owner: Any = ray.remote(Owner).options(num_cpus=0).remote()
+    (lost,) = ray.get(owner.put.remote())
+    ray.kill(owner)
+    assert eventually(lambda: is_lost(lost), 30)
+
+    def put_and_lose(payload: Payload) -> Any:
+        publication = put(payload)
+        publication.data = lost
+        return publication
+
+    with Sender("ray", linear(2.0, width=300), workers=large) as sender:
+        store = cast("Any", sender._transport)._store
+        put, store.put = store.put, put_and_lose
+        assert sender.send(timeout=30).updated == (0, 1, 2)
+    assert [policy_of(actor) for actor in large] == [{2.0}] * 3
+
+
+def test_the_newer_of_two_senders_has_the_model(actors: list[Any]) -> None:
+    first = Sender("ray", linear(1.0), workers=actors)
+    first.send()
+    with Sender("ray", linear(2.0), workers=actors[:1]) as second:
+        second.send()
+        with pytest.raises(SendError, match="another sender has taken over") as caught:
+            first.send()
+        assert caught.value.report.updated == (1,)
+        assert policy_of(actors[0]) == {2.0}
+        with Sender("ray", linear(7.0), workers=actors, model_id="nets['critic']") as third:
+            third.send()
+        second.send()
+    first.close()
+
+
+def test_workers_come_and_go(actors: list[Any]) -> None:
+    with Sender("ray", linear(5.0), workers=actors[:1]) as sender:
+        sender.send()
+        assert sender.add_worker(worker=actors[1]) == 1
+        assert eventually(lambda: policy_of(actors[1]) == {5.0})
+        sender.remove_worker(0)
+        sender.send(linear(6.0))
+        assert [policy_of(actor) for actor in actors] == [{5.0}, {6.0}]
+        with pytest.raises(OptionError, match="add_worker"):
+            sender.add_worker()
+
+
+def test_what_are_no_actors() -> None:
+    with pytest.raises(OptionError, match="no Ray actor"):
+        Sender("ray", linear(), workers=[Agent()])
+    with pytest.raises(OptionError, match="model_getter"):
+        Sender("ray", linear(), num_workers=1, model_getter="the_model")
+
+
+def test_a_sender_stays_in_its_process(actors: list[Any]) -> None:
+    with (
+        Sender("ray", linear(), workers=actors) as sender,
+        pytest.raises(TypeError, match=r"sender\.address\(worker_id\)"),
+    ):
+        pickle.dumps(sender)
+
+
+def test_a_model_larger_than_the_store(actors: list[Any]) -> None:
+    with pytest.raises(CapacityError, match=r"needs 8\d+ bytes .* has \d+ on this node"):
+        Sender("ray", {"weight": torch.empty(200_000_000)}, workers=actors)
+
+
+@pytest.mark.parametrize("name", ["carrier-pigeon", "gloo", "nccl"])
+def test_a_tensor_transport_that_cannot_be_used(actors: list[Any], name: str) -> None:
+    with pytest.raises(OptionError, match=r"This Ray has: .*gloo.*nixl"):
+        Sender("ray", linear(), workers=actors, tensor_transport=name)
+
+
+def test_closing_fails_what_is_pending(actors: list[Any]) -> None:
+    sender = Sender("ray", linear(), workers=actors)
+    busy = [actor.sleep.remote(1) for actor in actors]
+    pending = sender.send_async()
+    sender.close()
+    with pytest.raises(SendError) as caught:
+        pending.wait()
+    assert isinstance(caught.value.report.failed[0].error, WorkerError)
+    ray.get(busy)
+    assert "sync-ray-sender" not in {thread.name for thread in threading.enumerate()}
+
+
+_SHUT_DOWN = """
+import ray, torch
+from sync_core import ClosedError, Sender
+class Agent:
+    def __init__(self):
+        self.policy = torch.nn.Linear(2, 2)
+ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
+sender = Sender("ray", torch.nn.Linear(2, 2), workers=[ray.remote(Agent).remote()])
+sender.send()
+ray.shutdown()
+try:
+    sender.send()
+except ClosedError as error:
+    print(error)
+sender.close()
+print(ray.is_initialized())
+"""
+
+
+def test_ray_shut_down_between_two_sends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SHUT_DOWN], capture_output=True, text=True, timeout=100, check=True
+    )
+    said = done.stdout.splitlines()[-2:]
+    assert said == ["Ray was shut down since this was made; make a new one", "False"]
+
+
+def eventually(condition: Any, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_several_models_are_committed_all_or_none(pool: list[Any], actors: list[Any]) -> None:
+    odd = pool[2]
+    ray.get(odd.reset.remote(4))
+    critic = "nets['critic']"
+    with Sender("ray", workers=[*actors, odd]) as sender:
+        with pytest.raises(SendError, match=r"(?s)policy\.weight.*3, 3.*4, 4") as caught:
+            sender.send(weights_dict={critic: linear(2.0), "policy": linear(1.0)})
+        assert caught.value.report.updated == (0, 1)
+        for actor in actors:
+            values = ray.get(actor.values.remote())
+            assert (values["policy"], values[critic]) == ({1.0}, {2.0})
+        values = ray.get(odd.values.remote())
+        assert (values["policy"], values[critic]) == ({0.0}, {0.0})

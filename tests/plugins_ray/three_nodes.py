@@ -1,0 +1,111 @@
+"""A cluster of three nodes on this machine, each with an object store of its own; run by a test."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray import cloudpickle
+from ray.cluster_utils import Cluster
+from ray.experimental import get_object_locations
+from torch import nn
+
+from sync_core import Receiver, Sender, SendError, WorkerLostError
+
+WIDTH = 2000
+
+
+def policy(value: float) -> nn.Linear:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    model.weight.data.fill_(value)
+    return model
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.policy = policy(0.0)
+
+    def value(self) -> tuple[float, float]:
+        return self.policy.weight.min().item(), self.policy.weight.max().item()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def pull(self, address: Any) -> float:
+        with Receiver(address, self.policy) as receiver:
+            receiver.receive()
+        return self.policy.weight.max().item()
+
+
+def main() -> None:
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "object_store_memory": 200 << 20, "resources": {"n0": 9}},
+    )
+    nodes = [add_node(cluster, name) for name in ("n1", "n2")]
+    ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+    actors = [start(name) for name in ("n0", "n1", "n1", "n2", "n2")]
+    with Sender("ray", policy(1.0), workers=actors, timeout=60) as sender:
+        report = sender.send()
+        assert report.updated == (0, 1, 2, 3, 4), report
+        transport: Any = sender._transport
+        (location,) = get_object_locations([transport._newest_for_all.data]).values()
+        say("workers", len(actors), "copies", len(location["node_ids"]))
+        assert len(location["node_ids"]) == 3
+
+        ray.get(actors[1].value.remote())
+        actors[3].sleep.remote(60)
+        pending = sender.send_async(policy(2.0))
+        cluster.remove_node(nodes[1])
+        with pytest.raises(SendError) as caught:
+            pending.wait()
+        failed = caught.value.report.failed
+        # Worker 4 was idle, so it may have had the version before its node went.
+        assert sorted(failed) in ([3], [3, 4])
+        assert all(isinstance(result.error, WorkerLostError) for result in failed.values())
+        assert caught.value.report.updated[:3] == (0, 1, 2)
+        say("removed")
+        for lost in (3, 4):
+            sender.remove_worker(lost)
+        assert sender.send(policy(3.0)).updated == (0, 1, 2)
+
+        add_node(cluster, "n3")
+        joined = start("n3")
+        added = sender.add_worker(worker=joined)
+        deadline = time.monotonic() + 30
+        while ray.get(joined.value.remote()) != (3.0, 3.0):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        say("joined", added)
+        elsewhere = start("n3")
+        assert ray.get(elsewhere.pull.remote(sender.address(added))) == 3.0
+        say("pulled")
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+
+
+def add_node(cluster: Cluster, name: str) -> Any:
+    return cluster.add_node(num_cpus=1, object_store_memory=200 << 20, resources={name: 9})
+
+
+def start(node: str) -> Any:
+    actor: Any = ray.remote(Agent).options(num_cpus=0, resources={node: 1}).remote()
+    ray.get(actor.value.remote())
+    return actor
+
+
+if __name__ == "__main__":
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    torch.set_num_threads(1)
+    os.environ.pop("RAY_ADDRESS", None)
+    main()
