@@ -31,7 +31,7 @@ from sync_core import Sender
 
 _SIZES = (0.001, 0.016, 0.064, 0.256)  # GB
 _NODES = 3
-_WARM_UP, _ROUNDS = 3, 7
+_WARM_UP, _ROUNDS = 10, 7
 _COSTS = ("start", "call", "put", "copy", "node")
 
 
