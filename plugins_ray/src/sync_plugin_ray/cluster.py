@@ -10,7 +10,6 @@ import ray
 
 from sync_core import ClosedError
 
-
 _DEFAULTS: dict[str, Any] = {
     "logging_level": "warning",
     "include_dashboard": False,

@@ -10,7 +10,6 @@ import ray
 
 from sync_core import OptionError
 
-
 _USUAL = {"num_cpus": 1.0, "num_gpus": 0.2, "memory": 2.0 * 1024**3}
 _NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
 
