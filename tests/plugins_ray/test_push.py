@@ -56,12 +56,18 @@ class Agent:
         self.reset(width)
 
     def reset(self, width: int = 3) -> None:
-        self.policy = linear(width=width)
+        self.policy: Any = linear(width=width)
         self.env = Env()
         self.nets = {"critic": linear()}
 
-    def the_model(self) -> nn.Linear:
+    def the_model(self) -> Any:
         return self.policy
+
+    def host(self, policy: Any) -> None:
+        self.policy = policy
+
+    def hosted(self) -> set[float]:
+        return {v for tensor in self.policy.values() for v in tensor.tolist()}
 
     def pid(self) -> int:
         return os.getpid()
@@ -82,7 +88,7 @@ class Agent:
 
     def shares_memory(self) -> bool:
         first, second = (p.untyped_storage().data_ptr() for p in self.policy.parameters())
-        return first == second
+        return bool(first == second)
 
     def write_in_place(self) -> None:
         with torch.no_grad():
@@ -428,3 +434,55 @@ def test_several_models_are_committed_all_or_none(pool: list[Any], actors: list[
             assert (values["policy"], values[critic]) == ({1.0}, {2.0})
         values = ray.get(odd.values.remote())
         assert (values["policy"], values[critic]) == ({0.0}, {0.0})
+
+
+class Zoo(nn.Module):
+    """Tensors of every kind."""
+
+    def __init__(self, fill: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3, dtype=torch.bfloat16)
+        self.head = nn.Linear(3, 5, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.embedding.weight
+        self.transposed = nn.Parameter(torch.full((4, 2), float(fill)).t())
+        self.register_buffer("scalar", torch.tensor(fill))
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("flags", torch.tensor([fill > 0, False]))
+        self.register_buffer("wave", torch.full((3,), complex(fill, -1)))
+        self.register_buffer("tiny", torch.full((9,), float(fill)).to(torch.float8_e4m3fn))
+        self.register_buffer("hidden", torch.full((2,), float(fill)), persistent=False)
+        nn.init.constant_(self.embedding.weight, fill)
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.policy = Zoo(0)
+
+    def content(self) -> dict[str, Any]:
+        tensors = {**self.policy.state_dict(), "hidden": self.policy.hidden}
+        return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+    def is_tied(self) -> bool:
+        return self.policy.head.weight is self.policy.embedding.weight
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_tensors_of_every_kind(zero_copy: bool) -> None:
+    keeper: Any = ray.remote(Keeper).options(num_cpus=0).remote()
+    zoo = Zoo(3)
+    with Sender("ray", zoo, workers=[keeper], zero_copy=zero_copy) as sender:
+        sender.send()
+        expected = {**zoo.state_dict(), "hidden": zoo.hidden}
+        assert ray.get(keeper.content.remote()) == {n: t.tolist() for n, t in expected.items()}
+        assert ray.get(keeper.is_tied.remote())
+    ray.kill(keeper)
+
+
+def test_five_thousand_tensors(pool: list[Any]) -> None:
+    names = [f"layer{i}" for i in range(5000)]
+    ray.get([actor.host.remote({name: torch.zeros(10) for name in names}) for actor in pool])
+    with Sender("ray", {n: torch.ones(10) for n in names}, workers=pool) as sender:
+        sender.send()
+        assert sender.send({n: torch.full((10,), 2.0) for n in names}).updated == (0, 1, 2)
+    for actor in pool:
+        assert ray.get(actor.hosted.remote()) == {2.0}

@@ -52,10 +52,19 @@ class Payload:
         """Size in bytes when packed, header and body."""
         return self.layout.nbytes
 
-    def pack(self, block: Block) -> None:
-        """Copy header and tensors into a block, in one fused copy."""
+    def pack(self, block: Block, positions: Sequence[int] | None = None) -> None:
+        """Copy header and tensors into a block, in one fused copy.
+
+        Args:
+            block: what is written to.
+            positions: which tensors; None for all.
+        """
         block.write_header(self.layout)
-        copy(block.views(self.layout), self.tensors)
+        targets, sources = block.views(self.layout), self.tensors
+        if positions is not None:
+            targets = tuple(targets[position] for position in positions)
+            sources = tuple(sources[position] for position in positions)
+        copy(targets, sources)
 
     def to_bytes(self) -> bytes:
         """The payload as the bytes of a ``.safetensors`` file."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
 from sync_core import Block, CapacityError, OptionError, Payload
+from sync_plugin_ray.pieces import Cutter, join
 
 #: What reading an object raises when its bytes are nowhere any more.
 LOST = (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError)
@@ -73,7 +75,7 @@ class Store:
 
     def __init__(self, nbytes: int, tensor_transport: str | None) -> None:
         self._tensor_transport = tensor_transport
-        self._block = Block.allocate(0)
+        self._cutter = Cutter()
         if tensor_transport is not None:
             _check_tensor_transport(tensor_transport)
         available = _capacity()
@@ -90,17 +92,14 @@ class Store:
         Raises:
             CapacityError: the object store has no room for it.
         """
-        if self._block.nbytes < payload.nbytes:
-            self._block = Block.allocate(payload.nbytes)
-        payload.pack(self._block)
-        packed = self._block.memory[: payload.nbytes]
+        pieces = self._cutter.cut(payload)
         data: Any
         if self._tensor_transport is not None:
-            data = _put(packed.clone(), self._tensor_transport)
+            data = _put(torch.from_numpy(np.concatenate(pieces)), self._tensor_transport)
         elif payload.nbytes <= _INLINE:
-            data = packed.numpy().tobytes()
+            data = np.concatenate(pieces).tobytes()
         else:
-            data = _put(packed.numpy(), None)
+            data = _put(pieces, None)
         return Publication(
             payload.version, payload.layout.digest, payload.nbytes, data, self._tensor_transport
         )
@@ -112,10 +111,11 @@ def read(data: Any) -> Block:
         return Block.of_bytes(data)
     if isinstance(data, torch.Tensor):
         return Block(data)
+    joined = join(data)
     with warnings.catch_warnings():
         # torch warns that it does not know of read-only memory; nothing here writes to it.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return Block(torch.frombuffer(data, dtype=torch.uint8))
+        return Block(torch.frombuffer(joined, dtype=torch.uint8))
 
 
 def _put(value: Any, tensor_transport: str | None) -> ray.ObjectRef[Any]:
@@ -125,8 +125,8 @@ def _put(value: Any, tensor_transport: str | None) -> ray.ObjectRef[Any]:
         return ray.put(value, _tensor_transport=tensor_transport)
     except ray.exceptions.ObjectStoreFullError as error:
         raise CapacityError(
-            f"Ray's object store has no room for {value.nbytes} bytes (it has {_capacity()} on "
-            "this node); start Ray with more, or use a layer such as 'bf16'"
+            f"Ray's object store has {_capacity()} bytes on this node, and no room: {error}; "
+            "start Ray with more, or use a layer such as 'bf16'"
         ) from error
 
 

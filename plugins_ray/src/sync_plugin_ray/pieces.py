@@ -1,0 +1,83 @@
+"""Cuts a payload into pieces that Ray copies, one after the other, into one object."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sync_core import Block, Layout, Payload
+
+# Tensors of so many bytes are put from where they are; the others are packed together first.
+_LARGE = 1 << 18
+# Ray aligns each piece to 64 bytes, as a layout does its tensors. Pieces of a megabyte and more it
+# copies with threads that it starts for each, which takes longer.
+_ALIGNMENT = 64
+_PIECE = (1 << 20) - _ALIGNMENT
+
+Array = np.ndarray[Any, Any]
+
+
+class Cutter:
+    """Makes the pieces of one payload after the other."""
+
+    def __init__(self) -> None:
+        self._block = Block.allocate(0)
+        self._layout: Layout | None = None
+        self._large: list[int] = []
+
+    def cut(self, payload: Payload) -> list[Array]:
+        """The payload's bytes: views of its large tensors, and between them what was packed.
+
+        They are good until the tensors change, or the next payload is cut.
+        """
+        layout, tensors = payload.layout, payload.tensors
+        if self._layout is not layout:
+            self._layout = layout
+            self._large = [i for i, spec in enumerate(layout.specs) if _is_large(spec.nbytes)]
+        if self._block.nbytes < payload.nbytes:
+            # Memory is taken as it is written to, so what is never packed costs none.
+            self._block = Block.allocate(payload.nbytes)
+        alone = [i for i in self._large if _is_plain(tensors[i])]
+        others = sorted(set(range(len(tensors))).difference(alone)) if alone else None
+        payload.pack(self._block, others)
+        memory = self._block.memory.numpy()
+        runs, begin = [], 0
+        for i in alone:
+            spec = layout.specs[i]
+            start = len(layout.header) + spec.offset
+            runs += [memory[begin:start], _bytes_of(tensors[i])]
+            begin = start + spec.nbytes
+        runs.append(memory[begin : payload.nbytes])
+        return [run[at : at + _PIECE] for run in runs for at in range(0, len(run), _PIECE)]
+
+
+def join(pieces: list[Array]) -> Array:
+    """The bytes that were cut, where they lie if they lie one after the other."""
+    addresses = [piece.ctypes.data for piece in pieces]
+    ends = [address + len(piece) for address, piece in zip(addresses, pieces, strict=True)]
+    if any(end != start for end, (_, start) in zip(ends, pairwise(addresses), strict=False)):
+        return np.concatenate(pieces)
+    # Every piece keeps the whole object in memory, and the result keeps the first piece.
+    size = (ends[-1] - addresses[0],)
+    return np.lib.stride_tricks.as_strided(pieces[0], shape=size, writeable=False)
+
+
+def _is_large(nbytes: int) -> bool:
+    return nbytes >= _LARGE and nbytes % _ALIGNMENT == 0
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _bytes_of(tensor: Tensor) -> Array:
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
