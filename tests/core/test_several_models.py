@@ -186,9 +186,9 @@ def test_models_that_are_missing_or_unknown_are_named() -> None:
     target = models(0.0)
     with Sender("thread", models(0.0), num_workers=1) as sender:
         critic = nn.Linear(3, 1)
-        with pytest.raises(LayoutMismatchError, match=r"'policy' \(7 tensors, .* not in the wei"):
+        with pytest.raises(LayoutMismatchError, match=r"'policy\..*' is in the model, not"):
             sender.send(weights_dict={"critic": critic})
-        with pytest.raises(LayoutMismatchError, match=r"'actor' \(2 tensors, .* not in the model"):
+        with pytest.raises(LayoutMismatchError, match=r"'actor\.bias' is in the weights, not"):
             sender.send(weights_dict={**models(1.0), "actor": critic})
         with pytest.raises(LayoutMismatchError, match="not in the model"):
             sender.send(critic)
@@ -209,7 +209,7 @@ def test_one_of_them_may_be_sent_alone_where_that_is_allowed(strategy: Strategy)
         receiver = Receiver(sender.address(0), target)
         deliver(sender, receiver, weights_dict={"critic": filled(nn.Linear(3, 1), 1.0)})
         assert (values(target["policy"]), values(target["critic"])) == ({0.0}, {1.0})
-        with pytest.raises(LayoutMismatchError, match="'actor'"):
+        with pytest.raises(LayoutMismatchError, match=r"'actor\.bias'"):
             sender.send(weights_dict={"actor": nn.Linear(3, 1)})
 
 

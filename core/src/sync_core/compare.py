@@ -40,13 +40,13 @@ def check_match(weights: Layout, model: Layout, *, partial: bool = False) -> Non
 
 
 def _problems(weights: Layout, model: Layout, *, partial: bool) -> Iterator[str]:
-    for missing in _missing(weights, model):
-        yield f"{missing} in the weights, not in the model"
-    if not partial:
-        for missing in _missing(model, weights):
-            yield f"{missing} in the model, not in the weights (partial=True allows that)"
+    for name in weights.names:
+        if name not in model.index:
+            yield f"{name!r} is in the weights, not in the model"
     for name in model.names:
         if name not in weights.index:
+            if not partial:
+                yield f"{name!r} is in the model, not in the weights (partial=True allows that)"
             continue
         theirs, mine = weights.specs[weights.index[name]], model.specs[model.index[name]]
         if (theirs.dtype, theirs.shape) != (mine.dtype, mine.shape):
@@ -58,23 +58,6 @@ def _problems(weights: Layout, model: Layout, *, partial: bool) -> Iterator[str]
         both = name in weights.index and owner in weights.index
         if both and weights.index[name] != weights.index[owner]:
             yield f"{name!r} and {owner!r} are one tensor in the model and two in the weights"
-
-
-def _missing(layout: Layout, other: Layout) -> Iterator[str]:
-    """What ``other`` lacks: one by one, or together where it lacks all of a model or module."""
-    known = {name.split(".")[0] for name in other.names}
-    together: dict[str, list[str]] = {}
-    for name in layout.names:
-        first, dot, _ = name.partition(".")
-        if dot and first not in known:
-            together.setdefault(first, []).append(name)
-        elif name not in other.index:
-            yield f"{name!r} is"
-    for first, names in together.items():
-        if len(names) == 1:
-            yield f"{names[0]!r} is"
-        else:
-            yield f"{first!r} ({len(names)} tensors, such as {names[0]!r}) is"
 
 
 def _kind(dtype: object, shape: tuple[int, ...]) -> str:
