@@ -251,3 +251,17 @@ def test_the_public_names() -> None:
     assert not [
         name for name in sync_core.__all__ if name.startswith("_") and name != "__version__"
     ]
+
+
+def test_a_send_that_is_given_up_drops_nobody() -> None:
+    sender = Sender("thread", nn.Linear(2, 1), num_workers=2, on_failure="drop")
+    sender.send_async().abandon()
+    assert sender.all_worker_ids() == (0, 1)
+    pending = sender.send_async()
+    sender.remove_worker(0)
+    assert pending.wait(timeout=0).dropped == (0, 1)
+    assert sender.all_worker_ids() == ()
+    sender.close()
+    for change in (sender.add_worker, lambda: sender.remove_worker(1)):
+        with pytest.raises(ClosedError):
+            change()

@@ -56,7 +56,7 @@ def test_a_view_keeps_the_object() -> None:
     received = Payload.unpack(read(ray.get(reference)), 1)
     last = received.tensors[-1]
     del publication, reference, received
-    for _ in range(60):
+    for _ in range(45):
         gc.collect()
         store.put(payload_of(sizes))
     assert torch.equal(last, payload.tensors[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import pickle
@@ -28,6 +29,7 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_plugin_ray.mailbox import Mailbox, Offer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -210,3 +212,37 @@ def test_nothing_is_left() -> None:
     assert {thread.name for thread in threading.enumerate()} <= before
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(mailbox.events.remote(), timeout=30)
+
+
+def test_a_mailbox_that_died_is_named_at_once() -> None:
+    with Sender("ray", linear(), num_workers=1) as sender:
+        ray.kill(sender.address(0).endpoint)
+        assert eventually(lambda: sends_fail_with(sender, "mailbox of its sender is gone"))
+        begin = time.monotonic()
+        assert sends_fail_with(sender, "make a new Sender")
+        assert time.monotonic() - begin < 5
+
+
+def sends_fail_with(sender: Sender, message: str) -> bool:
+    with pytest.raises(SendError) as caught:
+        sender.send(timeout=1)
+    return message in str(caught.value)
+
+
+def eventually(condition: Any, seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def test_updates_of_the_mailbox_may_come_in_any_order() -> None:
+    async def newest() -> Any:
+        mailbox = Mailbox("token", {0: None})
+        await mailbox.join("token", 0, "reader", None)
+        for version in (2, 3, 1):
+            await mailbox.update(version, {0: Offer(version, "", [])})
+        return await mailbox.take(0, "reader", 0, 0.1)
+
+    assert asyncio.run(newest()).version == 3

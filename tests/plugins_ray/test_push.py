@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -385,6 +386,39 @@ def test_closing_fails_what_is_pending(actors: list[Any]) -> None:
     assert "sync-ray-sender" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_an_actor_that_takes_no_more_calls(actors: list[Any]) -> None:
+    (full,) = start(1, max_pending_calls=1)
+    with Sender("ray", linear(1.0), workers=[full, actors[1]]) as sender:
+        sender.send()
+        busy = full.sleep.remote(1)
+        with pytest.raises(SendError, match="worker 0: could not run the delivery") as caught:
+            sender.send(linear(2.0))
+        assert caught.value.report.updated == (1,)
+        ray.get(busy)
+        assert sender.send(linear(3.0)).updated == (0, 1)
+    ray.kill(full)
+
+
+def test_closing_in_the_first_call_leaves_no_view_of_the_store(large: list[Any]) -> None:
+    sender = Sender("ray", linear(1.0, width=300), workers=large[:1], zero_copy=True)
+    busy = large[0].sleep.remote(0.5)
+    sender.send_async()
+    sender.close()
+    ray.get(busy)
+    assert policy_of(large[0]) == {1.0}
+    assert not ray.get(large[0].shares_memory.remote())
+
+
+def test_a_forgotten_sender_ends(large: list[Any]) -> None:
+    sender = Sender("ray", linear(1.0, width=300), workers=large[:1], zero_copy=True)
+    sender.send()
+    del sender
+    gc.collect()
+    assert policy_of(large[0]) == {1.0}
+    assert not ray.get(large[0].shares_memory.remote())
+    assert eventually(lambda: "sync-ray-sender" not in {t.name for t in threading.enumerate()})
+
+
 _SHUT_DOWN = """
 import ray, torch
 from sync_core import ClosedError, Sender
@@ -399,6 +433,12 @@ try:
     sender.send()
 except ClosedError as error:
     print(error)
+print(ray.is_initialized())
+ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
+try:
+    sender.send()
+except ClosedError as error:
+    print(error)
 sender.close()
 print(ray.is_initialized())
 """
@@ -408,8 +448,8 @@ def test_ray_shut_down_between_two_sends() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _SHUT_DOWN], capture_output=True, text=True, timeout=100, check=True
     )
-    said = done.stdout.splitlines()[-2:]
-    assert said == ["Ray was shut down since this was made; make a new one", "False"]
+    closed = "Ray was shut down since this was made; make a new one"
+    assert done.stdout.splitlines()[-4:] == [closed, "False", closed, "True"]
 
 
 def eventually(condition: Any, seconds: float = 10.0) -> bool:

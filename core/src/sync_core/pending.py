@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from sync_core.errors import SendError, WorkerTimeoutError
 from sync_core.report import SendReport, WorkerResult
 from sync_core.transport import Delivery
+
+
+class Finish(Protocol):
+    """What a sender does at the end of a send."""
+
+    def __call__(self, report: SendReport, *, waited: bool) -> SendReport: ...
 
 
 class PendingSend:
@@ -19,7 +26,8 @@ class PendingSend:
         skipped: the workers that a hook held back.
         started: when the send was called (`time.perf_counter`).
         timeout: seconds after ``started`` by which every worker must have answered.
-        finish: called once with the report before it is returned or raised.
+        finish: called once with the report before it is returned or raised, and with whether
+            the workers were given the time that they had.
     """
 
     def __init__(
@@ -30,7 +38,7 @@ class PendingSend:
         *,
         started: float,
         timeout: float,
-        finish: Callable[[SendReport], SendReport],
+        finish: Finish,
     ) -> None:
         self.version = version
         self._deliveries = deliveries
@@ -62,15 +70,15 @@ class PendingSend:
                 limit = time.perf_counter() + timeout
             for delivery in self._deliveries.values():
                 delivery.wait(max(0.0, limit - time.perf_counter()))
-            self._report = self._finish(self._make_report())
+            self._report = self._finish(self._make_report(), waited=True)
         if self._report.failed:
             raise SendError(self._report)
         return self._report
 
     def abandon(self) -> None:
-        """End the send now; whoever has not answered counts as failed."""
+        """End the send now; whoever has not answered counts as failed, but is not dropped."""
         if self._report is None:
-            self._report = self._finish(self._make_report())
+            self._report = self._finish(self._make_report(), waited=False)
 
     def _make_report(self) -> SendReport:
         now = time.perf_counter()

@@ -89,6 +89,8 @@ class Sender(Updater):
             raise ValueError(f"on_failure must be 'raise' or 'drop', not {on_failure!r}")
         if isinstance(layers, str):
             raise OptionError(f"layers is a list: layers=[{layers!r}]")
+        if workers is not None and not isinstance(workers, Sequence):
+            raise OptionError(f"workers is a list: workers=[{workers!r}]")
         check_strategy(strategy)
         if zero_copy and (partial or strategy != "tensordict"):
             raise OptionError("zero_copy needs whole updates and strategy='tensordict'")
@@ -228,6 +230,7 @@ class Sender(Updater):
         Raises:
             OptionError: a handle where the others have none, or none where they have one.
         """
+        self._check_open()
         if (worker is None) is bool(self._handles):
             raise OptionError(
                 "the sender calls its workers by their handles: add_worker(worker=…)"
@@ -252,6 +255,7 @@ class Sender(Updater):
         Raises:
             UnknownWorkerError: no such worker.
         """
+        self._check_open()
         (worker_id,) = normalize(worker_id, self._worker_ids)
         self._worker_ids.remove(worker_id)
         self._handles.pop(worker_id, None)
@@ -280,15 +284,17 @@ class Sender(Updater):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _check_ready(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the sender is closed")
+
+    def _check_ready(self) -> None:
+        self._check_open()
         if self._pending is not None:
             raise PendingSendError("a send is pending; call wait_async() before the next one")
 
     def _started(self) -> SenderTransport:
-        if self._closed:
-            raise ClosedError("the sender is closed")
+        self._check_open()
         if self._transport is None:
             raise ModelError("the sender has no model; give it one, or call register_model()")
         return self._transport
@@ -341,11 +347,11 @@ class Sender(Updater):
         payload = Payload(self._version, update.layout, update.tensors)
         return dict(self._started().send(payload, worker_ids))
 
-    def _finish(self, report: SendReport) -> SendReport:
+    def _finish(self, report: SendReport, *, waited: bool) -> SendReport:
         self._pending = None
         self._cadence.reached(report.updated)
-        if report.failed and self._on_failure == "drop":
-            for worker_id in report.failed:
+        if report.failed and self._on_failure == "drop" and waited:
+            for worker_id in report.failed.keys() & set(self._worker_ids):
                 self.remove_worker(worker_id)
             report = report.with_failed_dropped()
         if not report.failed:

@@ -18,7 +18,7 @@ _DEFAULTS: dict[str, Any] = {
 
 # Reentrant, as the garbage collector may make this very thread leave while it joins.
 _lock = threading.RLock()
-_users: dict[str, int] = {}
+_users: dict[tuple[str, str], int] = {}
 
 
 class Cluster:
@@ -38,10 +38,9 @@ class Cluster:
             if not ray.is_initialized():
                 arguments: dict[str, Any] = _DEFAULTS | dict(init_config or {})
                 ray.init(**arguments)
-                _users[ray.get_runtime_context().get_worker_id()] = 0
+                _users[_session_of(ray.get_runtime_context())] = 0
             self._context = ray.get_runtime_context()
-            # Unique for each ray.init, unlike job ids and addresses.
-            self._session = self._context.get_worker_id()
+            self._session = _session_of(self._context)
             if self._session in _users:
                 _users[self._session] += 1
         self._left = False
@@ -49,11 +48,11 @@ class Cluster:
     @property
     def connected(self) -> bool:
         """Whether Ray still is what it was when this was made."""
+        # Asking ray.get_runtime_context, when Ray is shut down, might start it again.
         try:
-            return bool(self._context.get_worker_id() == self._session)
-        except RuntimeError:
-            # Ray is shut down. Asking ray.get_runtime_context might start it again.
-            return False
+            return ray.is_initialized() and _session_of(self._context) == self._session
+        except (AssertionError, RuntimeError):
+            return False  # it was shut down just now
 
     def check(self) -> None:
         """Raise `ClosedError` when Ray was shut down meanwhile, or initialised anew."""
@@ -78,3 +77,8 @@ class Cluster:
                 del _users[self._session]
             if (last or shutdown) and self.connected:
                 ray.shutdown()
+
+
+def _session_of(context: Any) -> tuple[str, str]:
+    # A driver's id counts the jobs of its cluster, so the first job of every new one has the same.
+    return context.get_node_id(), context.get_worker_id()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,44 +52,31 @@ class Event:
     data: Any = None
 
 
-@dataclass(eq=False)
-class _Place:
-    offer: Offer | None = None
-    reader: str = ""
-
-
 class Mailbox:
     """Answers every worker with the newest version meant for it; an asynchronous actor.
 
+    Ray runs the calls of an asynchronous actor in any order, so the sender gives all that it
+    offers each time, with a number that grows.
+
     Args:
         token: the sender's secret.
-        worker_ids: the workers.
+        offers: for each worker the newest version meant for it, or None.
     """
 
-    def __init__(self, token: str, worker_ids: Sequence[int]) -> None:
+    def __init__(self, token: str, offers: Mapping[int, Offer | None]) -> None:
         self._token = token
-        self._places = {worker_id: _Place() for worker_id in worker_ids}
-        self._newest_for_all: Offer | None = None
+        self._offers = offers
+        self._number = 0
+        self._readers: dict[int, str] = {}
         self._closed = False
         self._changed = asyncio.Condition()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
-    async def publish(self, offer: Offer, worker_ids: Sequence[int]) -> None:
-        """Offer a version to some workers."""
-        for worker_id in worker_ids:
-            self._places[worker_id].offer = offer
-        if len(worker_ids) == len(self._places):
-            self._newest_for_all = offer
-        await self._wake()
-
-    async def add_worker(self, worker_id: int) -> None:
-        """Serve one more worker."""
-        self._places[worker_id] = _Place(offer=self._newest_for_all)
-
-    async def remove_worker(self, worker_id: int) -> None:
-        """Forget a worker."""
-        self._places.pop(worker_id, None)
-        await self._wake()
+    async def update(self, number: int, offers: Mapping[int, Offer | None]) -> None:
+        """What is offered now, unless a later call has told that already."""
+        if number > self._number:
+            self._number, self._offers = number, offers
+            await self._wake()
 
     async def close(self) -> None:
         """Let every receiver know that the sender has gone."""
@@ -107,9 +94,9 @@ class Mailbox:
         """A receiver takes a worker's place; whoever had it before is gone."""
         if not hmac.compare_digest(token.encode(), self._token.encode()):
             return Gone("it does not know this receiver's token")
-        if worker_id not in self._places:
+        if worker_id not in self._offers:
             return Gone(f"it has no worker {worker_id} any more")
-        self._places[worker_id].reader = reader
+        self._readers[worker_id] = reader
         self._events.put_nowait(Event("joined", worker_id, actor=actor))
         await self._wake()
         return None
@@ -128,21 +115,18 @@ class Mailbox:
 
     async def answer(self, event: Event, reader: str) -> None:
         """Pass on what a receiver has to say, unless another has taken its place."""
-        place = self._places.get(event.worker_id)
-        if place is not None and place.reader == reader:
+        if self._readers.get(event.worker_id) == reader:
             self._events.put_nowait(event)
 
     def _answer(self, worker_id: int, reader: str, seen: int) -> Offer | Gone | None:
         if self._closed:
             return Gone("the sender was closed")
-        place = self._places.get(worker_id)
-        if place is None:
+        if worker_id not in self._offers:
             return Gone(f"worker {worker_id} was removed from the sender")
-        if place.reader != reader:
+        if self._readers.get(worker_id) != reader:
             return Gone("another receiver was given the same address")
-        if place.offer is None or place.offer.version <= seen:
-            return None
-        return place.offer
+        offer = self._offers[worker_id]
+        return None if offer is None or offer.version <= seen else offer
 
     async def _wake(self) -> None:
         async with self._changed:

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sync_core import (
     ApplyError,
+    CapacityError,
     Delivery,
     Payload,
     SenderTransport,
@@ -28,6 +29,8 @@ from sync_plugin_ray.store import Publication, Store
 
 # A worker that has not answered for so long is asked whether it still lives.
 _PATIENCE = 0.5
+# How long closing waits for the thread that does it, in seconds.
+_CLOSING = 5.0
 
 
 @dataclass(eq=False)
@@ -62,14 +65,17 @@ class PullSender(SenderTransport):
         self._store = store
         self._lock = threading.Lock()
         self._closed = False
+        self._lost: str | None = None
         self._workers = {worker_id: _Worker() for worker_id in context.worker_ids}
         self._newest_for_all: Publication | None = None
+        self._updates = 0
+        self._timeout = context.timeout
         # On this node, so that it lives as long as the sender does.
         node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._mailbox: Any = (
             ray.remote(Mailbox)
             .options(num_cpus=0, scheduling_strategy=node, max_concurrency=10_000)
-            .remote(context.token, list(context.worker_ids))
+            .remote(context.token, self._offers())
         )
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listen()
@@ -90,6 +96,8 @@ class PullSender(SenderTransport):
             for worker_id, delivery in deliveries.items():
                 worker = self._workers[worker_id]
                 worker.delivery, worker.since = delivery, time.monotonic()
+                if self._lost is not None:
+                    delivery.fail(WorkerLostError(worker_id, self._lost))
         self.publish(publication, worker_ids)
         # The thread may be waiting for events alone; now there is somebody to be missed.
         self._events.put(_nothing)
@@ -102,14 +110,16 @@ class PullSender(SenderTransport):
                 self._workers[worker_id].wanted = publication
             if len(worker_ids) == len(self._workers):
                 self._newest_for_all = publication
-        self._offer(publication, worker_ids)
+        self._update_mailbox()
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker."""
         del worker
+        self._cluster.check()
         with self._lock:
             self._workers[worker_id] = _Worker(wanted=self._newest_for_all)
-        self._mailbox.add_worker.remote(worker_id)
+        # Its receiver must find the mailbox informed.
+        ray.get(self._update_mailbox(), timeout=self._timeout)
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, and let it know."""
@@ -118,22 +128,23 @@ class PullSender(SenderTransport):
         if worker.delivery is not None:
             worker.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
         if self._cluster.connected:
-            self._mailbox.remove_worker.remote(worker_id)
+            self._update_mailbox()
 
     def close(self) -> None:
         """Let the receivers know, and end the mailbox."""
+        # See PushSender.close.
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSING)
+
+    def _end(self) -> None:
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             workers = dict(self._workers)
             self._workers.clear()
         for worker_id, worker in workers.items():
             if worker.delivery is not None:
                 worker.delivery.fail(WorkerError(worker_id, "the sender was closed"))
-        self._events.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
         if self._cluster.connected:
             # Whoever asks from now on finds the actor gone, which says the same.
             ray.wait([self._mailbox.close.remote()], timeout=2)
@@ -141,9 +152,21 @@ class PullSender(SenderTransport):
         if self._owns_cluster:
             self._cluster.leave()
 
-    def _offer(self, publication: Publication, worker_ids: Sequence[int]) -> None:
-        offer = Offer(publication.version, publication.digest, [publication.data])
-        self._mailbox.publish.remote(offer, list(worker_ids))
+    def _offers(self) -> dict[int, Offer | None]:
+        offers: dict[Publication, Offer] = {}
+        for worker in self._workers.values():
+            if (wanted := worker.wanted) is not None and wanted not in offers:
+                offers[wanted] = Offer(wanted.version, wanted.digest, [wanted.data])
+        return {
+            worker_id: None if worker.wanted is None else offers[worker.wanted]
+            for worker_id, worker in self._workers.items()
+        }
+
+    def _update_mailbox(self) -> Any:
+        with self._lock:
+            self._updates += 1
+            number, offers = self._updates, self._offers()
+        return self._mailbox.update.remote(number, offers)
 
     def _listen(self) -> None:
         call = self._mailbox.events.remote()
@@ -160,18 +183,20 @@ class PullSender(SenderTransport):
                 self._probe_silent_workers()
                 continue
             if handle is None or not self._cluster.connected:
-                return
+                break
             handle()
+        self._end()
 
     def _heard(self, future: Future[list[Event]]) -> None:
         try:
             events = future.result()
         except Exception as error:
             with self._lock:
+                reason = str(error).strip().splitlines()[0]
+                self._lost = f"the mailbox of its sender is gone ({reason}); make a new Sender"
                 for worker_id, worker in self._workers.items():
                     if worker.delivery is not None:
-                        message = f"the mailbox of this sender is gone: {error}"
-                        worker.delivery.fail(WorkerLostError(worker_id, message))
+                        worker.delivery.fail(WorkerLostError(worker_id, self._lost))
             return
         for event in events:
             self._handle(event)
@@ -188,8 +213,7 @@ class PullSender(SenderTransport):
             publication = worker.wanted
         if event.kind == "lost" and publication is not None:
             if publication.version == event.version:
-                publication.put_again(event.data[0])
-                self._offer(publication, [event.worker_id])
+                self._put_again(event, publication, delivery)
         elif event.kind == "answered" and delivery is not None:
             if delivery.version != event.version:
                 return
@@ -198,6 +222,17 @@ class PullSender(SenderTransport):
             else:
                 message = f"could not apply version {event.version}; it keeps the one it had\n"
                 delivery.fail(ApplyError(event.worker_id, message + event.error))
+
+    def _put_again(self, event: Event, publication: Publication, delivery: Delivery | None) -> None:
+        try:
+            reason = None if publication.put_again(event.data[0]) else "too often"
+        except CapacityError as error:
+            reason = str(error)
+        if reason is None:
+            self._update_mailbox()
+        elif delivery is not None:
+            message = f"the object with version {event.version} was lost: {reason}"
+            delivery.fail(WorkerError(event.worker_id, message))
 
     def _silent(self) -> list[tuple[int, _Worker]]:
         with self._lock:
@@ -222,15 +257,19 @@ class PullSender(SenderTransport):
             worker.probed = True
             probe = worker.actor.__ray_ready__.remote()
             probe.future().add_done_callback(
-                lambda future, i=worker_id, w=worker: self._events.put(
-                    lambda: self._probed(i, w, future)
+                lambda future, i=worker_id, w=worker, a=worker.actor: self._events.put(
+                    lambda: self._probed(i, w, a, future)
                 )
             )
 
-    def _probed(self, worker_id: int, worker: _Worker, future: Future[Any]) -> None:
+    def _probed(self, worker_id: int, worker: _Worker, actor: Any, future: Future[Any]) -> None:
+        if worker.actor is not actor:
+            return
         worker.probed = False
         worker.since = time.monotonic()
         error = future.exception()
+        if isinstance(error, ray.exceptions.ActorUnavailableError):
+            return  # Ray restarts it; whether it will receive, the deadline tells
         if error is not None and worker.delivery is not None:
             message = f"its actor is gone: {str(error).strip().splitlines()[0]}"
             worker.delivery.fail(WorkerLostError(worker_id, message))

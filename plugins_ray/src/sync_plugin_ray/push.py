@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from ray.actor import ActorHandle
 from sync_core import (
     Address,
     ApplyError,
+    CapacityError,
     Delivery,
     OptionError,
     Payload,
@@ -51,6 +53,9 @@ class _Worker:
     given: Any = None
     introduced: bool = False
 
+
+# How long closing waits for the thread that does it, in seconds.
+_PATIENCE = 5.0
 
 _Event = tuple[_Worker, Publication, "Future[Delivered]"] | None
 
@@ -97,8 +102,10 @@ class PushSender(SenderTransport):
             context = replace(self._context, worker_ids=tuple(self._workers))
             self._mailbox = PullSender(context, self._cluster, self._store, owns_cluster=False)
             with self._lock:
+                if self._newest_for_all is not None:
+                    self._mailbox.publish(self._newest_for_all, list(self._workers))
                 for worker in self._workers.values():
-                    if worker.wanted is not None:
+                    if worker.wanted not in (None, self._newest_for_all):
                         self._mailbox.publish(worker.wanted, [worker.worker_id])
         return self._mailbox.address(worker_id)
 
@@ -122,6 +129,7 @@ class PushSender(SenderTransport):
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more actor, and give it the newest version that went to all."""
         _check_actor(worker)
+        self._cluster.check()
         with self._lock:
             added = self._workers[worker_id] = _Worker(
                 worker_id, worker, wanted=self._newest_for_all
@@ -143,9 +151,14 @@ class PushSender(SenderTransport):
 
     def close(self) -> None:
         """Let the actors keep what they have, in memory of their own."""
+        # The garbage collector may call this in a thread of Ray's, which may not call Ray, or in
+        # ours, which may have the lock; so only ours ends anything, and it is not waited for long.
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_PATIENCE)
+
+    def _end(self) -> None:
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             for worker in self._workers.values():
                 if worker.delivery is not None:
@@ -153,15 +166,15 @@ class PushSender(SenderTransport):
                     worker.delivery.fail(error)
                 self._dismiss(worker)
             self._workers.clear()
-        self._events.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
         if self._mailbox is not None:
             self._mailbox.close()
         self._cluster.leave()
 
     def _dismiss(self, worker: _Worker) -> None:
-        if worker.introduced and self._cluster.connected:
+        if not (worker.introduced or worker.busy) or not self._cluster.connected:
+            return
+        # An actor that takes no calls keeps what it has until another sender comes.
+        with suppress(ray.exceptions.RayError):
             worker.actor.__ray_call__.remote(forget, self._order(0, "", None))
 
     def _call(self, worker: _Worker) -> None:
@@ -173,7 +186,14 @@ class PushSender(SenderTransport):
             address = self._context.make_address(worker_id=worker.worker_id, endpoint=None)
         order = self._order(publication.version, publication.digest, address)
         worker.busy, worker.given = True, publication.data
-        call: Any = worker.actor.__ray_call__.remote(deliver, order, publication.data)
+        try:
+            call: Any = worker.actor.__ray_call__.remote(deliver, order, publication.data)
+        except Exception as error:
+            # The actor takes no more calls (max_pending_calls), or the address does not pickle.
+            refused: Future[Delivered] = Future()
+            refused.set_exception(error)
+            self._events.put((worker, publication, refused))
+            return
         # The callback runs in a thread of Ray's, where no new call may be made.
         call.future().add_done_callback(
             lambda future: self._events.put((worker, publication, future))
@@ -200,6 +220,7 @@ class PushSender(SenderTransport):
                 again = self._settle(worker, publication, future)
                 if self._cluster.connected and (again or worker.wanted is not publication):
                     self._call(worker)
+        self._end()
 
     def _settle(self, worker: _Worker, publication: Publication, future: Future[Delivered]) -> bool:
         """End the delivery that a call was for; True to make the call again instead."""
@@ -232,11 +253,19 @@ class PushSender(SenderTransport):
             reason = str(error).strip().splitlines()[0]
             return WorkerLostError(worker.worker_id, f"the actor is gone: {reason}")
         except LOST as error:
-            if publication.put_again(worker.given):
-                return None
-            return WorkerError(worker.worker_id, f"could not read the object store: {error}")
+            return _put_again(worker, publication, error)
         except Exception as error:
             return WorkerError(worker.worker_id, f"could not run the delivery: {error}")
+
+
+def _put_again(worker: _Worker, publication: Publication, lost: Exception) -> WorkerError | None:
+    reason = lost
+    try:
+        if publication.put_again(worker.given):
+            return None
+    except CapacityError as error:
+        reason = error
+    return WorkerError(worker.worker_id, f"could not read the object store: {reason}")
 
 
 def _check_actor(actor: Any) -> None:

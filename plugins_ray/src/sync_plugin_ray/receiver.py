@@ -8,7 +8,14 @@ from typing import Any
 
 import ray
 
-from sync_core import Layout, Payload, ReceiverTransport, SenderLostError, TransportContext
+from sync_core import (
+    Layout,
+    Payload,
+    PayloadError,
+    ReceiverTransport,
+    SenderLostError,
+    TransportContext,
+)
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.mailbox import Event, Gone, Offer
 from sync_plugin_ray.store import LOST, read
@@ -89,7 +96,14 @@ class MailboxReceiver(ReceiverTransport):
 
     def _fetch(self, offer: Offer, timeout: float) -> Any:
         (data,) = offer.data
-        return ray.get(data, timeout=timeout) if isinstance(data, ray.ObjectRef) else data
+        if not isinstance(data, ray.ObjectRef):
+            return data
+        try:
+            return ray.get(data, timeout=timeout)
+        except ray.exceptions.GetTimeoutError as error:
+            late = f"version {offer.version} did not come from the object store in {timeout:g} s"
+            self.acknowledge(offer.version, late)
+            raise PayloadError(late) from error
 
     def _tell(self, event: Event) -> None:
         self._check()
