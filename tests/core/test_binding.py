@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
 
-from sync_core import LayoutMismatchError, ModelError, Payload, Update
+from sync_core import Block, LayoutMismatchError, ModelError, Payload, Update
 from sync_core.binding import Binding
 from sync_core.extract import Strategy
 
@@ -325,6 +325,21 @@ def test_a_backward_pass_notices_that_weights_were_written() -> None:
     binding.write(Update(received.layout, received.source))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("start", range(0, 4096, 512))
+def test_a_gathered_module_is_written_wherever_the_payload_lies_in_its_page(start: int) -> None:
+    source, target = large(), large()
+    data = Payload(1, Binding(source).layout, Binding(source).read().tensors).to_bytes()
+    memory = torch.empty(len(data) + 8192, dtype=torch.uint8)
+    begin = (start - memory.data_ptr()) % 4096
+    block = Block(memory[begin : begin + len(data)])
+    block.memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    binding = Binding(target)
+    for _ in range(2):
+        filled(target, 0.0)
+        binding.write(Update(block.read_layout(), block))
+        assert all(map(torch.equal, target.parameters(), source.parameters()))
 
 
 _FORK = """
