@@ -64,7 +64,6 @@ class PullSender(SenderTransport):
         self._owns_cluster = owns_cluster
         self._store = store
         self._lock = threading.Lock()
-        self._closed = False
         self._lost: str | None = None
         self._workers = {worker_id: _Worker() for worker_id in context.worker_ids}
         self._newest_for_all: Publication | None = None
@@ -139,7 +138,6 @@ class PullSender(SenderTransport):
 
     def _end(self) -> None:
         with self._lock:
-            self._closed = True
             workers = dict(self._workers)
             self._workers.clear()
         for worker_id, worker in workers.items():

@@ -86,7 +86,6 @@ class PushSender(SenderTransport):
         self._mailbox: PullSender | None = None
         self._newest_for_all: Publication | None = None
         self._lock = threading.Lock()
-        self._closed = False
         self._workers = {
             worker_id: _Worker(worker_id, actor)
             for worker_id, actor in zip(context.worker_ids, context.workers, strict=True)
@@ -159,7 +158,6 @@ class PushSender(SenderTransport):
 
     def _end(self) -> None:
         with self._lock:
-            self._closed = True
             for worker in self._workers.values():
                 if worker.delivery is not None:
                     error = WorkerError(worker.worker_id, "the sender was closed")
@@ -215,7 +213,7 @@ class PushSender(SenderTransport):
             worker, publication, future = event
             with self._lock:
                 worker.busy = False
-                if self._closed or self._workers.get(worker.worker_id) is not worker:
+                if self._workers.get(worker.worker_id) is not worker:
                     continue
                 again = self._settle(worker, publication, future)
                 if self._cluster.connected and (again or worker.wanted is not publication):
