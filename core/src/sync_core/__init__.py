@@ -2,6 +2,7 @@
 
 from sync_core.address import Address
 from sync_core.block import Block
+from sync_core.channel import Channel, Message
 from sync_core.collector import Collector
 from sync_core.contexts import ApplyContext, SendContext, SkipContext, TransportContext
 from sync_core.errors import (
@@ -36,9 +37,11 @@ from sync_core.layout import Layout, TensorSpec
 from sync_core.payload import Payload
 from sync_core.pending import PendingSend
 from sync_core.point_to_point import PointToPointTransport
+from sync_core.publisher import Publisher, Slot
 from sync_core.receiver import Receiver
 from sync_core.report import SendReport, WorkerResult
 from sync_core.sender import Sender
+from sync_core.serving import Peer, ServingTransport, hello
 from sync_core.transport import Delivery, ReceiverTransport, SenderTransport
 from sync_core.update import Update
 from sync_core.workers import WorkerGroup
@@ -52,18 +55,21 @@ __all__ = [
     "ApplyError",
     "Block",
     "CapacityError",
+    "Channel",
     "ClosedError",
     "Collector",
     "Delivery",
     "HookResultError",
     "Layout",
     "LayoutMismatchError",
+    "Message",
     "ModelError",
     "ModelPathError",
     "NotAPluginError",
     "OptionError",
     "Payload",
     "PayloadError",
+    "Peer",
     "PendingSend",
     "PendingSendError",
     "PluginConflictError",
@@ -71,6 +77,7 @@ __all__ = [
     "PluginImportError",
     "PluginNotFoundError",
     "PointToPointTransport",
+    "Publisher",
     "Receiver",
     "ReceiverTransport",
     "RemoteCallError",
@@ -80,7 +87,9 @@ __all__ = [
     "Sender",
     "SenderLostError",
     "SenderTransport",
+    "ServingTransport",
     "SkipContext",
+    "Slot",
     "SyncError",
     "TensorSpec",
     "TransportContext",
@@ -93,5 +102,6 @@ __all__ = [
     "WorkerResult",
     "WorkerTimeoutError",
     "__version__",
+    "hello",
     "hookimpl",
 ]

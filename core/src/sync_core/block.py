@@ -7,8 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sync_core import pages
 from sync_core.errors import PayloadError
 from sync_core.layout import MAX_HEADER_BYTES, Layout, TensorSpec
+
+# From here on, memory in large pages, which begins with one, is copied to and from faster.
+_LARGE = 1 << 21
 
 
 class Block:
@@ -36,7 +40,9 @@ class Block:
     @classmethod
     def allocate(cls, nbytes: int) -> Block:
         """A block of private memory."""
-        return cls(torch.empty(nbytes, dtype=torch.uint8))
+        if nbytes < _LARGE:
+            return cls(torch.empty(nbytes, dtype=torch.uint8))
+        return cls(torch.frombuffer(pages.allocate(nbytes), dtype=torch.uint8))
 
     @classmethod
     def of_bytes(cls, data: bytes | bytearray | memoryview) -> Block:
@@ -96,10 +102,10 @@ class Block:
         for layout in (self._layout, known):
             if digest is not None and layout is not None and layout.digest.startswith(digest):
                 return layout
-        length = int.from_bytes(self.memory[:8].numpy().tobytes(), "little")
+        length = int.from_bytes(_bytes(self.memory[:8]), "little")
         if length > min(MAX_HEADER_BYTES, self.nbytes - 8):
             raise PayloadError(f"a header of {length} bytes does not fit; this is no payload")
-        layout = Layout.from_header(self.memory[: 8 + length].numpy().tobytes())
+        layout = Layout.from_header(_bytes(self.memory[: 8 + length]))
         if digest is not None and not layout.digest.startswith(digest):
             raise PayloadError(
                 f"expected the layout {digest[:12]}, found {layout.digest[:12]} in the payload"
@@ -110,6 +116,10 @@ class Block:
 def tensors_of(source: Sequence[Tensor] | Block, layout: Layout) -> tuple[Tensor, ...]:
     """The tensors themselves, or those that lie in a block."""
     return source.views(layout) if isinstance(source, Block) else tuple(source)
+
+
+def _bytes(memory: Tensor) -> bytes:
+    return memory.cpu().numpy().tobytes()
 
 
 def _view(memory: Tensor, spec: TensorSpec) -> Tensor:

@@ -30,7 +30,8 @@ class WorkerGroup(ABC):
     """
 
     #: What the group can do: ``"parallel"`` (workers run at once), ``"cross_process"``,
-    #: ``"cross_host"``, ``"restart"`` (a lost worker's place can be taken by a new one).
+    #: ``"cross_host"``, ``"restart"`` (a lost worker's place can be taken by a new one), ``"add"``
+    #: (workers can join later).
     capabilities: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
@@ -72,14 +73,16 @@ class WorkerGroup(ABC):
     def add(self) -> int:
         """Start one more worker with the group's factory and return its id, never used before.
 
-        Raises as the constructor does; the group is then as before.
+        Raises as the constructor does; the group is then as before. A group that cannot raises
+        `OptionError`.
         """
 
     @abstractmethod
     def restart(self, worker_id: int) -> None:
         """End the worker if it lives and start a new one in its place, under the same id.
 
-        Raises as the constructor does; the worker is then dead.
+        Raises as the constructor does; the worker is then dead. A group that cannot raises
+        `OptionError`, and leaves the worker as it is.
         """
 
     @abstractmethod

@@ -28,7 +28,7 @@ class InlineGroup(LocalGroup["InlineWorker"]):
         1
     """
 
-    capabilities: ClassVar[frozenset[str]] = frozenset({"restart"})
+    capabilities: ClassVar[frozenset[str]] = frozenset({"restart", "add"})
 
     def _launch(self, worker_ids: Sequence[int]) -> Iterator[InlineWorker]:
         for worker_id in worker_ids:

@@ -13,13 +13,13 @@ from typing import Any
 from sync_core import (
     Address,
     AddressError,
+    Channel,
     OptionError,
     ReceiverTransport,
     SenderTransport,
     TransportContext,
     hookimpl,
 )
-from sync_plugin_std.channel import Channel
 from sync_plugin_std.protocol import check_platform
 from sync_plugin_std.shared_receiver import SharedReceiver
 from sync_plugin_std.shared_sender import SharedSender

@@ -43,7 +43,9 @@ class ProcessGroup(LocalGroup[Child]):
         1
     """
 
-    capabilities: ClassVar[frozenset[str]] = frozenset({"parallel", "cross_process", "restart"})
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {"parallel", "cross_process", "restart", "add"}
+    )
 
     def __init__(
         self,

@@ -27,7 +27,6 @@ import sys
 from dataclasses import dataclass
 
 from sync_plugin_std import memory
-from sync_plugin_std.channel import Message
 
 _FIELDS = 4  # three are used; a cell is 32 bytes, so that none crosses a cache line
 _WORKERS = 1 << 16
@@ -112,11 +111,6 @@ def take_token(reader: int) -> bool:
         return bool(os.read(reader, 1))
     except BlockingIOError:
         return False
-
-
-def hello(token: str, worker_id: int) -> Message:
-    """The first message of a worker."""
-    return {"type": "hello", "token": token, "worker": worker_id, "pid": os.getpid()}
 
 
 def check_platform() -> None:

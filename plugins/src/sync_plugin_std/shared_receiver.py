@@ -9,15 +9,17 @@ from functools import partial
 
 from sync_core import (
     Block,
+    Channel,
+    Message,
     Payload,
     PayloadError,
     ReceiverTransport,
     SenderLostError,
     TransportContext,
+    hello,
 )
 from sync_plugin_std import memory
-from sync_plugin_std.channel import Channel, Message
-from sync_plugin_std.protocol import Board, Offer, hello, take_token
+from sync_plugin_std.protocol import Board, Offer, take_token
 
 
 class SharedReceiver(ReceiverTransport):

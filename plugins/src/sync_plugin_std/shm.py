@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sync_core import (
+    Channel,
     ReceiverTransport,
     SenderLostError,
     SenderTransport,
     TransportContext,
     hookimpl,
 )
-from sync_plugin_std.channel import Channel
 from sync_plugin_std.protocol import check_platform
 from sync_plugin_std.shared_receiver import SharedReceiver
 from sync_plugin_std.shared_sender import SharedSender

@@ -15,13 +15,13 @@ from sync_core import (
     Block,
     Delivery,
     Payload,
+    Publisher,
     ReceiverTransport,
     SenderLostError,
     SenderTransport,
     TransportContext,
     hookimpl,
 )
-from sync_plugin_std.publisher import Publisher
 
 _publishers: weakref.WeakValueDictionary[str, Publisher] = weakref.WeakValueDictionary()
 

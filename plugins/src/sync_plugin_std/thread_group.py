@@ -36,7 +36,7 @@ class ThreadGroup(LocalGroup["ThreadWorker"]):
         1
     """
 
-    capabilities: ClassVar[frozenset[str]] = frozenset({"parallel", "restart"})
+    capabilities: ClassVar[frozenset[str]] = frozenset({"parallel", "restart", "add"})
 
     def _launch(self, worker_ids: Sequence[int]) -> Iterator[ThreadWorker]:
         for worker_id in worker_ids:

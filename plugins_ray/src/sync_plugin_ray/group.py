@@ -66,7 +66,7 @@ class RayGroup(WorkerGroup):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"parallel", "cross_process", "cross_host", "restart"}
+        {"parallel", "cross_process", "cross_host", "restart", "add"}
     )
 
     def __init__(

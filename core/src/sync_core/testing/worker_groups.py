@@ -101,6 +101,11 @@ class WorkerGroupConformance:
         if "parallel" not in self.group_class.capabilities:
             pytest.skip("this group runs every call in the caller's thread")
 
+    @pytest.fixture
+    def add(self) -> None:
+        if "add" not in self.group_class.capabilities:
+            pytest.skip("this group cannot get more workers")
+
     def test_each_worker_hosts_its_own_object(self, shared: WorkerGroup) -> None:
         assert shared.worker_ids == (0, 1)
         calls = [shared.call(i, lambda counter: counter.worker_id) for i in (1, 0)]
@@ -178,6 +183,7 @@ class WorkerGroupConformance:
             assert call.result() == str(worker_id)
             calls.remove(call)
 
+    @pytest.mark.usefixtures("add")
     def test_members_come_and_go(self, group: WorkerGroup) -> None:
         assert group.add() == 2
         assert list(group.worker_ids) == [0, 1, 2]
@@ -258,6 +264,7 @@ class WorkerGroupConformance:
         assert isinstance(caught.value.__cause__, CounterError)
         assert eventually(lambda: count_threads() == threads)
 
+    @pytest.mark.usefixtures("add")
     def test_add_that_fails_leaves_the_group_as_it_was(self) -> None:
         def make(worker_id: int) -> Counter:
             if worker_id == 1:
@@ -282,7 +289,8 @@ class WorkerGroupConformance:
     def test_a_group_can_begin_without_workers(self) -> None:
         with self.group_class(Counter, 0) as group:
             assert group.worker_ids == ()
-            assert group.call(group.add(), Counter.see, 1).result() == [1]
+            if "add" in self.group_class.capabilities:
+                assert group.call(group.add(), Counter.see, 1).result() == [1]
 
     def test_fewer_than_no_workers_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="num_workers is -1"):

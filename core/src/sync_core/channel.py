@@ -1,4 +1,4 @@
-"""Messages over a unix socket: small JSON objects, with file descriptors beside them."""
+"""Messages over a stream socket: small JSON objects, over a unix one with file descriptors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Channel:
     write that would block means a peer that does not keep to the protocol.
 
     Args:
-        connection: a connected unix stream socket; the channel owns it from now on.
+        connection: a connected stream socket; the channel owns it from now on.
     """
 
     def __init__(self, connection: socket.socket) -> None:

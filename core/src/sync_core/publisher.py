@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from sync_core import (
+from sync_core.block import Block
+from sync_core.errors import (
     ApplyError,
-    Block,
     CapacityError,
     ClosedError,
-    Delivery,
-    Payload,
     WorkerError,
     WorkerLostError,
 )
+from sync_core.payload import Payload
+from sync_core.transport import Delivery
 
 
 @dataclass(eq=False)
@@ -92,8 +92,18 @@ class Publisher:
         Raises:
             CapacityError: every slot is read by somebody, and stayed so until the deadline.
         """
-        slot = self._writable(payload.nbytes)
+        slot = self.reserve(payload.nbytes)
         payload.pack(slot.block)
+        return self.announce(slot, payload, worker_ids)
+
+    def announce(
+        self, slot: Slot, payload: Payload, worker_ids: Sequence[int]
+    ) -> dict[int, Delivery]:
+        """Make a slot that was reserved the one that these workers want.
+
+        Whoever lends it to them before all of the payload is packed sees to it that they do not
+        read ahead of that.
+        """
         deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
         with self.changed:
             slot.version, slot.digest = payload.version, payload.layout.digest
@@ -107,6 +117,14 @@ class Publisher:
                 self._newest_for_all = slot
             self.changed.notify_all()
         return deliveries
+
+    def retract(self, slot: Slot) -> None:
+        """Nobody is to get what was announced, as it could not be packed."""
+        with self.changed:
+            self._forget(slot)
+            slot.version = 0
+            slot.readers.clear()
+            self.changed.notify_all()
 
     def newest(self, worker_id: int) -> int:
         """The version that the worker wants; 0 for none."""
@@ -196,7 +214,12 @@ class Publisher:
             self.slots.clear()
             self.changed.notify_all()
 
-    def _writable(self, nbytes: int) -> Slot:
+    def reserve(self, nbytes: int) -> Slot:
+        """A slot that nobody reads or waits for, with room for ``nbytes``.
+
+        Raises:
+            CapacityError: every slot is read by somebody, and stayed so until the deadline.
+        """
         deadline = time.monotonic() + self._timeout
         with self.changed:
             while True:
