@@ -1,0 +1,27 @@
+"""What every scheme that moves weights does: one class, inherited once per scheme."""
+
+from __future__ import annotations
+
+from sync_core.testing.schemes.delivery import DeliveryCases
+from sync_core.testing.schemes.faults import FaultCases
+from sync_core.testing.schemes.lifetime import LifetimeCases
+from sync_core.testing.schemes.protocol import ProtocolCases
+from sync_core.testing.schemes.values import ValueCases
+
+
+class SchemeConformance(DeliveryCases, ValueCases, ProtocolCases, LifetimeCases, FaultCases):
+    """Inherit and set `scheme`; what a scheme cannot do is skipped by its capabilities.
+
+    Three workers are started for the first class of a test file that needs them, serve all its
+    classes with the same worker group, and end with the file.
+
+    Attributes:
+        scheme: the name of an installed scheme, or a plugin object.
+        options: options of the scheme.
+        group: the name or the class of the worker group; None for the one that a `Collector`
+            takes for this scheme.
+
+    Example:
+        >>> class TestMyScheme(SchemeConformance):  # doctest: +SKIP
+        ...     scheme = "my_scheme"
+    """

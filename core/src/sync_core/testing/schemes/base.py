@@ -1,0 +1,95 @@
+"""What all cases build upon: the scheme, its workers, and what is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
+
+import pytest
+
+from sync_core import Sender, WorkerGroup, registry
+from sync_core.collector.groups import choose_group
+from sync_core.testing.schemes.pool import Pool, Workers, borrow_pool
+
+
+class Start(Protocol):
+    """Makes a sender, and connects workers to it."""
+
+    def __call__(
+        self,
+        model: Any,
+        num_workers: int = 2,
+        *,
+        make: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> Workers: ...
+
+
+class SchemeCases:
+    """Base of the cases; see `SchemeConformance` for the attributes."""
+
+    scheme: ClassVar[Any]
+    options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    group: ClassVar[str | type[WorkerGroup] | None] = None
+
+    @pytest.fixture(scope="module")
+    @classmethod
+    def pool(cls) -> Iterator[Pool]:
+        """The workers, as the last case has left them."""
+        with borrow_pool(choose_group(cls.scheme, cls.group)) as pool:
+            yield pool
+
+    @pytest.fixture
+    def start(self, pool: Pool) -> Iterator[Start]:
+        """See `Start`; the senders are closed at the end."""
+        with ExitStack() as senders:
+
+            def start(
+                model: Any,
+                num_workers: int = 2,
+                *,
+                make: Callable[[], Any] | None = None,
+                **options: Any,
+            ) -> Workers:
+                sender = self.sender(model, num_workers, **options)
+                return Workers(senders.enter_context(sender), pool, make)
+
+            pool.make_ready()
+            yield start
+
+    @pytest.fixture(params=[False, True], ids=["copy", "zero_copy"])
+    def zero_copy(self, request: pytest.FixtureRequest) -> bool:
+        """Both ways of committing."""
+        flag = bool(request.param)
+        if flag:
+            self.need("zero_copy")
+        return flag
+
+    @pytest.fixture
+    def parallel(self, pool: Pool) -> None:
+        """For cases in which a worker waits while the trainer does something."""
+        if "parallel" not in pool.group_class.capabilities:
+            pytest.skip("the workers run every call in the caller's thread")
+
+    @pytest.fixture
+    def processes(self, pool: Pool) -> None:
+        """For cases in which a process is killed or stopped."""
+        if "cross_process" not in pool.group_class.capabilities:
+            pytest.skip("the workers are in this process, which is not to be hurt")
+
+    def sender(self, model: Any, num_workers: int = 1, **options: Any) -> Sender:
+        """A sender of the scheme."""
+        return Sender(self.scheme, model, num_workers=num_workers, **self.options, **options)
+
+    @classmethod
+    def can(cls, capability: str) -> bool:
+        """Whether the scheme declares a capability."""
+        return capability in registry.find(registry.SCHEMES, cls.scheme).capabilities
+
+    @classmethod
+    def need(cls, capability: str) -> None:
+        """Skip the case where the scheme does not declare a capability."""
+        if not cls.can(capability):
+            pytest.skip(f"the scheme does not declare {capability!r}")

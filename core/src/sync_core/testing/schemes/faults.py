@@ -1,0 +1,135 @@
+"""What fails, fails alone: workers and trainers that raise, die, or stand still."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+
+from sync_core import (
+    ApplyError,
+    Receiver,
+    SenderLostError,
+    SendError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+from sync_core.testing.schemes.base import SchemeCases, Start
+from sync_core.testing.schemes.models import fill, make_policy
+from sync_core.testing.schemes.pool import Pool
+from sync_core.testing.schemes.worker import Worker
+
+
+class FaultCases(SchemeCases):
+    """One of two workers is hurt, or the trainer; the others go on."""
+
+    def test_an_apply_that_raises_reaches_the_sender(self, start: Start) -> None:
+        workers = start(make_policy(1.0))
+        workers.pool.call(1, Worker.misshape)
+        with pytest.raises(SendError) as failure:
+            workers.send()
+        report = failure.value.report
+        assert report.updated == (0,)
+        assert isinstance(report.workers[1].error, ApplyError)
+        assert "'0.weight' is float32[4, 3] in the weights and float32[1, 1]" in str(failure.value)
+        assert workers.values() == [{1.0}, {0.0, 5.0}]
+
+    def test_dropped_when_it_fails(self, start: Start) -> None:
+        workers = start(make_policy(1.0), on_failure="drop")
+        workers.pool.call(0, Worker.misshape)
+        report = workers.send()
+        assert (report.dropped, report.updated, report.failed) == ((0,), (1,), {})
+        assert workers.sender.all_worker_ids() == (1,)
+        assert workers.send().updated == (1,)
+
+    def test_after_a_send_that_failed_the_next_one_works(self, start: Start) -> None:
+        workers = start(make_policy(1.0), 1)
+        with pytest.raises(SendError, match="did not confirm version 1 within"):
+            workers.sender.send(timeout=0.1)
+        assert workers.send().updated == (0,)
+
+    @pytest.mark.usefixtures("processes")
+    def test_killed_between_sends_and_back_again(self, start: Start) -> None:
+        policy = make_policy(1.0)
+        workers = start(policy)
+        workers.send()
+        workers.pool.signal(0, signal.SIGKILL)
+        fill(policy, 2.0)
+        with pytest.raises(SendError) as failure:
+            workers.send()
+        report = failure.value.report
+        assert isinstance(report.workers[0].error, WorkerLostError)
+        assert report.updated == (1,)
+        assert report.seconds < 10
+        if "restart" not in workers.pool.group_class.capabilities:
+            return
+        workers.pool.restart(0)
+        workers.connect(0)
+        assert workers.receive(0) == 2
+        assert workers.values() == [{2.0}, {2.0}]
+        fill(policy, 3.0)
+        assert workers.send().updated == (0, 1)
+        assert workers.values() == [{3.0}, {3.0}]
+
+    @pytest.mark.usefixtures("processes")
+    def test_killed_during_a_send(self, start: Start) -> None:
+        workers = start(make_policy(1.0))
+        pending = workers.sender.send_async()
+        call = workers.submit(1)
+        pid = workers.pool.signal(0, signal.SIGKILL)
+        with pytest.raises(SendError) as failure:
+            pending.wait()
+        report = failure.value.report
+        assert isinstance(report.workers[0].error, WorkerLostError)
+        assert str(pid) in str(report.workers[0].error)
+        assert report.updated == (1,)
+        assert report.seconds < 10
+        assert call.result(30) == 1
+
+    @pytest.mark.usefixtures("processes")
+    @pytest.mark.parametrize("receiving", [False, True], ids=["idle", "receiving"])
+    def test_stopped_for_a_while(self, start: Start, receiving: bool) -> None:
+        policy = make_policy(1.0)
+        # A scheme may wait for all workers a while, which is to be short.
+        workers = start(policy, timeout=3.0)
+        if receiving:
+            waiting = workers.submit(0, 20.0)
+        workers.pool.signal(0, signal.SIGSTOP)
+        try:
+            for value in range(2, 6):
+                fill(policy, float(value))
+                pending = workers.sender.send_async()
+                assert workers.receive(1) == value - 1
+                with pytest.raises(SendError) as failure:
+                    pending.wait(0.2)
+                report = failure.value.report
+                assert report.updated == (1,)
+                assert isinstance(report.workers[0].error, WorkerTimeoutError)
+        finally:
+            workers.pool.signal(0, signal.SIGCONT)
+        if receiving:
+            waiting.result(30)
+            workers.receive(0, timeout=0.5)
+        else:
+            assert workers.receive(0) == 4
+        assert workers.values() == [{5.0}, {5.0}]
+        fill(policy, 6.0)
+        assert workers.send().updated == (0, 1)
+
+    @pytest.mark.usefixtures("processes")
+    def test_the_trainer_is_killed(self, pool: Pool) -> None:
+        pool.make_ready()
+        flags = (False, True) if self.can("zero_copy") else (False,)
+        addresses = pool.call(0, Worker.train, self.scheme, dict(self.options), flags)
+        targets = [{"weight": torch.zeros(1000)} for _ in addresses]
+        receivers = [
+            Receiver(address, target) for address, target in zip(addresses, targets, strict=True)
+        ]
+        assert [receiver.receive() for receiver in receivers] == [1] * len(flags)
+        pool.signal(0, signal.SIGKILL)
+        for receiver, target in zip(receivers, targets, strict=True):
+            with pytest.raises(SenderLostError):
+                receiver.receive(10.0)
+            assert (target["weight"] == 5).all()
+            target["weight"] += 1

@@ -1,0 +1,123 @@
+"""How senders and workers come and go, and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from sync_core import SenderLostError, UnknownWorkerError
+from sync_core.testing.schemes.base import SchemeCases, Start
+from sync_core.testing.schemes.models import make_policy
+from sync_core.testing.schemes.pool import Pool, Workers
+from sync_core.testing.schemes.worker import Worker
+from sync_core.testing.worker_groups import count_threads, eventually
+
+
+class LifetimeCases(SchemeCases):
+    """Joining, leaving, closing."""
+
+    @pytest.mark.usefixtures("parallel")
+    def test_receivers_learn_that_the_sender_closed(self, start: Start) -> None:
+        workers = start(make_policy(), 1)
+        waiting = workers.submit(0, 20.0)
+        time.sleep(0.2)
+        workers.sender.close()
+        failure = waiting.exception(30)
+        assert failure is not None
+        assert isinstance(failure.__cause__, SenderLostError)
+
+    def test_a_worker_keeps_its_weights_when_the_sender_is_gone(
+        self, start: Start, zero_copy: bool
+    ) -> None:
+        workers = start(make_policy(4.0), 1, zero_copy=zero_copy)
+        workers.send()
+        workers.sender.close()
+        assert workers.pool.call(0, Worker.values) == {4.0}
+        workers.pool.call(0, Worker.leave, 5.0)
+        assert workers.pool.call(0, Worker.values) == {5.0}
+
+    def test_a_worker_that_joins_late_gets_the_newest_version(self, start: Start) -> None:
+        self.need("late_join")
+        workers = start(make_policy(8.0), 1)
+        workers.send()
+        new = workers.sender.add_worker()
+        assert new == 1
+        workers.connect(new)
+        assert workers.receive(new) == 1
+        assert workers.values() == [{8.0}, {8.0}]
+        assert workers.send().updated == (0, 1)
+
+    def test_a_worker_that_is_removed(self, start: Start) -> None:
+        workers = start(make_policy(1.0))
+        workers.sender.remove_worker(0)
+        assert workers.sender.all_worker_ids() == (1,)
+        with pytest.raises(UnknownWorkerError):
+            workers.sender.send(worker_ids=0)
+        assert workers.send().updated == (1,)
+
+    def test_two_senders_at_once(self, pool: Pool) -> None:
+        pool.make_ready()
+        with (
+            self.sender(make_policy(1.0), model_id="actor") as first,
+            self.sender(make_policy(2.0), model_id="critic") as second,
+        ):
+            senders = (first, second)
+            for worker_id, sender in enumerate(senders):
+                pool.call(worker_id, Worker.connect, sender.address(0))
+            pending = [sender.send_async() for sender in senders]
+            calls = [pool.submit(worker_id, Worker.receive) for worker_id in (0, 1)]
+            assert all(send.wait().updated == (0,) for send in pending)
+            assert [call.result(30) for call in calls] == [1, 1]
+            assert [pool.call(i, Worker.values) for i in (0, 1)] == [{1.0}, {2.0}]
+
+    def test_nothing_is_left_behind(self, pool: Pool) -> None:
+        if not Path("/proc/self/fd").exists():
+            pytest.skip("what a process has open is looked up in /proc, which is not there")
+        pool.make_ready()
+        # What is made once and kept, such as torch's threads, must be there before.
+        self._use(pool)
+        before, names = _resources(pool), _shared_memory()
+        for _ in range(3):
+            self._use(pool)
+        assert eventually(lambda: _resources(pool) == before), (before, _resources(pool))
+        assert eventually(lambda: _shared_memory() <= names), _shared_memory() - names
+
+    def _use(self, pool: Pool) -> None:
+        for zero_copy in (False, True) if self.can("zero_copy") else (False,):
+            with self.sender(make_policy(), 2, zero_copy=zero_copy) as sender:
+                Workers(sender, pool).send()
+        for worker_id in (0, 1):
+            pool.call(worker_id, Worker.reset)
+
+
+def _resources(pool: Pool) -> list[tuple[int, int, int]]:
+    """Of this process and of the workers."""
+    return [_own_resources(), *(pool.call(i, lambda _: _own_resources()) for i in (0, 1))]
+
+
+def _own_resources() -> tuple[int, int, int]:
+    """How many descriptors, threads and child processes there are."""
+    gc.collect()
+    return sum(1 for _ in Path("/proc/self/fd").iterdir()), count_threads(), _count_children()
+
+
+def _count_children() -> int:
+    return sum(_parent_of(path) == os.getpid() for path in Path("/proc").glob("[0-9]*/stat"))
+
+
+def _parent_of(stat: Path) -> int | None:
+    try:
+        # The name before it stands in brackets, and may hold anything.
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _shared_memory() -> set[str]:
+    """The files in memory, without the semaphores that other programs make and forget."""
+    names = {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108 - only listed
+    return {name for name in names if not name.startswith("sem.")}

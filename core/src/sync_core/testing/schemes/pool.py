@@ -1,0 +1,148 @@
+"""The workers that serve one case after the other, since to start them takes seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from sync_core import Sender, SendReport, WorkerGroup
+from sync_core.testing.schemes.worker import Worker
+
+_SIZE = 3
+# A call that takes longer hangs.
+_PATIENCE = 30.0
+
+
+class Pool:
+    """Workers of one group, started when they are first needed.
+
+    Args:
+        group_class: the group.
+    """
+
+    def __init__(self, group_class: type[WorkerGroup]) -> None:
+        self.group_class = group_class
+        self.borrowers = 0
+        self._group: WorkerGroup | None = None
+        self._pids: dict[int, int] = {}
+        # The group may not have noticed yet.
+        self._killed: set[int] = set()
+
+    def make_ready(self) -> None:
+        """Reset the workers, and replace those that a case has killed."""
+        group = self._group
+        if group is None or not self._revive(group):
+            self.stop()
+            group = self._group = self.group_class(Worker, _SIZE)
+        calls = {i: group.call(i, Worker.reset) for i in group.worker_ids}
+        self._pids = {i: call.result(_PATIENCE) for i, call in calls.items()}
+
+    def submit(self, worker_id: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Call a function on a worker."""
+        assert self._group is not None
+        return self._group.call(worker_id, function, *args)
+
+    def call(self, worker_id: int, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of a function called on a worker."""
+        return self.submit(worker_id, function, *args).result(_PATIENCE)
+
+    def signal(self, worker_id: int, number: signal.Signals) -> int:
+        """Send a signal to a worker's process; its id."""
+        pid = self._pids[worker_id]
+        os.kill(pid, number)
+        if number == signal.SIGKILL:
+            self._killed.add(worker_id)
+        return pid
+
+    def restart(self, worker_id: int) -> None:
+        """Replace a worker that was killed."""
+        assert self._group is not None
+        self._group.restart(worker_id)
+        self._killed.discard(worker_id)
+
+    def stop(self) -> None:
+        """End the workers."""
+        if self._group is not None:
+            self._group.stop()
+            self._group = None
+            self._killed.clear()
+
+    def _revive(self, group: WorkerGroup) -> bool:
+        dead = [i for i in group.worker_ids if i in self._killed or not group.alive(i)]
+        if dead and "restart" not in self.group_class.capabilities:
+            return False
+        for worker_id in dead:
+            self.restart(worker_id)
+        return True
+
+
+_pools: dict[type[WorkerGroup], Pool] = {}
+
+
+@contextmanager
+def borrow_pool(group_class: type[WorkerGroup]) -> Iterator[Pool]:
+    """The pool of a group, which ends when nobody borrows it any more."""
+    pool = _pools.setdefault(group_class, Pool(group_class))
+    pool.borrowers += 1
+    try:
+        yield pool
+    finally:
+        pool.borrowers -= 1
+        if not pool.borrowers:
+            del _pools[group_class]
+            pool.stop()
+
+
+class Workers:
+    """A sender and the workers of a pool that it serves, each under its id in the pool.
+
+    Args:
+        sender: the sender.
+        pool: the pool.
+        make: makes another model than the usual one in the workers.
+    """
+
+    def __init__(self, sender: Sender, pool: Pool, make: Callable[[], Any] | None = None) -> None:
+        self.sender = sender
+        self.pool = pool
+        self.connect(*sender.all_worker_ids(), make=make)
+
+    def connect(self, *worker_ids: int, make: Callable[[], Any] | None = None) -> None:
+        """Let workers make their receivers."""
+        calls = [
+            self.pool.submit(i, Worker.connect, self.sender.address(i), make) for i in worker_ids
+        ]
+        for call in calls:
+            call.result(_PATIENCE)
+
+    def submit(self, worker_id: int, timeout: float | None = None) -> Future[Any]:
+        """Let a worker receive."""
+        return self.pool.submit(worker_id, Worker.receive, timeout)
+
+    def receive(self, worker_id: int, timeout: float = 20.0) -> int | None:
+        """The version that a worker received."""
+        version: int | None = self.submit(worker_id, timeout).result(_PATIENCE)
+        return version
+
+    def send(self, weights: Any = None, worker_ids: Iterable[int] | None = None) -> SendReport:
+        """Send while the workers that it is for receive."""
+        pending = self.sender.send_async(weights, worker_ids)
+        receivers = self.sender.all_worker_ids() if worker_ids is None else set(worker_ids)
+        calls = [self.submit(worker_id, 20.0) for worker_id in receivers]
+        try:
+            return pending.wait()
+        finally:
+            for call in calls:
+                call.exception(_PATIENCE)
+
+    def values(self) -> list[set[float]]:
+        """The values that the parameters of each worker hold."""
+        return [self.pool.call(i, Worker.values) for i in self.sender.all_worker_ids()]
+
+    def fingerprints(self) -> list[dict[str, str]]:
+        """The tensors of each worker, every bit."""
+        return [self.pool.call(i, Worker.fingerprints) for i in self.sender.all_worker_ids()]

@@ -1,0 +1,152 @@
+"""What senders, addresses and receivers accept, and how they refuse the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sync_core import (
+    AddressError,
+    ClosedError,
+    LayoutMismatchError,
+    ModelError,
+    OptionError,
+    PendingSendError,
+    Receiver,
+    SenderLostError,
+    SendError,
+    UnknownWorkerError,
+)
+from sync_core.testing.schemes.base import SchemeCases, Start
+from sync_core.testing.schemes.models import make_policy
+
+
+class ProtocolCases(SchemeCases):
+    """Uses, right and wrong."""
+
+    @pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=["pickle", "cloudpickle"])
+    def test_addresses_pickle(self, pickler: Any) -> None:
+        target = make_policy()
+        with self.sender(make_policy(2.0)) as sender:
+            address = sender.address(0)
+            assert address.token not in repr(address)
+            with Receiver(pickle.loads(pickler.dumps(address)), target) as receiver:
+                pending = sender.send_async()
+                assert receiver.receive() == 1
+                assert pending.wait().updated == (0,)
+        assert all((parameter == 2).all() for parameter in target.parameters())
+
+    @pytest.mark.parametrize("worker_id", [-1, 2, True, "0", 0.0, None], ids=repr)
+    def test_ids_that_are_none(self, worker_id: Any) -> None:
+        with self.sender(make_policy(), 2) as sender:
+            with pytest.raises(UnknownWorkerError, match="there is no worker"):
+                sender.send(worker_ids=[0, worker_id])
+            assert sender.version == 0
+
+    def test_ids_that_are(self, start: Start) -> None:
+        workers = start(make_policy())
+        scalar: Any = np.int64(1)
+        assert workers.send(worker_ids=[1, 1, scalar]).updated == (1,)
+        pending = workers.sender.send_async(worker_ids=scalar)
+        workers.receive(1)
+        assert pending.wait().updated == (1,)
+        report = workers.sender.send(worker_ids=[])
+        assert (report.version, dict(report.workers)) == (2, {})
+
+    def test_sending_while_a_send_is_pending(self, start: Start) -> None:
+        workers = start(make_policy(), 1)
+        with pytest.raises(PendingSendError, match="call send_async"):
+            workers.sender.wait_async()
+        pending = workers.sender.send_async()
+        for send in (workers.sender.send, workers.sender.send_async):
+            with pytest.raises(PendingSendError, match="call wait_async"):
+                send()
+        workers.receive(0)
+        assert workers.sender.wait_async(30) is pending.wait()
+
+    def test_hooks_run_after_each_send(self, start: Start) -> None:
+        calls: list[str] = []
+        workers = start(make_policy(), 1)
+        workers.sender.register_post_hook(lambda: calls.append("first"))
+        workers.sender.register_post_hook(lambda: calls.append("second"))
+        workers.send()
+        with pytest.raises(SendError):
+            workers.sender.send(timeout=0.01)
+        assert calls == ["first", "second"]
+
+    def test_a_model_that_does_not_fit_is_refused_at_once(self) -> None:
+        with (
+            self.sender(make_policy()) as sender,
+            pytest.raises(LayoutMismatchError, match=r"'0.weight' is in the weights, not in the"),
+        ):
+            Receiver(sender.address(0), nn.Linear(3, 4))
+
+    def test_weights_that_do_not_fit_are_refused_before_anything_is_sent(self) -> None:
+        with self.sender(make_policy()) as sender:
+            for weights in ({"0.weight": torch.ones(1)}, nn.Linear(2, 2), {}):
+                with pytest.raises(LayoutMismatchError):
+                    sender.send(weights)
+            assert sender.version == 0
+
+    @pytest.mark.parametrize(
+        ("model", "message"),
+        [
+            (nn.LazyLinear(2), "no shape yet"),
+            ({}, "no tensors"),
+            (nn.Sequential(), "no tensors"),
+            (3, "cannot read weights from a int"),
+        ],
+        ids=["lazy", "empty dict", "empty module", "int"],
+    )
+    def test_models_that_cannot_be_sent(self, model: Any, message: str) -> None:
+        with pytest.raises(ModelError, match=message):
+            self.sender(model)
+
+    def test_a_lazy_model_in_the_worker(self) -> None:
+        with (
+            self.sender(nn.Linear(3, 2)) as sender,
+            pytest.raises(ModelError, match="run the model once"),
+        ):
+            Receiver(sender.address(0), nn.LazyLinear(2))
+
+    def test_an_option_that_does_not_exist(self) -> None:
+        with pytest.raises(OptionError, match="has no option 'no_such_option'"):
+            self.sender(make_policy(), no_such_option=3)
+
+    def test_a_closed_sender(self) -> None:
+        with self.sender(make_policy()) as sender:
+            address = sender.address(0)
+            sender.close()
+            sender.close()
+            with pytest.raises(ClosedError):
+                sender.send()
+            with pytest.raises(ClosedError):
+                sender.address(0)
+        with pytest.raises((AddressError, SenderLostError)):
+            Receiver(address, make_policy()).receive()
+
+    def test_the_wrong_token_is_refused(self) -> None:
+        self.need("cross_process")
+        with self.sender(make_policy()) as sender:
+            forged = dataclasses.replace(sender.address(0), token="0" * 32)
+            with pytest.raises(SenderLostError):
+                Receiver(forged, make_policy())
+
+    def test_a_second_receiver_takes_the_place_of_the_first(self) -> None:
+        self.need("cross_process")
+        with self.sender(make_policy(2.0)) as sender:
+            first = Receiver(sender.address(0), make_policy())
+            second = Receiver(sender.address(0), make_policy())
+            with pytest.raises(SenderLostError, match="another receiver"):
+                first.receive(5.0)
+            pending = sender.send_async()
+            assert second.receive() == 1
+            assert pending.wait().updated == (0,)
+            second.close()

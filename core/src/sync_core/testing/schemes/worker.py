@@ -1,0 +1,88 @@
+"""What a worker hosts: a model, its receiver, and what the cases ask about them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from sync_core import Address, PendingSend, Receiver, Sender, SenderLostError
+from sync_core.testing.schemes.models import fill, fingerprints, make_policy
+
+
+class Worker:
+    """One worker of the group.
+
+    Args:
+        worker_id: its id in the group.
+    """
+
+    def __init__(self, worker_id: int) -> None:
+        self.worker_id = worker_id
+        self.model: Any = make_policy()
+        self.receiver: Receiver | None = None
+        self._sending: list[tuple[Sender, PendingSend]] = []
+
+    def reset(self) -> int:
+        """Be as new; the process."""
+        if self.receiver is not None:
+            self.receiver.close()
+        for sender, _ in self._sending:
+            sender.close()
+        self.model, self.receiver, self._sending = make_policy(), None, []
+        return os.getpid()
+
+    def connect(self, address: Address, make: Callable[[], Any] | None = None) -> None:
+        """Make a receiver, and a model if it is to be another one."""
+        if make is not None:
+            self.model = make()
+        self.receiver = Receiver(address, self.model)
+
+    def receive(self, timeout: float | None = None) -> int | None:
+        """The version committed, if any."""
+        assert self.receiver is not None
+        return self.receiver.receive(timeout)
+
+    def serve(self) -> int:
+        """Receive until the sender has gone; the version at the end."""
+        assert self.receiver is not None
+        try:
+            while True:
+                self.receiver.receive()
+        except SenderLostError:
+            return self.receiver.version
+
+    def update_by_hand(self, value: float) -> int | None:
+        """Commit weights that did not come from the sender."""
+        assert self.receiver is not None
+        return self.receiver.update_weights(make_policy(value).state_dict())
+
+    def leave(self, value: float) -> None:
+        """Close the receiver, and write to the model."""
+        assert self.receiver is not None
+        self.receiver.close()
+        fill(self.model, value)
+
+    def misshape(self) -> None:
+        """Make the model one that the weights do not fit."""
+        self.model[0].weight = torch.nn.Parameter(torch.full((1, 1), 5.0))
+
+    def values(self) -> set[float]:
+        """Every value that a parameter holds."""
+        return {v for p in self.model.parameters() for v in p.detach().flatten().tolist()}
+
+    def fingerprints(self) -> dict[str, str]:
+        """See `sync_core.testing.schemes.models.fingerprints`."""
+        return fingerprints(self.model)
+
+    def train(
+        self, scheme: Any, options: Mapping[str, Any], zero_copy: Iterable[bool]
+    ) -> list[Address]:
+        """Send a tensor by several senders of its own; an address of each."""
+        for flag in zero_copy:
+            weights = {"weight": torch.full((1000,), 5.0)}
+            sender = Sender(scheme, weights, num_workers=1, zero_copy=flag, **options)
+            self._sending.append((sender, sender.send_async()))
+        return [sender.address(0) for sender, _ in self._sending]
