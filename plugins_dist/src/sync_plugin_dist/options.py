@@ -1,0 +1,83 @@
+"""The options of the scheme ``dist``, and what is wrong with some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+from sync_core import OptionError, TransportContext
+from sync_plugin_dist.protocol import Endpoint
+from sync_plugin_dist.wire import Link
+
+_ANY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104 - to be refused
+
+
+@dataclass(frozen=True)
+class DistOptions:
+    """Options of the scheme ``dist``.
+
+    Args:
+        backend: ``"gloo"``, through host memory, also for models on a GPU; or ``"nccl"``.
+        topology: ``"p2p"``, each worker by itself; or ``"broadcast"``, all in one collective.
+        host: the address of this machine that workers connect to.
+        port: the port that they connect to; 0 for a free one.
+        bucket_mb: the size in MB of the parts in which a version is packed and sent.
+    """
+
+    backend: str = "gloo"
+    topology: str = "p2p"
+    host: str = "127.0.0.1"
+    port: int = 0
+    bucket_mb: float = 4.0
+
+    def __post_init__(self) -> None:
+        _check_one_of("topology", self.topology, ("p2p", "broadcast"))
+        _check_one_of("backend", self.backend, ("gloo", "nccl"))
+        if self.host in _ANY_ADDRESS:
+            raise OptionError(
+                f"host={self.host!r} is no address to connect to; give the one of this machine "
+                "that workers can reach, such as host=socket.gethostbyname(socket.gethostname())"
+            )
+        if not isinstance(self.port, int) or not 0 <= self.port < 1 << 16:
+            raise OptionError(f"port={self.port!r} is no port; leave it out for a free one")
+        if not self.bucket_mb > 0 or self.part_nbytes < 1:
+            raise OptionError(f"bucket_mb={self.bucket_mb!r} holds nothing; give a size in MB")
+        if self.backend == "nccl" and not _has_nccl():
+            raise OptionError(
+                "backend='nccl' needs a GPU and a build of torch for it, and there is none here; "
+                "type backend='gloo', which goes through host memory and takes models on any "
+                "device"
+            )
+        if self.backend == "gloo" and not distributed.is_gloo_available():
+            raise OptionError("this build of torch has no gloo; install another one")
+
+    @property
+    def part_nbytes(self) -> int:
+        """The size of a part in bytes."""
+        return int(self.bucket_mb * 1e6)
+
+    def link(self, context: TransportContext, endpoint: Endpoint, interface: str) -> Link:
+        """What both ends of a wire agree on."""
+        collective = self.topology == "broadcast"
+        return Link(
+            backend=self.backend,
+            collective=collective,
+            host=endpoint.host,
+            port=endpoint.store_port,
+            token=context.token,
+            interface=interface,
+            timeout=context.timeout / 2 if collective else context.timeout,
+        )
+
+
+def _check_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        names = " or ".join(map(repr, allowed))
+        raise OptionError(f"{name}={value!r} is not known; type {name}={names}")
+
+
+def _has_nccl() -> bool:
+    return distributed.is_nccl_available() and torch.cuda.is_available()

@@ -1,0 +1,203 @@
+"""The receiver's side of ``dist``: asks for a version, receives all of it, and hands it on."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from functools import partial
+
+from torch import Tensor
+
+from sync_core import (
+    Block,
+    Channel,
+    Layout,
+    Message,
+    Payload,
+    PayloadError,
+    ReceiverTransport,
+    SenderLostError,
+    TransportContext,
+    hello,
+)
+from sync_plugin_dist.options import DistOptions
+from sync_plugin_dist.parts import cut
+from sync_plugin_dist.wire import BrokenWireError, Wire
+
+
+class DistReceiver(ReceiverTransport):
+    """Receives versions into memory of its own.
+
+    Args:
+        context: what the receiver gave to `create_transport`.
+        options: the options of the scheme.
+
+    Raises:
+        SenderLostError: the sender is gone, or refuses this worker.
+    """
+
+    def __init__(self, context: TransportContext, options: DistOptions) -> None:
+        self._timeout = context.timeout
+        self._messages: deque[Message] = deque()
+        self._blocks: list[Block] = []
+        self._layout: Layout | None = None
+        self._wire: Wire | None = None
+        self._offered = 0
+        self._seen = 0
+        connection = _connect(context)
+        self._link = options.link(context, context.endpoint, connection.getsockname()[0])
+        self._channel = Channel(connection)
+        try:
+            self._send(hello(context.token, context.worker_id))
+            self._next(context.timeout)
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def receive(self, timeout: float) -> Payload | None:
+        """The newest version, once there is one that was not seen."""
+        deadline = time.monotonic() + timeout
+        while self._offered <= self._seen:
+            message = self._hear(max(0.0, deadline - time.monotonic()))
+            if message is None:
+                return None
+            self._note(message)
+        self._send({"type": "take"})
+        deadline = time.monotonic() + self._timeout
+        while True:
+            message = self._next(max(0.0, deadline - time.monotonic()))
+            if message["type"] == "wire":
+                self._open_wire(message)
+            elif message["type"] == "data":
+                payload = self._read(message)
+                if payload is not None:
+                    return payload
+            elif message["type"] == "nothing":
+                return None
+            elif message["type"] == "again":
+                self._end_wire()
+                self._send({"type": "take"})
+            else:
+                self._note(message)
+
+    def acknowledge(self, version: int, error: str | None) -> None:
+        """Answer."""
+        if error is not None:
+            error = error[-60_000:]
+        self._send({"type": "answer", "version": version, "error": error})
+
+    def close(self) -> None:
+        """Hang up."""
+        self._end_wire()
+        self._channel.close()
+        self._blocks.clear()
+
+    def fileno(self) -> int:
+        """The connection to the sender, as a wire's `Control`."""
+        return self._channel.fileno()
+
+    def interrupts(self) -> bool:
+        """Whether the sender gives up the transfer, or is gone."""
+        try:
+            self._channel.read()
+        except ConnectionError:
+            return True
+        while (message := self._channel.pop_message()) is not None:
+            self._messages.append(message)
+        return any(message["type"] in ("again", "gone") for message in self._messages)
+
+    def _open_wire(self, message: Message) -> None:
+        self._end_wire()
+        number = message["number"]
+        try:
+            self._wire = Wire(self._link, number, message["rank"], message["size"])
+        except BrokenWireError:
+            self._send({"type": "broken", "number": number})
+
+    def _read(self, message: Message) -> Payload | None:
+        wire, version = self._wire, message["version"]
+        if wire is None or wire.number != message["number"]:
+            return None
+        block = self._take_block(message["nbytes"])
+        release = partial(self._blocks.append, block)
+        try:
+            wire.receive(_parts(block, message), version, self)
+        except BrokenWireError:
+            release()
+            self._end_wire()
+            self._send({"type": "broken", "number": message["number"]})
+            return None
+        self._seen = version
+        try:
+            payload = Payload.unpack(
+                block, version, digest=message["digest"], known=self._layout, release=release
+            )
+        except PayloadError as error:
+            release()
+            self.acknowledge(version, repr(error))
+            raise
+        self._layout = payload.layout
+        return payload
+
+    def _take_block(self, nbytes: int) -> Block:
+        while self._blocks:
+            block = self._blocks.pop()
+            if block.nbytes >= nbytes:
+                return block
+        return self._link.allocate(nbytes)
+
+    def _note(self, message: Message) -> None:
+        if message["type"] == "offer":
+            self._offered = message["version"]
+        elif message["type"] in ("again", "wire"):
+            self._end_wire()
+
+    def _next(self, timeout: float) -> Message:
+        message = self._hear(timeout)
+        if message is None:
+            raise SenderLostError(f"the sender did not answer within {self._timeout:g} s")
+        return message
+
+    def _hear(self, timeout: float) -> Message | None:
+        if not self._messages:
+            try:
+                message = self._channel.receive(timeout)
+            except ConnectionError as error:
+                raise SenderLostError(f"the sender is gone: {error}") from error
+            if message is None:
+                return None
+            self._messages.append(message)
+        message = self._messages.popleft()
+        if message["type"] == "gone":
+            raise SenderLostError(str(message["reason"]))
+        return message
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._channel.send(message)
+        except ConnectionError as error:
+            raise SenderLostError(f"the sender is gone: {error}") from error
+
+    def _end_wire(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+
+def _parts(block: Block, message: Message) -> list[Tensor]:
+    return cut(block, message["nbytes"], message["part"])
+
+
+def _connect(context: TransportContext) -> socket.socket:
+    endpoint = context.endpoint
+    try:
+        connection = socket.create_connection((endpoint.host, endpoint.port), context.timeout)
+    except OSError as error:
+        raise SenderLostError(
+            f"nobody answers at {endpoint.host}, port {endpoint.port}: the sender has closed or "
+            "died, or its host cannot be reached from here; for other hosts, type "
+            'Sender("dist", …, host=<an address of the trainer that they reach>)'
+        ) from error
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection

@@ -1,0 +1,152 @@
+"""What a sender runs in an RPC worker: lets the receiver there fetch a version and commit it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch._C._distributed_rpc import PyRRef
+
+from sync_core import Address, ModelPathError, Receiver, SenderLostError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a sender asks of a worker.
+
+    Args:
+        token: the sender's secret.
+        model_id: where the model is.
+        models: where several models are, which travel as one; none for a single model.
+        holder: the object in which they are looked up; None for modules.
+        version: the version that there is by now.
+        timeout: how long it may take to come, in seconds.
+        address: what a receiver is made from; None when one was made before.
+    """
+
+    token: str
+    model_id: str
+    models: tuple[str, ...]
+    holder: PyRRef[Any] | None
+    version: int
+    timeout: float
+    address: Address | None
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What tells these weights from others of the worker."""
+        return (str(self.holder), self.models or self.model_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What became of a version in a worker.
+
+    Args:
+        outcome: ``"unknown"`` when the worker has no receiver for this sender, and was not given
+            the address to make one.
+        error: why the version was not committed.
+    """
+
+    outcome: Literal["committed", "failed", "unknown"]
+    error: str = ""
+
+
+@dataclass
+class _Kept:
+    """The receiver for one model: whose it is, and who had its place before."""
+
+    token: str = ""
+    receiver: Receiver | None = None
+    replaced: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, order: Order, address: Address) -> None:
+        self.close()
+        if self.token and self.token != order.token:
+            self.replaced.add(self.token)
+        self.receiver = _make_receiver(order, address)
+        self.token = order.token
+
+    def close(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+        self.receiver = None
+
+
+_kept: dict[tuple[object, ...], _Kept] = {}
+
+
+def deliver(order: Order) -> Delivered:
+    """Commit the newest version to a model of this worker."""
+    kept = _kept.setdefault(order.place, _Kept())
+    with kept.lock:
+        if order.token in kept.replaced:
+            return Delivered(
+                "failed",
+                f"another sender has taken over {order.model_id!r} here; close one of them",
+            )
+        try:
+            if kept.receiver is None or kept.token != order.token:
+                if order.address is None:
+                    return Delivered("unknown")
+                kept.begin(order, order.address)
+            _receive(kept, order)
+        except Exception as error:
+            if isinstance(error, SenderLostError):
+                kept.close()
+            return Delivered("failed", traceback.format_exc().rstrip())
+        return Delivered("committed")
+
+
+def forget(order: Order) -> None:
+    """Let the sender go; the model keeps what it has, in memory of its own."""
+    kept = _kept.get(order.place)
+    if kept is None:
+        return
+    with kept.lock:
+        if kept.token == order.token:
+            kept.close()
+            _kept.pop(order.place, None)
+
+
+def _receive(kept: _Kept, order: Order) -> None:
+    assert kept.receiver is not None
+    deadline = time.monotonic() + order.timeout
+    while kept.receiver.version < order.version:
+        left = deadline - time.monotonic()
+        if left < 0:
+            raise TimeoutError(f"version {order.version} did not come")
+        kept.receiver.receive(left)
+
+
+def _make_receiver(order: Order, address: Address) -> Receiver:
+    if order.holder is not None:
+        model: Any = {name: name for name in order.models} or order.model_id
+        return Receiver(address, model, context=order.holder.local_value())
+    if not order.models:
+        module, path = _split(order.model_id)
+        return Receiver(address, path, context=module)
+    found = {name: _split(name) for name in order.models}
+    paths = {name: f"['{name}'].{path}" for name, (_, path) in found.items()}
+    return Receiver(address, paths, context={name: module for name, (module, _) in found.items()})
+
+
+def _split(name: str) -> tuple[Any, str]:
+    """The module in which a model is, and its path there: ``"package.module:path"``."""
+    module, colon, path = name.partition(":")
+    if not colon or not path:
+        raise ModelPathError(
+            f"{name!r} says not in which module the model is; type "
+            'model_id="package.module:policy", or "__main__:policy", or give workers as pairs '
+            "(worker, rref) of a worker and the object that has it"
+        )
+    try:
+        return sys.modules.get(module) or importlib.import_module(module), path
+    except ImportError as error:
+        raise ModelPathError(f"the worker cannot import {module!r}: {error}") from error

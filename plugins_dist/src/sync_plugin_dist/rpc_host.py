@@ -1,0 +1,99 @@
+"""What runs in an RPC worker: hosted objects, each with a thread that runs its calls."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+import torch
+from torch.distributed import rpc
+
+from sync_plugin_dist.rpc_outcome import Failed, Message, Outcome, Returned, encode
+from sync_plugin_dist.rpc_outcome import run as run_call
+
+_Reply = torch.futures.Future[Message]
+
+
+class _Host:
+    """One object of one group. Only its own thread makes it, uses it and lets go of it.
+
+    RPC's threads are few, and shared by all who call this process: they only queue the calls.
+
+    Args:
+        worker_id: given to the factory.
+    """
+
+    def __init__(self, worker_id: int) -> None:
+        self._calls: SimpleQueue[tuple[Message, _Reply] | None] = SimpleQueue()
+        # A daemon, so that a call which never returns does not keep the process alive.
+        threading.Thread(
+            target=self._serve, args=(worker_id,), name=f"sync rpc host {worker_id}", daemon=True
+        ).start()
+
+    def put(self, call: Message) -> _Reply:
+        reply: _Reply = torch.futures.Future()
+        self._calls.put((call, reply))
+        return reply
+
+    def end(self) -> None:
+        self._calls.put(None)
+
+    def _serve(self, worker_id: int) -> None:
+        # The first call is the factory's, on the id; each later one is on what that made.
+        hosted: object = worker_id
+        made = False
+        while (item := self._calls.get()) is not None:
+            call, reply = item
+            outcome = run_call(call, hosted)
+            if not made and isinstance(outcome, Returned):
+                hosted, made = outcome.value, True
+                outcome = Returned(None)
+            _answer(reply, outcome)
+            # Not to be kept until the next call.
+            del item, call, reply, outcome
+
+
+_hosts: dict[str, _Host] = {}
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def make(key: str, worker_id: int, factory: Message) -> _Reply:
+    """Make an object, to be known by the key.
+
+    Args:
+        key: unique among all that this process hosts.
+        worker_id: given to the factory.
+        factory: a pickled call of it.
+
+    Returns:
+        What becomes of it, without a value.
+    """
+    host = _hosts[key] = _Host(worker_id)
+    return host.put(factory)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def run(key: str, call: Message) -> _Reply:
+    """Run a call on the object with the key, after all calls before it."""
+    host = _hosts.get(key)
+    if host is None:
+        reply: _Reply = torch.futures.Future()
+        error = LookupError("this process hosts no such object any more")
+        _answer(reply, Failed.because("cannot run:", error))
+        return reply
+    return host.put(call)
+
+
+def forget(key: str) -> None:
+    """Let go of an object, once its call in progress has ended."""
+    host = _hosts.pop(key, None)
+    if host is not None:
+        host.end()
+
+
+def ping() -> None:
+    """Return, by which the caller knows that this process can still be reached."""
+
+
+def _answer(reply: _Reply, outcome: Outcome) -> None:
+    reply.set_result(encode(outcome))

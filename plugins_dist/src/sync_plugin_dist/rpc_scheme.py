@@ -1,0 +1,60 @@
+"""The scheme ``rpc``: workers called by torch RPC, which fetch weights as those of ``dist`` do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sync_core import (
+    OptionError,
+    ReceiverTransport,
+    SenderTransport,
+    TransportContext,
+    hookimpl,
+)
+from sync_plugin_dist.options import DistOptions
+from sync_plugin_dist.receiver import DistReceiver
+from sync_plugin_dist.rpc_join import initialised
+from sync_plugin_dist.rpc_sender import RpcSender
+from sync_plugin_dist.sender import DistSender
+
+
+@dataclass(frozen=True)
+class RpcOptions:
+    """Options of the scheme ``rpc``; see `sync_plugin_dist.options.DistOptions`.
+
+    Args:
+        host: the address of this machine that workers connect to for the weights.
+        port: the port; 0 for a free one.
+        bucket_mb: the size in MB of the parts in which a version is packed and sent.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    bucket_mb: float = 4.0
+
+
+class RpcScheme:
+    """Updates a model in each of some workers of `torch.distributed.rpc`, whatever their code.
+
+    RPC is the user's to initialise. Where no ``workers`` are given, receivers connect by their
+    addresses, as they do with ``dist``.
+    """
+
+    capabilities = frozenset({"broadcast", "cross_host", "cross_process", "late_join", "zero_copy"})
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        """The sender's or a receiver's side."""
+        given = context.parse_options(RpcOptions)
+        options = DistOptions(host=given.host, port=given.port, bucket_mb=given.bucket_mb)
+        if context.side == "receiver":
+            return DistReceiver(context, options)
+        if not initialised():
+            raise OptionError(
+                "torch RPC is not initialised in this process; call "
+                'torch.distributed.rpc.init_rpc("trainer", rank=0, world_size=…) here and its like '
+                "in each worker, or let Collector(…, workers='rpc') do both"
+            )
+        if context.workers:
+            return RpcSender(context, options)
+        return DistSender(context, options)

@@ -1,0 +1,219 @@
+"""One worker of an RPC group, as its group sees it: its calls, sent one after the other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from torch.distributed import rpc
+
+from sync_core import RemoteCallError, WorkerLostError
+from sync_plugin_dist import rpc_host
+from sync_plugin_dist.rpc_join import initialised
+from sync_plugin_dist.rpc_outcome import Failed, Message, Outcome, Returned, decode, dumps, name_of
+from sync_plugin_dist.rpc_peer import Peer
+
+# How often a worker with nothing to do is asked whether it can be reached: torch RPC notices the
+# end of a connection only where somebody waits for an answer.
+_ASKING = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    future: Future[Any]
+
+
+class RpcWorker:
+    """One hosted object, and the thread that sends its calls and ends their futures.
+
+    A call is sent when the one before it has its answer, so that what has not begun when the
+    worker is stopped never begins. RPC's own threads only queue what they learn, as users'
+    callbacks may take their time.
+
+    Args:
+        peer: the process that hosts the object.
+        worker_id: given to the factory, and named by the errors.
+        key: by which the process knows the object.
+        factory_name: what to call the factory in messages.
+        factory: a pickled call of it.
+    """
+
+    def __init__(
+        self, peer: Peer, worker_id: int, key: str, factory_name: str, factory: Message
+    ) -> None:
+        self.peer = peer
+        self.worker_id = worker_id
+        self._key = f"{key}/{worker_id}"
+        # Reentrant, as the garbage collector may end a forgotten group in any of its threads.
+        self._changed = threading.Condition(threading.RLock())
+        self._waiting: deque[_Call] = deque()
+        self._lost: str | None = None
+        self._ending = False
+        # Answers to what is being asked; None ends the waiting for it.
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self.ready: Future[None] = self._post(
+            factory_name, rpc_host.make, (self._key, worker_id, factory)
+        )
+        self._thread = threading.Thread(
+            target=self._work, name=f"sync worker {worker_id} rpc", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return not self._ending and self._lost is None and self.peer.alive
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
+        name = name_of(function)
+        try:
+            message = dumps((function, args, kwargs))
+        except Exception as error:
+            future: Future[Any] = Future()
+            failure = Failed.because("or its arguments cannot be pickled:", error)
+            _settle(future, self.worker_id, name, failure)
+            return future
+        return self._post(name, rpc_host.run, (self._key, message))
+
+    def ask_to_end(self) -> None:
+        """Let the call in progress finish, and no other begin."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """After `ask_to_end`: wait for the call in progress no longer."""
+        self._answers.put(None)
+
+    def join(self, deadline: float) -> bool:
+        """After `ask_to_end`: whether every call has ended before the deadline."""
+        # What this thread is at ends the rest when its callback returns.
+        if self._thread is threading.current_thread():
+            return True
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def forget(self, timeout: float) -> Future[Any] | None:
+        """After `ask_to_end`: let the process forget the object.
+
+        Returns:
+            What ends when it has, or cannot be reached; None where that is known already.
+        """
+        if self._lost is not None or not initialised():
+            return None
+        done: Future[Any] = Future()
+        try:
+            reply = rpc.rpc_async(
+                self.peer.name, rpc_host.forget, args=(self._key,), timeout=max(0.1, timeout)
+            )
+        except RuntimeError:
+            # Nothing is left there to forget.
+            return None
+        reply.add_done_callback(done.set_result)
+        # Asked once.
+        self._lost = "was stopped"
+        return done
+
+    def _post(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
+        call = _Call(name, function, args, Future())
+        # It may be sent at any time from now: cancel() is to answer False.
+        call.future.set_running_or_notify_cancel()
+        with self._changed:
+            ended = self._lost or ("was stopped" if self._ending else None)
+            if ended is None:
+                self._waiting.append(call)
+                self._changed.notify_all()
+        if ended is not None:
+            message = f"{ended}, so it cannot run {name}; make a new group"
+            call.future.set_exception(WorkerLostError(self.worker_id, message))
+        return call.future
+
+    def _work(self) -> None:
+        while not self._ending and self._lost is None:
+            call = self._next()
+            if call is not None:
+                self._run(call)
+            elif not self._ending:
+                self._look()
+            # Not to be kept until the next one.
+            del call
+        with self._changed:
+            reason = self._lost or "was stopped"
+            calls, self._waiting = self._waiting, deque()
+        for call in calls:
+            message = f"{reason} before it could run {call.name}"
+            call.future.set_exception(WorkerLostError(self.worker_id, message))
+
+    def _next(self) -> _Call | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ending, _ASKING)
+            return self._waiting.popleft() if self._waiting and not self._ending else None
+
+    def _run(self, call: _Call) -> None:
+        if not self.peer.alive:
+            self._lose()
+            message = f"{self._lost}, so it cannot run {call.name}; make a new group"
+            call.future.set_exception(WorkerLostError(self.worker_id, message))
+            return
+        answer = self._ask(call.function, call.args)
+        if isinstance(answer, list):
+            _settle(call.future, self.worker_id, call.name, decode(answer))
+        elif answer is not None and self._look():
+            failure = Failed.because("gave no result:", answer)
+            _settle(call.future, self.worker_id, call.name, failure)
+        else:
+            message = f"{self._lost or 'was stopped'} while running {call.name}"
+            error = WorkerLostError(self.worker_id, message)
+            error.__cause__ = answer
+            call.future.set_exception(error)
+
+    def _look(self) -> bool:
+        """Whether the worker can be reached. It is lost otherwise, unless it was stopped."""
+        answer = self._ask(rpc_host.ping, ())
+        if isinstance(answer, BaseException):
+            self._lose()
+        return isinstance(answer, list)
+
+    def _ask(
+        self, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Message | Exception | None:
+        """Run a function there, without a deadline.
+
+        Returns:
+            The answer, empty without a result; the error that RPC reported; None if the group
+            has given up waiting.
+        """
+        try:
+            reply = rpc.rpc_async(self.peer.name, function, args=args, timeout=0)
+            reply.add_done_callback(self._answers.put)
+            answer = self._answers.get()
+            return None if answer is None else answer.value() or []
+        except Exception as error:
+            return error
+
+    def _lose(self) -> None:
+        reason = self.peer.epitaph() if initialised() else "RPC was shut down in this process"
+        with self._changed:
+            self._lost = "was stopped" if self._ending else reason
+
+
+def _settle(future: Future[Any], worker_id: int, name: str, outcome: Outcome) -> None:
+    """End the future of a call of ``name`` with its outcome."""
+    if isinstance(outcome, Returned):
+        future.set_result(outcome.value)
+        return
+    message = f"{name} {outcome.verdict}\n{outcome.traceback}".rstrip()
+    error = RemoteCallError(worker_id, message)
+    if isinstance(outcome.cause, BaseException):
+        error.__cause__ = outcome.cause
+    future.set_exception(error)

@@ -1,0 +1,30 @@
+"""The scheme ``dist``: weights over process groups of torch.distributed that are our own."""
+
+from __future__ import annotations
+
+from sync_core import (
+    ReceiverTransport,
+    SenderTransport,
+    TransportContext,
+    hookimpl,
+)
+from sync_plugin_dist.options import DistOptions
+from sync_plugin_dist.receiver import DistReceiver
+from sync_plugin_dist.sender import DistSender
+
+
+class DistScheme:
+    """Workers anywhere that can reach the trainer connect by the address alone.
+
+    The default process group of either process is neither needed nor touched.
+    """
+
+    capabilities = frozenset({"broadcast", "cross_host", "cross_process", "late_join", "zero_copy"})
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        """The sender's or a receiver's side."""
+        options = context.parse_options(DistOptions)
+        if context.side == "receiver":
+            return DistReceiver(context, options)
+        return DistSender(context, options)

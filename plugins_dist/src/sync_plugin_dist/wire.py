@@ -1,0 +1,234 @@
+"""A process group of our own, over which one version after the other goes to some workers."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from sync_core import Block
+
+# How long what a worker has received entirely may still count as being sent, in seconds.
+_SETTLING = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What both ends of a wire agree on.
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``.
+        collective: whether parts are broadcast, and not sent to the one worker.
+        host: where the store is by which the ends find each other.
+        port: likewise.
+        token: known to those who may.
+        interface: the address of this machine that connections are made from.
+        timeout: of connecting and of a part that does not get on, in seconds.
+    """
+
+    backend: str
+    collective: bool
+    host: str
+    port: int
+    token: str
+    interface: str
+    timeout: float
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory lies that is sent and received."""
+        return torch.device("cuda" if self.backend == "nccl" else "cpu")
+
+    def allocate(self, nbytes: int) -> Block:
+        """Such memory."""
+        if self.device.type == "cpu":
+            return Block.allocate(nbytes)
+        return Block(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+
+
+class Control(Protocol):
+    """Where a worker hears of what else there is while it receives."""
+
+    def fileno(self) -> int:
+        """A descriptor that can be read from when there is something."""
+
+    def interrupts(self) -> bool:
+        """Read it, and say whether the transfer is over because of it."""
+
+
+class BrokenWireError(Exception):
+    """A transfer did not come to its end; the wire is of no use any more."""
+
+
+class Wire:
+    """One end of a process group, known to nobody but us.
+
+    Args:
+        link: what both ends agree on.
+        number: tells this wire from all others of the sender.
+        rank: 0 for the sender.
+        size: how many ends there are.
+
+    Raises:
+        BrokenWireError: not all came within the timeout.
+    """
+
+    def __init__(self, link: Link, number: int, rank: int, size: int) -> None:
+        self.number = number
+        self._link = link
+        self._works: deque[Any] = deque()
+        self._tail = torch.zeros(1, dtype=torch.int64, device=link.device)
+        try:
+            self._group = _connect(link, number, rank, size)
+        except (RuntimeError, ValueError) as error:
+            raise BrokenWireError(f"no connection: {error}") from error
+
+    def send(self, part: Tensor) -> None:
+        """Send the next part; it must stay as it is until `settle` or `close`."""
+        if self._link.collective:
+            self._works.append(self._group.broadcast([part], _from_sender()))
+        else:
+            self._works.append(self._group.send([part], 1, len(self._works)))
+
+    def finish(self, version: int) -> None:
+        """Send the version's number, by which the other end knows that it has all of it."""
+        self._tail.fill_(version)
+        self.send(self._tail)
+
+    def settle(self) -> None:
+        """Wait for the little that may be left to do when everybody has received everything.
+
+        Raises:
+            BrokenWireError: that was not so.
+        """
+        self._wait_for_all(time.monotonic() + _SETTLING)
+
+    def progress(self) -> int:
+        """How many parts are not on their way any more; only of what is broadcast."""
+        return sum(work.is_completed() for work in self._works)
+
+    def receive(self, parts: Sequence[Tensor], version: int, control: Control) -> None:
+        """Receive a version.
+
+        Args:
+            parts: where its parts go.
+            version: its number.
+            control: may end the transfer of what is broadcast.
+
+        Raises:
+            BrokenWireError: it did not come, or another did.
+        """
+        deadline = time.monotonic() + self._link.timeout
+        places = [*parts, self._tail]
+        try:
+            if self._link.collective:
+                self._works.extend(self._group.broadcast([p], _from_sender()) for p in places)
+                self._wait_unless(control)
+            else:
+                self._works.extend(self._group.recv([p], 0, i) for i, p in enumerate(places))
+                # Of an end that dies, gloo tells who waits for any part but the one on its way.
+                self._works.pop().wait(timedelta(seconds=self._link.timeout))
+        except RuntimeError as error:
+            raise BrokenWireError(str(error)) from error
+        self._wait_for_all(deadline)
+        if self._link.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        if int(self._tail.item()) != version:
+            raise BrokenWireError(f"version {int(self._tail.item())} came, and not {version}")
+
+    def close(self) -> None:
+        """Leave the group; what is on its way does not arrive, or not whole."""
+        busy = self._link.collective and not all(work.is_completed() for work in self._works)
+        held = [self._group, self._works]
+        del self._group, self._works
+        if busy:
+            # The threads of the group end only when its collectives do, at their timeout.
+            threading.Thread(target=held.clear, name="sync-dist-leave", daemon=True).start()
+
+    def _wait_unless(self, control: Control) -> None:
+        # Futures, since a work says that it is completed only some time after it has told so.
+        missing = deque(work.get_future() for work in self._works)
+        alarm = _Alarm()
+        try:
+            for future in missing:
+                future.add_done_callback(alarm.ring)
+            poll = select.poll()
+            poll.register(alarm.reader, select.POLLIN)
+            poll.register(control.fileno(), select.POLLIN)
+            while missing:
+                ready = poll.poll(self._link.timeout * 1000)
+                if not ready:
+                    raise BrokenWireError(f"nothing came for {self._link.timeout:g} s")
+                for descriptor, _ in ready:
+                    if descriptor == alarm.reader:
+                        os.read(alarm.reader, 4096)
+                    elif control.interrupts():
+                        raise BrokenWireError("the sender begins again")
+                while missing and missing[0].done():
+                    missing.popleft().wait()
+        finally:
+            alarm.close()
+
+    def _wait_for_all(self, deadline: float) -> None:
+        try:
+            while self._works:
+                left = max(0.001, deadline - time.monotonic())
+                self._works[0].wait(timedelta(seconds=left))
+                self._works.popleft()
+        except RuntimeError as error:
+            raise BrokenWireError(str(error)) from error
+
+
+def _connect(link: Link, number: int, rank: int, size: int) -> Any:
+    timeout = timedelta(seconds=link.timeout)
+    store = PrefixStore(
+        f"{link.token}/{number}",
+        TCPStore(link.host, link.port, is_master=False, wait_for_workers=False, timeout=timeout),
+    )
+    if link.backend == "nccl":
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return distributed.ProcessGroupNCCL(store, rank, size, options)
+    options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._threads = 1
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=link.interface)]
+    return distributed.ProcessGroupGloo(store, rank, size, options)
+
+
+def _from_sender() -> Any:
+    options = distributed.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return options
+
+
+class _Alarm:
+    """A pipe that may be rung, by threads of torch, even after it was closed."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        self._open = True
+        self._lock = threading.Lock()
+
+    def ring(self, work: object) -> None:
+        del work
+        with self._lock:
+            if self._open:
+                os.write(self._writer, b"\0")
+
+    def close(self) -> None:
+        with self._lock:
+            self._open = False
+            os.close(self.reader)
+            os.close(self._writer)

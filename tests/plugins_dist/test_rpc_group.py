@@ -1,0 +1,438 @@
+"""Worker group `rpc`: what every group does, in a world of its own and in one of the user's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sync_core import (
+    OptionError,
+    PluginError,
+    RemoteCallError,
+    UnknownWorkerError,
+    WorkerGroup,
+    WorkerLostError,
+)
+from sync_core.testing import WorkerGroupConformance, worker_groups
+from sync_core.testing.worker_groups import Counter, eventually, wait_for
+from sync_plugin_dist.rpc_group import RpcGroup
+
+pytestmark = pytest.mark.timeout(60)
+
+# Worker processes cannot import this file by name.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+# By name they can, but that takes each of them seconds.
+cloudpickle.register_pickle_by_value(worker_groups)
+
+
+class World:
+    """A group for tests that leave it as it is, for as long as no test needs one of its own."""
+
+    def __init__(self) -> None:
+        self._group: RpcGroup | None = None
+
+    @property
+    def group(self) -> RpcGroup:
+        if self._group is None:
+            self._group = RpcGroup(Counter, 2)
+        return self._group
+
+    def end(self) -> None:
+        if self._group is not None:
+            self._group.stop()
+        self._group = None
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.end()
+
+
+@pytest.fixture(autouse=True)
+def one_world_at_a_time(request: pytest.FixtureRequest, world: World) -> None:
+    if "shared" not in request.fixturenames:
+        world.end()
+
+
+@pytest.fixture
+def shared(world: World) -> RpcGroup:
+    return world.group
+
+
+@pytest.fixture
+def group() -> Iterator[RpcGroup]:
+    """A group for tests that hurt its workers."""
+    with RpcGroup(Counter, 2) as group:
+        yield group
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def pid_of(_: object) -> int:
+    return os.getpid()
+
+
+def pids(group: RpcGroup) -> list[int]:
+    return [group.call(i, pid_of).result() for i in group.worker_ids]
+
+
+def sleep(_: object, started: Path) -> None:
+    started.touch()
+    time.sleep(60)
+
+
+class TestRpcGroup(WorkerGroupConformance):
+    group_class = RpcGroup
+
+    # The inherited one lives as long as the class, and so beside the groups of other tests.
+    @pytest.fixture
+    @classmethod
+    def shared(cls, world: World) -> WorkerGroup:
+        return world.group
+
+
+class TestFixedWorld:
+    def test_no_worker_can_be_added(self, shared: RpcGroup) -> None:
+        with pytest.raises(OptionError, match=r"cannot add a worker.* fixed .*num_workers .*'ray'"):
+            shared.add()
+        assert shared.worker_ids == (0, 1)
+
+    def test_no_worker_can_be_restarted(self, shared: RpcGroup) -> None:
+        before = pids(shared)
+        with pytest.raises(OptionError, match=r"cannot restart a worker.* workers='process' or"):
+            shared.restart(0)
+        with pytest.raises(UnknownWorkerError):
+            shared.restart(2)
+        assert pids(shared) == before
+
+    def test_there_is_no_second_world(self, shared: RpcGroup) -> None:
+        with pytest.raises(PluginError, match=r"in this process already.* stop that group first"):
+            RpcGroup(Counter, 1)
+        assert shared.call(0, pid_of).result(5)
+
+    def test_names_need_a_world(self) -> None:
+        with pytest.raises(OptionError, match=r"names are .*init_rpc first, or leave names out"):
+            RpcGroup(Counter, 1, names=["actor"])
+
+
+class TestDeath:
+    def test_a_killed_worker_is_lost_alone(self, group: RpcGroup, tmp_path: Path) -> None:
+        _, victim = pids(group)
+        running = group.call(1, sleep, tmp_path / "started")
+        waiting = group.call(1, pid_of)
+        wait_for(tmp_path / "started")
+        start = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(WorkerLostError) as caught:
+            running.result(10)
+        assert time.monotonic() - start < 3
+        assert str(caught.value) == "worker 1: killed by SIGKILL while running sleep"
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        with pytest.raises(WorkerLostError, match="killed by SIGKILL before it could run pid_of"):
+            waiting.result(10)
+        assert not group.alive(1)
+        assert group.alive(0)
+        assert group.worker_ids == (0, 1)
+        with pytest.raises(WorkerLostError, match="cannot run pid_of; make a new group"):
+            group.call(1, pid_of).result(10)
+        group.remove(1)
+        assert group.call(0, pid_of).result(10)
+        assert list(group.worker_ids) == [0]
+
+    def test_an_idle_worker_is_missed(self, group: RpcGroup) -> None:
+        victim, _ = pids(group)
+        group.remove(1)
+        os.kill(victim, signal.SIGTERM)
+        assert eventually(lambda: not group.alive(0), 3)
+        with pytest.raises(WorkerLostError, match="killed by SIGTERM, so it cannot run pid_of"):
+            group.call(0, pid_of).result(10)
+
+    def test_a_worker_that_dies_while_it_starts_leaves_nothing(self, tmp_path: Path) -> None:
+        def make(worker_id: int) -> None:
+            (tmp_path / str(os.getpid())).touch()
+            if worker_id == 1:
+                os._exit(7)
+
+        with pytest.raises(WorkerLostError, match="worker 1: exited with code 7 while"):
+            RpcGroup(make, 2)
+        assert not any(is_running(int(path.name)) for path in tmp_path.iterdir())
+
+    def test_a_factory_that_cannot_be_pickled_starts_nothing(self) -> None:
+        lock = threading.Lock()
+        with pytest.raises(RemoteCallError, match=r"its factory .* cannot be pickled") as caught:
+            RpcGroup(lambda _: lock, 2)
+        assert isinstance(caught.value.__cause__, TypeError)
+
+
+class TestStop:
+    def test_leaves_no_process_port_or_file(self, group: RpcGroup) -> None:
+        workers = pids(group)
+        os.kill(workers[0], signal.SIGSTOP)
+        files = set(os.listdir("/dev/shm"))
+        start = time.monotonic()
+        group.stop(2.0)
+        assert time.monotonic() - start < 2.5
+        assert not any(map(is_running, workers))
+        assert not listening()
+        assert set(os.listdir("/dev/shm")) <= files
+
+    def test_all_ports_are_on_loopback(self, shared: RpcGroup) -> None:
+        assert shared.call(0, lambda _, listening: listening(), listening).result() == {"0100007F"}
+
+
+def listening() -> set[str]:
+    """The addresses that this process listens on."""
+    sockets = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+class Unpicklable:
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("stays where it is")
+
+
+class StaysAway:
+    """Can be pickled, and unpickled in no process but the one that it names."""
+
+    def __init__(self, home: int) -> None:
+        self.home = home
+
+    def __getstate__(self) -> int:
+        return self.home
+
+    def __setstate__(self, home: int) -> None:
+        if os.getpid() != home:
+            raise ValueError("not here")
+
+
+class TestTravel:
+    def test_what_cannot(self, shared: RpcGroup) -> None:
+        calls: dict[str, tuple[Any, ...]] = {
+            r"^worker 0: repr or its arguments cannot be pickled: Type": (repr, Unpicklable()),
+            r"repr or its arguments .* worker: .*not here": (repr, StaysAway(os.getpid())),
+            r"lambda> returned a value .* be pickled: TypeE": (lambda _: Unpicklable(),),
+            r"returned a value .* unpickled here: .*not here": (lambda _: StaysAway(os.getpid()),),
+        }
+        for message, call in calls.items():
+            with pytest.raises(RemoteCallError, match=message):
+                shared.call(0, *call).result(5)
+        assert shared.call(0, pid_of).result(5)
+
+    def test_an_exception_that_cannot_be_pickled(self, shared: RpcGroup) -> None:
+        def fail(_: object) -> NoReturn:
+            raise ValueError(Unpicklable())
+
+        with pytest.raises(RemoteCallError, match=r"fail raised ValueError") as caught:
+            shared.call(0, fail).result(5)
+        assert caught.value.__cause__ is None
+        assert "in fail" in str(caught.value)
+
+    def test_arguments_are_those_of_the_moment_of_the_call(
+        self, shared: RpcGroup, tmp_path: Path
+    ) -> None:
+        shared.call(0, lambda _, path: wait_for(path), tmp_path / "go")
+        big = torch.zeros(1_000_000)
+        call = shared.call(0, lambda _, tensor: tensor.sum().item(), big)
+        big.fill_(1)
+        (tmp_path / "go").touch()
+        assert call.result(10) == 0
+
+    def test_big_arrays_arrive_and_can_be_written_to(self, shared: RpcGroup) -> None:
+        def add(_: object, array: np.ndarray, tensor: torch.Tensor) -> tuple[np.ndarray, object]:
+            array += 1
+            return array, tensor.add_(1)
+
+        array, tensor = np.arange(4_000_000), torch.arange(4_000_000.0)
+        grown, raised = shared.call(0, add, array, tensor).result(30)
+        assert np.array_equal(grown, array + 1)
+        assert isinstance(raised, torch.Tensor)
+        assert torch.equal(raised, tensor + 1)
+        grown += 1
+
+    def test_modules(self, shared: RpcGroup) -> None:
+        policy = nn.Linear(300, 300)
+        policy.weight.requires_grad = False
+        arrived = shared.call(1, lambda _, policy: policy, policy).result(30)
+        assert torch.equal(arrived.weight, policy.weight)
+        assert arrived.bias.requires_grad
+        assert not arrived.weight.requires_grad
+
+    def test_calls_run_in_one_thread(self, shared: RpcGroup) -> None:
+        calls = [shared.call(0, lambda _: threading.get_ident()) for _ in range(20)]
+        assert len({call.result() for call in calls}) == 1
+
+
+SCRIPT = """
+import os, signal, time
+from sync_plugin_dist.rpc_group import RpcGroup
+
+group = RpcGroup(lambda worker_id: [worker_id], 2)
+print(*(group.call(i, lambda _: os.getpid()).result() for i in group.worker_ids), flush=True)
+"""
+
+
+def start(source: str, *args: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", source, *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+class TestScripts:
+    def test_killed_in_the_middle_of_a_call(self) -> None:
+        # The fork is what a data loader leaves: it has the parent's descriptors, and lives on.
+        source = """
+group.call(0, lambda _: time.sleep(60))
+fork = os.fork()
+if fork:
+    print(fork, flush=True)
+time.sleep(60)
+"""
+        with start(SCRIPT + source) as script:
+            assert script.stdout is not None
+            *workers, fork = map(int, (script.stdout.readline() + script.stdout.readline()).split())
+            try:
+                script.kill()
+                script.wait(10)
+                assert eventually(lambda: not any(map(is_running, workers)), 10)
+            finally:
+                os.kill(fork, signal.SIGKILL)
+
+    def test_without_main_guard_or_stop(self) -> None:
+        # Ctrl-C from a terminal reaches all of its processes.
+        source = """
+for pid in [group.call(i, lambda _: os.getpid()).result() for i in (0, 1)]:
+    os.kill(pid, signal.SIGINT)
+time.sleep(0.2)
+print(group.call(0, list.pop).result(), group.call(1, list.pop).result())
+"""
+        script = start(SCRIPT + source)
+        out, err = script.communicate(timeout=60)
+        workers, popped = out.splitlines()
+        assert popped == "0 1"
+        assert not any(is_running(int(pid)) for pid in workers.split())
+        assert script.returncode == 0
+        assert all("tensorpipe_agent.cpp" in line for line in err.splitlines())
+
+
+JOIN = """
+import os, signal, sys, threading, time
+from torch.distributed import rpc
+
+name, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=20)
+rpc.init_rpc(name, rank=rank, world_size=4, rpc_backend_options=options)
+"""
+
+PEER = f"{JOIN}\nrpc.shutdown()\n"
+
+TRAINER = f"""
+{JOIN}
+from sync_core import OptionError, WorkerLostError
+from sync_plugin_dist import rpc_host
+from sync_plugin_dist.rpc_group import RpcGroup
+
+def error(wanted, make, *args, **options):
+    try:
+        make(*args, **options)
+    except wanted as error:
+        print(error)
+
+def hosted(_):
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("sync")]
+
+make = lambda worker_id: [worker_id]
+error(ValueError, RpcGroup, make, 2)
+error(ValueError, RpcGroup, make, 2, names=["right"])
+error(ValueError, RpcGroup, make, 1, names=["trainer"])
+error(ValueError, RpcGroup, make, 2, names=["left", "left"])
+error(OptionError, RpcGroup, make, 3, torch_threads=1)
+
+group = RpcGroup(make, 3)
+whose = lambda hosted: (hosted[0], rpc.get_worker_info().name)
+print([group.call(i, whose).result() for i in group.worker_ids])
+error(OptionError, group.add)
+with RpcGroup(lambda worker_id: "b", 2, names=["right", "left"]) as other:
+    print([other.call(i, whose).result() for i in other.worker_ids])
+    print(len(group.call(0, hosted).result()))
+time.sleep(0.2)
+print(len(group.call(0, hosted).result()))
+
+call = group.call(1, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+error(WorkerLostError, call.result, 10)
+print(group.alive(0), group.alive(1), group.alive(2))
+pid = group.call(2, lambda _: os.getpid()).result()
+os.kill(pid, signal.SIGKILL)
+time.sleep(2)
+print(group.alive(0), group.alive(1), group.alive(2))
+group.stop()
+print(rpc.rpc_sync("left", os.getpid) > 0)
+late = RpcGroup(make, 1, names=["left"])
+rpc.shutdown(graceful=False)
+error(WorkerLostError, late.call(0, whose).result, 10)
+late.stop()
+print([thread.name for thread in threading.enumerate()])
+"""
+
+
+# A backslash joins two lines.
+EXPECTED = """\
+num_workers is 2, and the RPC workers are 3: 'left', 'middle', 'right'; give num_workers=3, \
+or names=[…] for some of them
+num_workers is 2, and the RPC workers are 1: 'right'; give num_workers=1
+no RPC worker 'trainer' besides this process; there are: 'left', 'middle', 'right'
+names=['left', 'left'] has a name twice; give each worker once
+torch_threads is for workers that the group starts, and torch RPC is initialised in this \
+process; call torch.set_num_threads in its workers instead
+[(0, 'left'), (1, 'middle'), (2, 'right')]
+worker group 'rpc' cannot add a worker, as a torch RPC world is fixed when it begins; give \
+more num_workers when you make it, or use workers='process' or 'ray' with scheme='dist'
+[('b', 'right'), ('b', 'left')]
+2
+1
+worker 1: RPC has lost 'middle' while running <lambda>
+True False True
+True False False
+True
+worker 0: RPC was shut down in this process while running <lambda>
+['MainThread']
+"""
+
+
+def test_a_world_that_the_user_has_begun(tmp_path: Path) -> None:
+    names = ("trainer", "left", "middle", "right")
+    peers = [start(PEER, names[i], i, tmp_path / "store") for i in (1, 2, 3)]
+    trainer = start(TRAINER, "trainer", 0, tmp_path / "store")
+    try:
+        out, err = trainer.communicate(timeout=50)
+    finally:
+        for process in (trainer, *peers):
+            process.kill()
+            process.communicate()
+    assert out.splitlines() == EXPECTED.splitlines(), err
