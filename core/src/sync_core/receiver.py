@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from sync_core import registry
 from sync_core.address import Address
+from sync_core.background import Background
 from sync_core.binding import Binding
 from sync_core.commit import own_memory
 from sync_core.compare import check_match
@@ -37,6 +38,8 @@ class Receiver:
             model that is registered later.
         context: the object in which string references are looked up.
         timeout: deadline of blocking calls, in seconds; None for the sender's.
+        background: with a scheme whose weights take time to come, receive them in a thread,
+            which only stages the newest version; `receive` commits it, in the thread that calls.
 
     Raises:
         AddressError: not an address, or one that cannot be reached from here.
@@ -53,6 +56,7 @@ class Receiver:
         *,
         context: Any = None,
         timeout: float | None = None,
+        background: bool = False,
     ) -> None:
         if not isinstance(address, Address):
             raise AddressError(f"{address!r} is no address; get one by sender.address(worker_id)")
@@ -70,7 +74,7 @@ class Receiver:
         self._lease = _Lease()
         if model is not None:
             self.register_model(model)
-        self._transport = self._stack.create_receiver_transport(
+        transport = self._stack.create_receiver_transport(
             TransportContext(
                 side="receiver",
                 scheme=self._backend.name,
@@ -83,6 +87,8 @@ class Receiver:
                 endpoint=address.endpoint,
             )
         )
+        staged = background and "background" in self._backend.capabilities
+        self._transport = Background(transport) if staged else transport
         self._leave = weakref.finalize(self, _leave, self._transport, self._lease)
         self._leave.atexit = False
 

@@ -95,7 +95,11 @@ class SenderTransport(ABC):
 
 
 class ReceiverTransport(ABC):
-    """A receiver's side of a transport. Methods are called by one thread at a time."""
+    """A receiver's side of a transport.
+
+    Methods are called by one thread at a time; but while one is in `receive`, another may call
+    `acknowledge`, or release a payload.
+    """
 
     @abstractmethod
     def receive(self, timeout: float) -> Payload | None:

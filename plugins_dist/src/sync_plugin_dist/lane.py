@@ -70,7 +70,7 @@ class _Transfer:
         slot: where it lies.
         parts: as it is sent.
         sent: how many of the parts were given to the wire.
-        missing: who has not answered.
+        missing: who has not received all of it.
         reached: how far it had got when that was last looked at.
     """
 
@@ -109,8 +109,8 @@ class Lane:
         self._asking[peer] = None
         self._advance()
 
-    def answered(self, peer: DistPeer) -> None:
-        """The worker has received what it was sent, whether it could apply it or not."""
+    def received(self, peer: DistPeer) -> None:
+        """The worker has all that it was sent."""
         transfer = self._transfer
         if transfer is None or peer not in transfer.missing:
             return
@@ -157,7 +157,7 @@ class Lane:
         if transfer is None:
             return
         wanted = set(map(self._office.publisher.newest, map(_id, transfer.missing)))
-        if transfer.slot.version not in wanted:
+        if not transfer.slot.version or transfer.slot.version not in wanted:
             self._begin_again()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ sender    ``wire``, number, rank, size            join this process group
 sender    ``data``, number, version, digest, …    the version follows, in so many bytes, over it
 sender    ``again``                               leave the process group; ``take`` if need be
 sender    ``nothing``                             there is nothing newer any more
+worker    ``received``, version                   it has come whole, and is staged
 worker    ``broken``, number                      the process group failed here
 worker    ``answer``, version, error              committed, or not
 sender    ``gone``, reason                        refused, replaced, removed, or the sender closes

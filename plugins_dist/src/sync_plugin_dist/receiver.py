@@ -58,28 +58,15 @@ class DistReceiver(ReceiverTransport):
     def receive(self, timeout: float) -> Payload | None:
         """The newest version, once there is one that was not seen."""
         deadline = time.monotonic() + timeout
-        while self._offered <= self._seen:
-            message = self._hear(max(0.0, deadline - time.monotonic()))
-            if message is None:
-                return None
-            self._note(message)
-        self._send({"type": "take"})
-        deadline = time.monotonic() + self._timeout
         while True:
-            message = self._next(max(0.0, deadline - time.monotonic()))
-            if message["type"] == "wire":
-                self._open_wire(message)
-            elif message["type"] == "data":
-                payload = self._read(message)
-                if payload is not None:
-                    return payload
-            elif message["type"] == "nothing":
-                return None
-            elif message["type"] == "again":
-                self._end_wire()
-                self._send({"type": "take"})
-            else:
+            while self._offered <= self._seen:
+                message = self._hear(max(0.0, deadline - time.monotonic()))
+                if message is None:
+                    return None
                 self._note(message)
+            payload = self._fetch()
+            if payload is not None:
+                return payload
 
     def acknowledge(self, version: int, error: str | None) -> None:
         """Answer."""
@@ -107,6 +94,27 @@ class DistReceiver(ReceiverTransport):
             self._messages.append(message)
         return any(message["type"] in ("again", "gone") for message in self._messages)
 
+    def _fetch(self) -> Payload | None:
+        """What was offered; None when that was taken back."""
+        self._send({"type": "take"})
+        deadline = time.monotonic() + self._timeout
+        while True:
+            message = self._next(max(0.0, deadline - time.monotonic()))
+            if message["type"] == "wire":
+                self._open_wire(message)
+            elif message["type"] == "data":
+                payload = self._read(message)
+                if payload is not None:
+                    return payload
+            elif message["type"] == "nothing":
+                self._offered = self._seen
+                return None
+            elif message["type"] == "again":
+                self._end_wire()
+                self._send({"type": "take"})
+            else:
+                self._note(message)
+
     def _open_wire(self, message: Message) -> None:
         self._end_wire()
         number = message["number"]
@@ -129,6 +137,7 @@ class DistReceiver(ReceiverTransport):
             self._send({"type": "broken", "number": message["number"]})
             return None
         self._seen = version
+        self._send({"type": "received", "version": version})
         try:
             payload = Payload.unpack(
                 block, version, digest=message["digest"], known=self._layout, release=release

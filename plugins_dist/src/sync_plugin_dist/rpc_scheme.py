@@ -40,7 +40,9 @@ class RpcScheme:
     addresses, as they do with ``dist``.
     """
 
-    capabilities = frozenset({"broadcast", "cross_host", "cross_process", "late_join", "zero_copy"})
+    capabilities = frozenset(
+        {"background", "broadcast", "cross_host", "cross_process", "late_join", "zero_copy"}
+    )
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:

@@ -19,7 +19,9 @@ class DistScheme:
     The default process group of either process is neither needed nor touched.
     """
 
-    capabilities = frozenset({"broadcast", "cross_host", "cross_process", "late_join", "zero_copy"})
+    capabilities = frozenset(
+        {"background", "broadcast", "cross_host", "cross_process", "late_join", "zero_copy"}
+    )
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:

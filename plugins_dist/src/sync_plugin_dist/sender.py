@@ -136,12 +136,13 @@ class DistSender(ServingTransport[DistPeer], Office):
             lane.ask(peer)
         elif kind == "broken":
             lane.broken(int(message["number"]))
-        elif kind == "answer":
+        elif kind == "received":
             peer.seen = int(message["version"])
             self.publisher.give_back(peer)
-            self.publisher.answer(peer.worker_id, peer.seen, message["error"])
-            lane.answered(peer)
+            lane.received(peer)
             self.offer(peer)
+        elif kind == "answer":
+            self.publisher.answer(peer.worker_id, int(message["version"]), message["error"])
         else:
             raise ValueError(f"{kind!r} is no message")
 

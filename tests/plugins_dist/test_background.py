@@ -1,0 +1,93 @@
+"""A background receiver stages, and commits nothing by itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from sync_core import Payload, Receiver, Sender, SenderLostError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def policy() -> nn.Linear:
+    return nn.Linear(8, 8)
+
+
+@pytest.fixture
+def sender(policy: nn.Linear) -> Iterator[Sender]:
+    with Sender("dist", policy, num_workers=1, timeout=20) as sender:
+        yield sender
+
+
+def fill(model: nn.Linear, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def staged(receiver: Receiver) -> int:
+    payload: Payload | None = receiver._transport._staged  # type: ignore[attr-defined]
+    return 0 if payload is None else payload.version
+
+
+def wait_for(version: int, receiver: Receiver) -> None:
+    deadline = time.monotonic() + 20
+    while staged(receiver) != version:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_it_stages_the_newest_and_commits_when_asked(policy: nn.Linear, zero_copy: bool) -> None:
+    copy = nn.Linear(8, 8)
+    with (
+        Sender("dist", policy, num_workers=1, timeout=20, zero_copy=zero_copy) as sender,
+        Receiver(sender.address(0), copy, background=True) as receiver,
+    ):
+        fill(copy, 0.0)
+        committed = 0
+        for version in (1, 2, 3):
+            fill(policy, float(version))
+            pending = sender.send_async()
+            wait_for(version, receiver)
+            assert not pending.done()
+            assert copy.weight.unique().item() == committed
+            if version == 2:
+                pending.abandon()
+                continue
+            assert receiver.receive(0) == version
+            assert pending.wait(5).updated == (0,)
+            committed = version
+            assert copy.weight.unique().item() == committed
+
+
+def test_it_reports_that_the_sender_has_gone(sender: Sender) -> None:
+    receiver = Receiver(sender.address(0), nn.Linear(8, 8), background=True)
+    sender.close()
+    with pytest.raises(SenderLostError):
+        receiver.receive()
+
+
+def test_it_leaves_no_thread(sender: Sender) -> None:
+    before = threading.active_count()
+    receiver = Receiver(sender.address(0), nn.Linear(8, 8), background=True)
+    assert threading.active_count() > before
+    receiver.close()
+    assert threading.active_count() == before
+
+
+def test_a_scheme_that_moves_nothing_needs_no_thread(policy: nn.Linear) -> None:
+    copy = nn.Linear(8, 8)
+    with Sender("thread", policy, num_workers=1) as sender:
+        before = threading.active_count()
+        receiver = Receiver(sender.address(0), copy, background=True)
+        assert threading.active_count() == before
+        sender.send_async()
+        assert receiver.receive(0) == 1
