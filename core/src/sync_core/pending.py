@@ -48,6 +48,11 @@ class PendingSend:
         self._finish = finish
         self._report: SendReport | None = None
 
+    @property
+    def unanswered(self) -> Mapping[int, Delivery]:
+        """The deliveries, by worker, that have not ended."""
+        return {i: d for i, d in self._deliveries.items() if not d.wait(0)}
+
     def done(self) -> bool:
         """Whether every worker has answered, or the send was waited for already."""
         return self._report is not None or all(d.wait(0) for d in self._deliveries.values())

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, overload
+from functools import partial
+from typing import Any, Literal, Self, Unpack, overload
 
 import torch
 from tensordict import TensorDictBase
 
-from sync_core.collector.factory import RolloutFactory, one_per_worker
+from sync_core.collector.calls import gather
+from sync_core.collector.crew import Crew, warn_if_rounded
 from sync_core.collector.groups import choose_group, shares_policy
-from sync_core.collector.requests import gather
-from sync_core.collector.rollout import Rollout, RolloutOptions
+from sync_core.collector.host import Host
+from sync_core.collector.options import check_frames, check_policy, count_workers, factories
+from sync_core.collector.recipe import Recipes
+from sync_core.collector.requests import Requests
+from sync_core.collector.rollout import RolloutOptions
 from sync_core.collector.schedules import FirstReady, Schedule, Synchronous
 from sync_core.collector.stats import CollectorStats
-from sync_core.collector.weights import PolicyWeights
+from sync_core.collector.weights import MODEL_ID, Given, PolicyWeights, chosen
 from sync_core.errors import ClosedError, RemoteCallError, WorkerLostError
 from sync_core.pending import PendingSend
 from sync_core.report import SendReport
 from sync_core.sender import Sender
 from sync_core.workers import WorkerGroup
-
-_MODEL_ID = "policy"
 
 
 class Collector:
@@ -97,64 +99,62 @@ class Collector:
         track_policy_version: bool = True,
         timeout: float = 60.0,
     ) -> None:
-        if policy is not None and policy_factory is not None:
-            raise ValueError("give either policy or policy_factory, not both")
-        if num_workers is None:
-            num_workers = 1 if callable(create_env_fn) else len(create_env_fn)
-        _check_frames(frames_per_batch, total_frames, num_workers, sync=sync)
         group_class = choose_group(scheme, workers)
-        in_process = "cross_process" not in group_class.capabilities
-        factory = RolloutFactory(
-            env_fns=one_per_worker(create_env_fn, num_workers, "create_env_fn"),
+        shared = shares_policy(scheme)
+        num_workers = count_workers(num_workers, create_env_fn)
+        check_policy(policy, policy_factory, scheme, shares_policy=shared)
+        check_frames(frames_per_batch, total_frames, num_workers, sync=sync)
+        recipes = Recipes(
+            env_fns=factories(create_env_fn, num_workers, "create_env_fn"),
             policy=policy,
-            policy_fns=()
+            policy_fns=(None,)
             if policy_factory is None
-            else one_per_worker(policy_factory, num_workers, "policy_factory"),
-            share_policy=shares_policy(scheme),
+            else factories(policy_factory, num_workers, "policy_factory"),
+            share_policy=shared,
             seed=int(torch.randint(2**31, ()).item()),
             one_thread="torch_threads" not in (worker_options or {}),
             options=RolloutOptions(
                 frames_per_batch=frames_per_batch // num_workers if sync else frames_per_batch,
                 track_policy_version=track_policy_version,
-                owns_process=not in_process,
+                owns_process="cross_process" in group_class.capabilities,
             ),
         )
         self._total_frames = total_frames
         self._timeout = timeout
         self._frames = self._batches = self._lag = 0
-        self._group = group_class(factory, num_workers, timeout=timeout, **(worker_options or {}))
+        self._crew = Crew(group_class, recipes, num_workers, timeout, worker_options)
         try:
-            _warn_if_rounded(self._group, factory.options.frames_per_batch, timeout)
+            warn_if_rounded(self._crew, recipes.options.frames_per_batch)
+            self._requests = Requests(self._crew, timeout)
             self._weights = PolicyWeights(
-                self._group,
-                lambda model: Sender(
+                self._crew,
+                self._requests.busy,
+                partial(
+                    Sender,
                     scheme,
-                    model,
-                    num_workers=num_workers,
-                    model_id=_MODEL_ID,
+                    model_id=MODEL_ID,
                     layers=layers,
                     zero_copy=zero_copy,
                     timeout=timeout,
                     **(scheme_options or {}),
                 ),
+                weakref.ref(self),
                 policy,
+                shared=shared,
                 made_by_workers=policy_factory is not None,
                 timeout=timeout,
             )
         except BaseException:
-            self._group.stop()
+            self._crew.stop()
             raise
-        self._schedule: Schedule = (
-            Synchronous(self._group, timeout)
-            if sync
-            else FirstReady(self._group, frames_per_batch, timeout)
-        )
-        self._close = weakref.finalize(self, _close, self._group, self._weights)
+        schedule = Synchronous if sync else FirstReady
+        self._schedule: Schedule = schedule(self._crew, self._requests)
+        self._close = weakref.finalize(self, _close, self._crew, self._weights)
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
         """The ids of the workers."""
-        return self._group.worker_ids
+        return self._crew.ids
 
     @property
     def sender(self) -> Sender | None:
@@ -182,10 +182,14 @@ class Collector:
             self.shutdown()
             raise StopIteration
         try:
-            batch = self._schedule.next_batch(wanted)
-        except (RemoteCallError, WorkerLostError):
+            batch = self._schedule.next_batch(wanted).batch
+        except (RemoteCallError, WorkerLostError, ClosedError):
+            if not self._close.alive:
+                raise StopIteration from None
             self.shutdown()
             raise
+        if not self._close.alive:
+            raise StopIteration
         self._frames += batch.numel()
         self._batches += 1
         if "policy_version" in batch:
@@ -198,26 +202,12 @@ class Collector:
 
     @overload
     def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
-        model_id: str | None = None,
-        blocking: Literal[True] = True,
+        self, policy_or_weights: Any = ..., *, blocking: Literal[True] = ..., **given: Unpack[Given]
     ) -> SendReport: ...
 
     @overload
     def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
-        model_id: str | None = None,
-        blocking: bool,
+        self, policy_or_weights: Any = ..., *, blocking: bool, **given: Unpack[Given]
     ) -> SendReport | PendingSend: ...
 
     def update_policy_weights_(
@@ -228,12 +218,13 @@ class Collector:
         policy: Any = None,
         worker_ids: int | Iterable[int] | None = None,
         model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
         blocking: bool = True,
     ) -> SendReport | PendingSend:
         """Send the policy's weights as a new version, and let the workers commit them.
 
-        A worker commits between two batches: one that is in the middle of a batch finishes it
-        first, and a blocking call waits for that.
+        A worker commits between two steps, also in the middle of a batch: ``policy_version`` says
+        which frames were made with which weights.
 
         Args:
             policy_or_weights: a module, a TensorDict or a state_dict; None for the policy that
@@ -242,8 +233,10 @@ class Collector:
             policy: likewise.
             worker_ids: one worker or several; None for all.
             model_id: the name of the model; there is only ``"policy"``.
-            blocking: wait until the workers have committed the version. Otherwise wait for what is
-                returned, before the next update.
+            weights_dict: weights by the name of their model, instead of all the above.
+            blocking: wait until the workers have committed the version. Otherwise what is
+                returned tells; an update that is under way when the next one begins is waited
+                for first.
 
         Raises:
             SendError: some workers do not have the version; the others do.
@@ -251,14 +244,17 @@ class Collector:
             KeyError: a model that there is not.
             ClosedError: the collector was shut down.
         """
-        if not self._close.alive:
-            raise ClosedError("the collector was shut down; make a new one")
-        if model_id not in (None, _MODEL_ID):
-            raise KeyError(f"there is no model {model_id!r}; the models are: {_MODEL_ID!r}")
-        given = [w for w in (policy_or_weights, weights, policy) if w is not None]
-        if len(given) > 1:
-            raise ValueError("give one of policy_or_weights, weights and policy, not several")
-        return self._weights.update(given[0] if given else None, worker_ids, blocking=blocking)
+        self._check_open()
+        chosen_weights = chosen((policy_or_weights, weights, policy), model_id, weights_dict)
+        return self._weights.update(chosen_weights, worker_ids, blocking=blocking)
+
+    def increment_version(self) -> None:
+        """Count a new version of the weights that reached the workers another way.
+
+        Frames made from now on carry it.
+        """
+        self._check_open()
+        self._weights.increment_version()
 
     def set_seed(self, seed: int) -> int:
         """Seed the workers' environments, one after the other, and begin their episodes anew.
@@ -270,10 +266,9 @@ class Collector:
         Returns:
             The seed that the last worker returned.
         """
-        if not self._close.alive:
-            raise ClosedError("the collector was shut down; make a new one")
-        for worker_id in self._group.worker_ids:
-            call = self._group.call(worker_id, Rollout.set_seed, seed)
+        self._check_open()
+        for worker_id in self._crew.ids:
+            call = self._crew.call(worker_id, Host.set_seed, seed)
             (seed,) = gather({worker_id: call}, self._timeout, "set its seed")
         return seed
 
@@ -284,7 +279,7 @@ class Collector:
             timeout: seconds for the workers to end by themselves; None for the collector's.
         """
         if self._close.detach() is not None:
-            _close(self._group, self._weights, timeout)
+            _close(self._crew, self._weights, timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -292,35 +287,11 @@ class Collector:
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise ClosedError("the collector was shut down; make a new one")
 
-def _close(group: WorkerGroup, weights: PolicyWeights, timeout: float | None = None) -> None:
-    group.stop(timeout)
+
+def _close(crew: Crew, weights: PolicyWeights, timeout: float | None = None) -> None:
+    crew.stop(timeout)
     weights.close()
-
-
-def _check_frames(
-    frames_per_batch: int, total_frames: int, num_workers: int, *, sync: bool
-) -> None:
-    if num_workers < 1:
-        raise ValueError(f"num_workers is {num_workers}; give 1 or more")
-    if frames_per_batch < 1:
-        raise ValueError(f"frames_per_batch is {frames_per_batch}; give 1 or more")
-    if total_frames < -1:
-        raise ValueError(f"total_frames is {total_frames}; give -1 for no end")
-    if sync and frames_per_batch % num_workers:
-        raise ValueError(
-            f"frames_per_batch={frames_per_batch} cannot be divided among {num_workers} workers; "
-            f"give a multiple of {num_workers}, for example "
-            f"{frames_per_batch + num_workers - frames_per_batch % num_workers}"
-        )
-
-
-def _warn_if_rounded(group: WorkerGroup, frames: int, timeout: float) -> None:
-    calls = {i: group.call(i, Rollout.frames_per_batch) for i in group.worker_ids}
-    for worker_id, actual in zip(calls, gather(calls, timeout, "answer"), strict=True):
-        if actual != frames:
-            warnings.warn(
-                f"worker {worker_id} makes batches of {actual} frames instead of {frames}, a "
-                "multiple of the number of environments that it steps together",
-                stacklevel=3,
-            )

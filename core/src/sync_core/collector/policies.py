@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def adapt(
     """
     if isinstance(policy, TensorDictModuleBase):
         return CheckedTensorDictPolicy(policy)
-    function = policy.forward if isinstance(policy, nn.Module) else policy
+    function = _forward(policy)
     required = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -100,6 +101,16 @@ def adapt(
         f"{_listed(observation_keys)}: name the policy's arguments after observations, or wrap it: "
         f"TensorDictModule(policy, in_keys={[*observation_keys]}, out_keys=[{action_key!r}])"
     )
+
+
+def _forward(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """What has the signature of the policy; calling a module says nothing of its arguments."""
+    if isinstance(policy, nn.Module):
+        forward: Callable[..., Any] = policy.forward
+        return forward
+    if isinstance(policy, functools.partial):
+        return functools.partial(_forward(policy.func), *policy.args, **policy.keywords)
+    return policy
 
 
 def _takes_tensordict(parameter: inspect.Parameter) -> bool:

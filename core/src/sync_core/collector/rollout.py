@@ -1,4 +1,4 @@
-"""What a worker hosts: an environment, a copy of the policy, and the receiver that refreshes it."""
+"""Batches of what one policy does in one environment."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from sync_core.address import Address
 from sync_core.collector.array_loop import ArrayLoop, speaks_arrays
-from sync_core.collector.loops import Loop, TensorDictLoop, action_key
+from sync_core.collector.loops import Loop, TensorDictLoop
+from sync_core.collector.order import Order
 from sync_core.collector.policies import adapt
+from sync_core.collector.refresh import Refresher
 from sync_core.collector.trajectories import TrajectoryIds
+from sync_core.envs.normal import Conventions
 from sync_core.envs.protocol import Env, optional
-from sync_core.receiver import Receiver
+
+_AS_USUAL = Order()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """What the rollouts of a collector have in common.
+    """How a worker makes batches.
 
     Args:
         frames_per_batch: frames to gather in a batch; for several environments that are stepped
@@ -44,8 +47,9 @@ class Rollout:
     Args:
         env: the environment.
         policy: the policy; None for random actions.
-        worker_id: the worker that this is in.
-        options: what it has in common with other workers.
+        seat: a number that no other rollout of the collector has or had; trajectory ids begin
+            with it.
+        options: how to make batches.
 
     Example:
         >>> from sync_core.envs import CountingEnv
@@ -54,12 +58,11 @@ class Rollout:
         tensor([1., 2., 1.])
     """
 
-    def __init__(self, env: Env, policy: Any, worker_id: int, options: RolloutOptions) -> None:
+    def __init__(self, env: Env, policy: Any, seat: int, options: RolloutOptions) -> None:
+        self.refresher = Refresher(policy)
         self._env = env
-        self._policy = policy
         self._options = options
-        self._receiver: Receiver | None = None
-        self._ids = TrajectoryIds(worker_id)
+        self._ids = TrajectoryIds(seat)
         self._steps = math.ceil(options.frames_per_batch / max(1, env.batch_size.numel()))
         self._loop, self._act = _loop_of(env, policy)
         self._close_env = weakref.finalize(self, _close, env)
@@ -68,33 +71,25 @@ class Rollout:
         """The frames in each batch."""
         return self._steps * self._env.batch_size.numel()
 
-    def connect(self, address: Address) -> None:
-        """Get the policy's weights from a sender."""
-        self._receiver = Receiver(address, self._policy)
-
-    def receive(self, timeout: float) -> int | None:
-        """Commit the newest weights, if there are newer ones; see `Receiver.receive`."""
-        return None if self._receiver is None else self._receiver.receive(timeout)
-
-    def collect(self) -> TensorDictBase:
-        """The next batch, made with the newest weights that have arrived."""
-        self.receive(timeout=0)
+    def collect(self, order: Order = _AS_USUAL) -> TensorDictBase:
+        """The next batch; one that was cut short by an exception is gone on with."""
+        self.refresher.look()
+        act = None if order.random else self._act
         # Not inference_mode: tensors made in it could never be written to by an update.
         with torch.no_grad():
-            steps = self._loop.run(self._steps, self._act)
-        ids = self._ids.label(steps.next["done"].squeeze(-1))
+            steps = self._loop.run(self._steps, act, self.refresher.between_steps)
+        ids = self._ids.label(steps.ended)
         root = {**steps.root, ("collector", "traj_ids"): ids}
         following = dict(steps.next)
         if self._options.track_policy_version:
-            version = 0 if self._receiver is None else self._receiver.version
-            root["policy_version"] = torch.full_like(ids, version)
+            root["policy_version"] = steps.versions.expand(ids.shape).clone()
             following["policy_version"] = root["policy_version"].clone()
         batch = TensorDict({"next": TensorDict(following, ids.shape)}, ids.shape).update(root)
         batch.names = [*[None] * len(self._env.batch_size), "time"]
         return batch
 
     def set_seed(self, seed: int) -> int:
-        """Seed the environment and begin its episodes anew.
+        """Seed the environment and begin its episodes, and a batch, anew.
 
         A worker with a process to itself seeds torch, numpy and random too, for its policy.
 
@@ -112,8 +107,7 @@ class Rollout:
 
     def close(self) -> None:
         """Close the receiver and the environment."""
-        if self._receiver is not None:
-            self._receiver.close()
+        self.refresher.close()
         self._close_env()
 
 
@@ -129,7 +123,7 @@ def _loop_of(env: Env, policy: Any) -> tuple[Loop, Callable[..., Any] | None]:
     loop: Loop = ArrayLoop(env) if speaks_arrays(env) else TensorDictLoop(env)
     if policy is None:
         return loop, None
-    return loop, adapt(policy, loop.observation_keys(), action_key(env))
+    return loop, adapt(policy, loop.observation_keys(), Conventions(env).action_key)
 
 
 def _close(env: Env) -> None:

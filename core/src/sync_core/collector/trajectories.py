@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Worker ``i`` numbers its trajectories from ``i`` times this on.
+#: The worker in seat ``i`` numbers its trajectories from ``i`` times this on.
 PER_WORKER = 1 << 32
 
 
@@ -13,7 +13,7 @@ class TrajectoryIds:
     """The trajectory that each environment of a worker is in.
 
     Args:
-        worker_id: the worker.
+        seat: the number of the worker's place, which no other worker has or had.
 
     Example:
         >>> ids = TrajectoryIds(0)
@@ -23,8 +23,8 @@ class TrajectoryIds:
         tensor([1, 2, 2])
     """
 
-    def __init__(self, worker_id: int) -> None:
-        self._next = worker_id * PER_WORKER
+    def __init__(self, seat: int) -> None:
+        self._next = seat * PER_WORKER
         self._current: Tensor | None = None
 
     def restart(self) -> None:

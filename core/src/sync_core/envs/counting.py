@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from sync_core.envs.protocol import FLAGS
+from sync_core.envs.normal import no_flags
 
 
 class CountingEnv:
@@ -48,10 +48,8 @@ class CountingEnv:
         if mask is None:
             mask = torch.ones_like(self._steps, dtype=torch.bool)
         self._steps[mask] = 0
-        flags = {name: torch.zeros_like(self._steps, dtype=torch.bool) for name in FLAGS}
-        return TensorDict(
-            {"observation": self._start + self._steps, **flags}, batch_size=self.batch_size
-        )
+        root = {"observation": self._start + self._steps, **no_flags(self.batch_size)}
+        return TensorDict(root, batch_size=self.batch_size)
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
         """Count one step."""
