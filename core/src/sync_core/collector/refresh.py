@@ -11,9 +11,9 @@ from sync_core.collector.modules import module_of
 from sync_core.errors import SenderLostError
 from sync_core.receiver import Receiver
 
-# How often a worker looks for weights, in seconds: 4 µs for shared memory, next to a step of 160 µs,
-# would be felt at every step. Where looking means asking another process, for a millisecond or
-# more, it takes at most one part in `_SHARE` of the worker's time.
+# How often a worker looks for weights, in seconds: the 4 µs that shared memory takes would
+# be felt in every step of 160 µs. Where it means asking another process, for a millisecond or more,
+# it takes at most one part in `_SHARE` of the worker's time.
 _EVERY = 0.001
 _SHARE = 50
 
