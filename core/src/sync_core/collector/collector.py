@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, Self, Unpack, overload
 
 import torch
 from tensordict import TensorDictBase
 
+from sync_core.collector.background import Background
 from sync_core.collector.calls import gather
 from sync_core.collector.crew import Crew, warn_if_rounded
+from sync_core.collector.delivery import Delivery
 from sync_core.collector.groups import choose_group, shares_policy
 from sync_core.collector.host import Host
-from sync_core.collector.options import check_frames, check_policy, count_workers, factories
+from sync_core.collector.options import (
+    check_buffer,
+    check_frames,
+    check_policy,
+    count_workers,
+    factories,
+)
+from sync_core.collector.output import Output, ReplayBuffer
 from sync_core.collector.recipe import Recipes
 from sync_core.collector.requests import Requests
 from sync_core.collector.rollout import RolloutOptions
-from sync_core.collector.schedules import FirstReady, Schedule, Synchronous
+from sync_core.collector.schedules import FirstReady, Synchronous
 from sync_core.collector.stats import CollectorStats
 from sync_core.collector.weights import MODEL_ID, Given, PolicyWeights, chosen
-from sync_core.errors import ClosedError, RemoteCallError, WorkerLostError
+from sync_core.errors import ClosedError
 from sync_core.pending import PendingSend
 from sync_core.report import SendReport
 from sync_core.sender import Sender
@@ -66,6 +76,10 @@ class Collector:
         worker_options: options of the worker group. In workers with a process of their own, torch
             uses one thread unless ``torch_threads`` is among them.
         track_policy_version: record ``policy_version`` and ``("next", "policy_version")``.
+        split_trajs: yield a row for each trajectory (`split_trajectories`).
+        postproc: changes every batch before it is yielded or written, after ``split_trajs``.
+        replay_buffer: has ``extend``, which gets what each worker makes. None is yielded then.
+        extend_in_workers: let workers write, for a buffer that is the same wherever it travels.
         timeout: deadline of blocking calls, in seconds; also of waiting for a batch.
 
     Raises:
@@ -97,6 +111,10 @@ class Collector:
         scheme_options: Mapping[str, Any] | None = None,
         worker_options: Mapping[str, Any] | None = None,
         track_policy_version: bool = True,
+        split_trajs: bool = False,
+        postproc: Callable[[TensorDictBase], Any] | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+        extend_in_workers: bool = False,
         timeout: float = 60.0,
     ) -> None:
         group_class = choose_group(scheme, workers)
@@ -104,6 +122,13 @@ class Collector:
         num_workers = count_workers(num_workers, create_env_fn)
         check_policy(policy, policy_factory, scheme, shares_policy=shared)
         check_frames(frames_per_batch, total_frames, num_workers, sync=sync)
+        check_buffer(replay_buffer, extend_in_workers=extend_in_workers)
+        output = Output(
+            split_trajs=split_trajs,
+            postproc=postproc,
+            replay_buffer=replay_buffer,
+            extend_in_workers=extend_in_workers,
+        )
         recipes = Recipes(
             env_fns=factories(create_env_fn, num_workers, "create_env_fn"),
             policy=policy,
@@ -117,11 +142,10 @@ class Collector:
                 frames_per_batch=frames_per_batch // num_workers if sync else frames_per_batch,
                 track_policy_version=track_policy_version,
                 owns_process="cross_process" in group_class.capabilities,
+                deliver=output.in_worker if extend_in_workers else None,
             ),
         )
-        self._total_frames = total_frames
         self._timeout = timeout
-        self._frames = self._batches = self._lag = 0
         self._crew = Crew(group_class, recipes, num_workers, timeout, worker_options)
         try:
             warn_if_rounded(self._crew, recipes.options.frames_per_batch)
@@ -147,9 +171,16 @@ class Collector:
         except BaseException:
             self._crew.stop()
             raise
-        schedule = Synchronous if sync else FirstReady
-        self._schedule: Schedule = schedule(self._crew, self._requests)
         self._close = weakref.finalize(self, _close, self._crew, self._weights)
+        self._delivery = Delivery(
+            schedule=(Synchronous if sync else FirstReady)(self._crew, self._requests),
+            requests=self._requests,
+            weights=self._weights,
+            output=output,
+            total_frames=total_frames,
+            close=self._close,
+        )
+        self._background = Background(self._delivery)
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
@@ -163,42 +194,48 @@ class Collector:
 
     def stats(self) -> CollectorStats:
         """What was collected so far, and how fresh the policies are."""
-        return CollectorStats(
-            frames=self._frames,
-            batches=self._batches,
-            version=self._weights.version,
-            lag=self._lag,
-            sync_seconds=self._weights.seconds,
-        )
+        self._background.check()
+        return self._delivery.stats()
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> TensorDictBase:
-        if not self._close.alive:
-            raise StopIteration
-        wanted = None if self._total_frames < 0 else self._total_frames - self._frames
-        if wanted is not None and wanted <= 0:
+    # Not Optional: every batch is a TensorDict where there is no replay buffer.
+    def __next__(self) -> TensorDictBase | Any:
+        self._background.check(idle=True)
+        if self._delivery.wanted == 0:
             self.shutdown()
-            raise StopIteration
-        try:
-            batch = self._schedule.next_batch(wanted).batch
-        except (RemoteCallError, WorkerLostError, ClosedError):
-            if not self._close.alive:
-                raise StopIteration from None
-            self.shutdown()
-            raise
-        if not self._close.alive:
-            raise StopIteration
-        self._frames += batch.numel()
-        self._batches += 1
-        if "policy_version" in batch:
-            self._lag = self._weights.version - int(batch["policy_version"].min())
-        return batch
+        return self._delivery.next_batch()
 
     def next(self) -> TensorDictBase | None:
         """The next batch, or None at the end."""
         return next(self, None)
+
+    def start(self) -> None:
+        """Collect in the background, into the replay buffer; doing so again does nothing.
+
+        Workers stay until `shutdown` when ``total_frames`` are reached. What goes wrong is raised
+        by the next call of any method.
+
+        Raises:
+            RuntimeError: there is no replay buffer.
+            ClosedError: the collector was shut down.
+        """
+        self._check_open()
+        self._background.start()
+
+    def pause(self, timeout: float | None = None) -> AbstractContextManager[None]:
+        """For ``with``: let what is under way come into the replay buffer, and nothing more.
+
+        Leaving the block goes on. Where nothing runs in the background, nothing happens.
+
+        Args:
+            timeout: seconds to come to rest; None for the collector's.
+
+        Raises:
+            TimeoutError: it did not come to rest in time.
+        """
+        return self._background.paused(self._timeout if timeout is None else timeout)
 
     @overload
     def update_policy_weights_(
@@ -278,8 +315,10 @@ class Collector:
         Args:
             timeout: seconds for the workers to end by themselves; None for the collector's.
         """
+        self._background.abandon()
         if self._close.detach() is not None:
             _close(self._crew, self._weights, timeout)
+        self._background.end(self._timeout if timeout is None else timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -288,6 +327,7 @@ class Collector:
         self.shutdown()
 
     def _check_open(self) -> None:
+        self._background.check()
         if not self._close.alive:
             raise ClosedError("the collector was shut down; make a new one")
 

@@ -101,6 +101,18 @@ def check_frames(frames_per_batch: int, total_frames: int, num_workers: int, *, 
         )
 
 
+def check_buffer(replay_buffer: Any, *, extend_in_workers: bool) -> None:
+    """Raise unless a replay buffer is one, and is there if workers are to write to it."""
+    if replay_buffer is None:
+        if extend_in_workers:
+            raise ValueError("extend_in_workers needs the replay_buffer that they write to")
+    elif not callable(getattr(replay_buffer, "extend", None)):
+        raise TypeError(
+            f"replay_buffer is a {type(replay_buffer).__name__} without extend(); give a TorchRL "
+            "ReplayBuffer, or an object whose extend(batch) keeps a TensorDict"
+        )
+
+
 def _is_made(value: Any) -> bool:
     """Whether a value is an environment or a policy, and no function that makes one."""
     if isinstance(value, type):

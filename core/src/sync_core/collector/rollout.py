@@ -34,11 +34,13 @@ class RolloutOptions:
             together, rounded up to a multiple of their number.
         track_policy_version: record the version that acted in each frame.
         owns_process: the worker has a process to itself, whose random state it may seed.
+        deliver: what to give instead of a batch that was made; None for the batch itself.
     """
 
     frames_per_batch: int
     track_policy_version: bool = True
     owns_process: bool = False
+    deliver: Callable[[TensorDictBase], TensorDictBase] | None = None
 
 
 class Rollout:
@@ -86,7 +88,8 @@ class Rollout:
             following["policy_version"] = root["policy_version"].clone()
         batch = TensorDict({"next": TensorDict(following, ids.shape)}, ids.shape).update(root)
         batch.names = [*[None] * len(self._env.batch_size), "time"]
-        return batch
+        deliver = self._options.deliver
+        return batch if deliver is None else deliver(batch)
 
     def set_seed(self, seed: int) -> int:
         """Seed the environment and begin its episodes, and a batch, anew.
