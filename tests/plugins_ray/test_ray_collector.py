@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -45,7 +46,7 @@ def test_actors_write_to_a_replay_buffer_in_an_actor() -> None:
         Scale(),
         scheme="ray",
         worker_options={"remote_configs": {"num_cpus": 1}},
-        num_workers=2,
+        num_workers=1,
         frames_per_batch=4,
         replay_buffer=buffer,
         extend_in_workers=True,
@@ -54,6 +55,6 @@ def test_actors_write_to_a_replay_buffer_in_an_actor() -> None:
         collector.start()
         collector.update_policy_weights_()
         while buffer.frames() < 40:
-            pass
+            time.sleep(0.02)
         with collector.pause():
             assert collector.stats().frames == buffer.frames()
