@@ -49,6 +49,16 @@ class PendingSend:
         self._report: SendReport | None = None
 
     @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The workers that are to get the version."""
+        return tuple(self._deliveries)
+
+    @property
+    def nbytes(self) -> int:
+        """How much each of them gets, in bytes."""
+        return max((delivery.nbytes for delivery in self._deliveries.values()), default=0)
+
+    @property
     def unanswered(self) -> Mapping[int, Delivery]:
         """The deliveries, by worker, that have not ended."""
         return {i: d for i, d in self._deliveries.items() if not d.wait(0)}
