@@ -74,6 +74,7 @@ class TestInline(CollectorConformance):
 
 class TestThread(CollectorConformance):
     scheme = "thread"
+    workers = "thread"
 
     def test_a_late_batch_is_waited_for_again(self) -> None:
         def slow() -> CountingEnv:
@@ -88,6 +89,7 @@ class TestThread(CollectorConformance):
 
 class TestProcess(CollectorConformance):
     scheme = "shm"
+    workers = "process"
 
     def test_a_worker_that_dies(self) -> None:
         envs = [long_episodes, lambda: Broken(kill=True)]

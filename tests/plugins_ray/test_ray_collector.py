@@ -23,6 +23,7 @@ cloudpickle.register_pickle_by_value(collectors)
 
 class TestRay(CollectorConformance):
     scheme = "ray"
+    workers = "ray"
     worker_options = {"remote_configs": {"num_cpus": 1}}
 
 

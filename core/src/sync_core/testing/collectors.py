@@ -10,9 +10,16 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from sync_core import ClosedError, ModelError, PendingSend, RemoteCallError, SendReport
+from sync_core import (
+    ClosedError,
+    ModelError,
+    PendingSend,
+    RemoteCallError,
+    SendReport,
+    WorkerGroup,
+    registry,
+)
 from sync_core.collector import Collector
-from sync_core.collector.groups import choose_group
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv
 
@@ -80,7 +87,7 @@ class CollectorConformance:
     """
 
     scheme: ClassVar[str]
-    workers: ClassVar[str | None] = None
+    workers: ClassVar[str]
     worker_options: ClassVar[dict[str, Any]] = {}
 
     def collector(self, env: Any = long_episodes, policy: Any = None, **options: Any) -> Collector:
@@ -97,7 +104,8 @@ class CollectorConformance:
     @property
     def works_ahead(self) -> bool:
         """Whether workers make batches while the trainer learns."""
-        return "parallel" in choose_group(self.scheme, self.workers).capabilities
+        group: type[WorkerGroup] = registry.find(registry.WORKERS, self.workers).object
+        return "parallel" in group.capabilities
 
     def test_synchronous(self) -> None:
         policy = Scale(5.0)
