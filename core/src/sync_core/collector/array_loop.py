@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +21,6 @@ from sync_core.collector.loops import BetweenSteps, Steps
 from sync_core.collector.policies import TensorDictPolicy, TensorPolicy
 from sync_core.envs.arrays import ArrayEnv, Arrays
 from sync_core.envs.normal import no_flags, outcome_of
-
-_TENSORDICT_METHODS = ("reset", "step", "step_and_maybe_reset", "rand_action")
-
-
-def speaks_arrays(env: object) -> TypeGuard[ArrayEnv]:
-    """Whether stepping an environment by its array methods is the same as by its others."""
-    return isinstance(env, ArrayEnv) and all(
-        getattr(type(env), name) is getattr(ArrayEnv, name) for name in _TENSORDICT_METHODS
-    )
 
 
 @dataclass(slots=True)
@@ -84,6 +75,20 @@ class ArrayLoop:
         self._ended: np.ndarray[Any, Any] | None = None
         self._carried: Leaves = {}
         self._rows: _Rows | None = None
+
+    def midway(self) -> bool:
+        """Whether a run was cut short."""
+        return self._rows is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next run goes on."""
+        return {"current": self._current, "ended": self._ended, "carried": self._carried}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.restart()
+        self._current, self._ended = state["current"], state["ended"]
+        self._carried = state["carried"]
 
     def run(
         self,

@@ -34,6 +34,39 @@ def copy_of(leaves: Leaves) -> Leaves:
     return {key: tensor.clone() for key, tensor in leaves.items()}
 
 
+class Copies:
+    """Copies of the tensors of steps, each tensor once.
+
+    What a step gave is what the next one begins with: often the very same tensors.
+
+    Example:
+        >>> copies, given = Copies(), {"observation": torch.zeros(1)}
+        >>> copies.of(given)["observation"] is copies.again(given)["observation"]
+        True
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Any, tuple[Tensor, int, Tensor]] = {}
+
+    def of(self, leaves: Leaves) -> Leaves:
+        """The tensors that a step gave, to be kept."""
+        copies = copy_of(leaves)
+        self._made = {
+            key: (tensor, tensor._version, copies[key])
+            for key, tensor in leaves.items()
+            if not tensor.is_inference()
+        }
+        return copies
+
+    def again(self, leaves: Leaves) -> Leaves:
+        """The tensors that the next step begins with; those already copied are not again."""
+        return {key: self._again(key, tensor) for key, tensor in leaves.items()}
+
+    def _again(self, key: Any, tensor: Tensor) -> Tensor:
+        original, version, copy = self._made.get(key, (None, 0, tensor))
+        return copy if original is tensor and tensor._version == version else tensor.clone()
+
+
 def stack(rows: Sequence[Leaves], dim: int) -> Leaves:
     """The tensors of all steps, with a dimension for time.
 

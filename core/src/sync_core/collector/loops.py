@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from sync_core.collector.columns import Leaves, copy_of, leaves_of, stack
+from sync_core.collector.columns import Copies, Leaves, leaves_of, stack
 from sync_core.collector.policies import TensorDictPolicy
-from sync_core.envs.normal import Conventions
+from sync_core.envs.normal import RESET, Conventions
 from sync_core.envs.protocol import Env, optional
+from sync_core.envs.random_actions import random_policy
 
 #: Called before every step; gives the version of the policy that is about to act.
 BetweenSteps: TypeAlias = Callable[[], int]
@@ -52,6 +53,15 @@ class Loop(Protocol):
     def restart(self) -> None:
         """Begin the next run with a reset, and drop what one that was cut short has gathered."""
 
+    def midway(self) -> bool:
+        """Whether a run was cut short."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next run goes on, between two runs."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Acted:
@@ -72,6 +82,7 @@ class TensorDictLoop:
     def __init__(self, env: Env) -> None:
         self._env = env
         self._conventions = Conventions(env)
+        self._flag_keys = self._conventions.flag_keys
         self._step_and_reset: Callable[[TensorDictBase], Any] | None = optional(
             env, "step_and_maybe_reset"
         )
@@ -79,8 +90,7 @@ class TensorDictLoop:
 
     def observation_keys(self) -> list[Any]:
         """The keys that a reset gives, flags apart."""
-        flags = self._conventions.flag_keys
-        return [key for key in leaves_of(self._begin()) if key not in flags]
+        return [key for key in leaves_of(self._begin()) if key not in self._flag_keys]
 
     def restart(self) -> None:
         """Begin the next run with a reset, and drop what one that was cut short has gathered."""
@@ -88,6 +98,20 @@ class TensorDictLoop:
         self._acted: _Acted | None = None
         self._stepped: TensorDictBase | None = None
         self._frames: list[tuple[Leaves, Leaves, int]] = []
+        self._copies = Copies()
+
+    def midway(self) -> bool:
+        """Whether a run was cut short."""
+        return bool(self._frames) or self._acted is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next run goes on."""
+        return {"root": self._root, "stepped": self._stepped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.restart()
+        self._root, self._stepped = state["root"], state["stepped"]
 
     def run(
         self, steps: int, policy: TensorDictPolicy | None, between_steps: BetweenSteps
@@ -99,7 +123,7 @@ class TensorDictLoop:
         roots, outcomes, versions = zip(*self._frames, strict=True)
         time = len(self._env.batch_size)
         outcome = self._conventions.outcome(stack(outcomes, time), time + 1)
-        root = self._conventions.root(stack(roots, time), outcome, time + 1)
+        root = self._conventions.root(stack(roots, time), outcome)
         ended = self._conventions.ended(outcome, time + 1)
         made = Steps(root, outcome, ended, torch.tensor(versions))
         self._frames = []
@@ -110,13 +134,17 @@ class TensorDictLoop:
             version = between_steps()
             acted = act(self._begin())
             # Copied before the step, since environments may change their tensors in place.
-            self._acted = _Acted(acted, copy_of(leaves_of(acted)), version)
+            seen = leaves_of(acted)
+            for key in self._flag_keys:
+                seen.pop(key, None)
+            self._acted = _Acted(acted, self._copies.again(seen), version)
         acted = self._acted.tensordict
         if self._step_and_reset is None:
             stepped, root = self._env.step(acted), None
         else:
             stepped, root = self._step_and_reset(acted)
-        frame = self._acted.root, copy_of(leaves_of(stepped["next"])), self._acted.version
+        outcome = self._copies.of(leaves_of(stepped["next"]))
+        frame = self._acted.root, outcome, self._acted.version
         self._acted, self._root, self._stepped = None, root, stepped
         self._frames.append(frame)
 
@@ -132,29 +160,16 @@ class TensorDictLoop:
         mask = self._conventions.ended_now(following)
         if not mask.any():
             return root
+        # The environment may have written into the tensors that it gave before.
+        self._copies = Copies()
         if mask.all():
             return self._env.reset()
-        which = TensorDict({"_reset": mask.unsqueeze(-1)}, batch_size=self._env.batch_size)
-        for key, new in leaves_of(self._env.reset(which)).items():
+        request = self._conventions.reset_request(root, mask)
+        self._conventions.clear(root, mask)
+        for key, new in leaves_of(self._env.reset(request)).items():
+            if RESET in (key, key[-1]):
+                continue
             old = root.get(key, None)
             where = mask.reshape(mask.shape + (1,) * (new.ndim - mask.ndim))
             root.set(key, new if old is None else torch.where(where, new, old))
         return root
-
-
-def random_policy(env: Env, action_key: Any = "action") -> TensorDictPolicy:
-    """The policy of random actions.
-
-    Raises:
-        TypeError: the environment has no way to make one.
-    """
-    rand_action: TensorDictPolicy | None = optional(env, "rand_action")
-    if rand_action is not None:
-        return rand_action
-    spec: Any = optional(env, "action_spec")
-    if spec is None:
-        raise TypeError(
-            f"{type(env).__name__} has neither rand_action(td) nor action_spec, so there are no "
-            "random actions; write one of them, or give the collector a policy"
-        )
-    return lambda tensordict: tensordict.set(action_key, spec.rand())

@@ -63,7 +63,11 @@ class CheckedTensorDictPolicy:
 
 
 def adapt(
-    policy: Callable[..., Any], observation_keys: Sequence[Any], action_key: Any = "action"
+    policy: Callable[..., Any],
+    observation_keys: Sequence[Any],
+    action_key: Any = "action",
+    *,
+    trust: bool = False,
 ) -> TensorPolicy | TensorDictPolicy:
     """The policy in the form in which it can be called.
 
@@ -76,11 +80,12 @@ def adapt(
         policy: a module or another callable.
         observation_keys: what the environment observes.
         action_key: where the environment looks for the action.
+        trust: that the policy takes the TensorDict itself, whatever its arguments are called.
 
     Raises:
         TypeError: the arguments are not named after observations.
     """
-    if isinstance(policy, TensorDictModuleBase):
+    if trust or isinstance(policy, TensorDictModuleBase):
         return CheckedTensorDictPolicy(policy)
     function = _forward(policy)
     required = [
@@ -99,7 +104,8 @@ def adapt(
     raise TypeError(
         f"the policy {type(policy).__name__} takes {_listed(names)}, and the environment observes "
         f"{_listed(observation_keys)}: name the policy's arguments after observations, or wrap it: "
-        f"TensorDictModule(policy, in_keys={[*observation_keys]}, out_keys=[{action_key!r}])"
+        f"TensorDictModule(policy, in_keys={[*observation_keys]}, out_keys=[{action_key!r}]); "
+        "trust_policy=True if it takes a TensorDict under another name"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from sync_core.envs.normal import no_flags, outcome_of
 Arrays: TypeAlias = Mapping[Any, Any]
 #: Observations, reward, terminated, truncated: scalars, or arrays of the shape of the batch.
 ArrayStep: TypeAlias = tuple[Arrays, Any, Any, Any]
+
+_TENSORDICT_METHODS = ("reset", "step", "step_and_maybe_reset", "rand_action")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +144,10 @@ class ArrayEnv(ABC):
 
     def _values(self, values: Any, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(values, dtype=dtype).reshape(self.batch_size)
+
+
+def speaks_arrays(env: object) -> TypeGuard[ArrayEnv]:
+    """Whether stepping an environment by its array methods is the same as by its others."""
+    return isinstance(env, ArrayEnv) and all(
+        getattr(type(env), name) is getattr(ArrayEnv, name) for name in _TENSORDICT_METHODS
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -12,6 +14,9 @@ from torch import Tensor
 from sync_core.envs.protocol import FLAGS, Env, optional
 
 Leaves: TypeAlias = dict[Any, Tensor]
+
+#: Where a reset of a part of a batch is asked for.
+RESET = "_reset"
 
 
 class Conventions:
@@ -43,6 +48,7 @@ class Conventions:
         self._groups = tuple(dict.fromkeys(path[:-1] for path in done_keys))
         # A flag of the whole environment tells more than those of its parts.
         self._decisive = ((),) if () in self._groups else self._groups
+        self._decisive_keys = [_key((*group, name)) for group in self._decisive for name in FLAGS]
 
     @property
     def flag_keys(self) -> frozenset[Any]:
@@ -67,17 +73,9 @@ class Conventions:
             made.update(self._flags(made, group, dims))
         return made
 
-    def root(self, leaves: Mapping[Any, Tensor], outcome: Leaves, dims: int) -> Leaves:
-        """What was seen before steps, with the flags that their outcome has."""
-        made = dict(leaves)
-        for key in self.flag_keys:
-            given = made.get(key)
-            made[key] = (
-                torch.zeros_like(outcome[key])
-                if given is None
-                else _column(given, torch.bool, dims)
-            )
-        return made
+    def root(self, leaves: Mapping[Any, Tensor], outcome: Leaves) -> Leaves:
+        """What was seen before steps, with the flags of episodes that go on."""
+        return {**leaves, **{key: torch.zeros_like(outcome[key]) for key in self.flag_keys}}
 
     def ended(self, leaves: Mapping[Any, Tensor], dims: int) -> Tensor:
         """Where an episode has ended, by an outcome; a flag of some part ends it for all parts."""
@@ -89,10 +87,54 @@ class Conventions:
 
     def ended_now(self, following: TensorDictBase) -> Tensor:
         """Where an episode has ended with one step; of the shape of the environment's batch."""
-        names = (_key((*group, name)) for group in self._decisive for name in FLAGS)
-        given = {name: following.get(name, None) for name in names}
-        leaves = {name: value for name, value in given.items() if value is not None}
-        return self.ended(leaves, self._batch_dims)
+        given = [following.get(key, None) for key in self._decisive_keys]
+        # Once in a step, so by no more operations than it takes.
+        ended = [_whole(flag, self._batch_dims) for flag in given if flag is not None]
+        if not ended:
+            raise self._without_flags(self._decisive[0])
+        return functools.reduce(operator.or_, ended)
+
+    def truncate(self, following: TensorDictBase, where: Tensor) -> None:
+        """Set the flags of an episode that was cut short in the outcome of a step.
+
+        Args:
+            following: the outcome, changed in place.
+            where: of the shape of the environment's batch.
+        """
+        given = {key: following.get(key, None) for key in self.flag_keys}
+        leaves = {key: value for key, value in given.items() if value is not None}
+        for group in self._groups:
+            for key, flag in self._flags(leaves, group, self._batch_dims).items():
+                over = flag if key == _key((*group, "terminated")) else flag | _spread(where, flag)
+                following.set(key, over)
+
+    def clear(self, root: TensorDictBase, where: Tensor) -> None:
+        """Set the flags of an episode that goes on, in place, where another has begun."""
+        for key in self.flag_keys:
+            flag = root.get(key, None)
+            if flag is not None:
+                root.set(key, flag.to(torch.bool) & ~_spread(where, flag))
+
+    def reset_request(self, root: TensorDictBase, where: Tensor) -> TensorDictBase:
+        """A TensorDict that asks an environment for a reset of a part of its batch.
+
+        Args:
+            root: what goes on elsewhere, with flags.
+            where: of the shape of the environment's batch.
+        """
+        request: TensorDictBase = root.copy()
+        for group in self._decisive:
+            names = (_key((*group, name)) for name in FLAGS)
+            flag = next(flag for name in names if (flag := root.get(name, None)) is not None)
+            column = _column(flag, torch.bool, self._batch_dims)
+            request.set(_key((*group, RESET)), _spread(where, column).expand_as(column).clone())
+        return request
+
+    def to_reset(self, request: TensorDictBase) -> Tensor | None:
+        """Where a reset is asked for, of the shape of the environment's batch; None: everywhere."""
+        masks = [request.get(_key((*group, RESET)), None) for group in self._decisive]
+        given = [mask.flatten(self._batch_dims).any(-1) for mask in masks if mask is not None]
+        return torch.stack(given).any(0) if given else None
 
     def _flags(self, leaves: Mapping[Any, Tensor], group: tuple[str, ...], dims: int) -> Leaves:
         done, terminated, truncated = (
@@ -102,8 +144,7 @@ class Conventions:
         )  # fmt: skip
         ends = [flag for flag in (done, terminated, truncated) if flag is not None]
         if not ends:
-            wanted = ", ".join(repr(_key((*group, name))) for name in FLAGS)
-            raise KeyError(f"{self._name} gives none of {wanted} with a step; give one at least")
+            raise self._without_flags(group)
         over = torch.stack(ends).any(0)
         if terminated is None:
             terminated = over if truncated is None else over & ~truncated
@@ -111,6 +152,10 @@ class Conventions:
             truncated = over & ~terminated
         flags = zip(FLAGS, (over, terminated, truncated), strict=True)
         return {_key((*group, name)): flag for name, flag in flags}
+
+    def _without_flags(self, group: tuple[str, ...]) -> KeyError:
+        wanted = ", ".join(repr(_key((*group, name))) for name in FLAGS)
+        return KeyError(f"{self._name} gives none of {wanted} with a step; give one at least")
 
 
 def outcome_of(reward: Tensor, terminated: Tensor, truncated: Tensor) -> Leaves:
@@ -126,6 +171,19 @@ def outcome_of(reward: Tensor, terminated: Tensor, truncated: Tensor) -> Leaves:
 def no_flags(shape: Sequence[int]) -> Leaves:
     """The flags of an episode that goes on."""
     return {name: torch.zeros(*shape, 1, dtype=torch.bool) for name in FLAGS}
+
+
+def _spread(where: Tensor, like: Tensor) -> Tensor:
+    """A mask of a batch, with as many dimensions as a flag has."""
+    return where.reshape(where.shape + (1,) * (like.ndim - where.ndim))
+
+
+def _whole(flag: Tensor, dims: int) -> Tensor:
+    """Where any part of a flag is set; of the shape of the dimensions before those of the value."""
+    flag = flag.to(torch.bool)
+    if flag.ndim == dims:
+        return flag
+    return flag.squeeze(-1) if flag.shape[dims:] == (1,) else flag.flatten(dims).any(-1)
 
 
 def _column(values: Tensor, dtype: torch.dtype, dims: int) -> Tensor:
