@@ -14,8 +14,11 @@ from sync_core import Collector
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize(("env_id", "sizes"), [("Pendulum-v1", (3, 1)), ("CartPole-v1", (4, 2))])
-def test_batches_equal_key_by_key(env_id: str, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("env_id", "sizes", "split_trajs"),
+    [("Pendulum-v1", (3, 1), False), ("CartPole-v1", (4, 2), False), ("CartPole-v1", (4, 2), True)],
+)
+def test_batches_equal_key_by_key(env_id: str, sizes: tuple[int, int], split_trajs: bool) -> None:
     torchrl: Any = pytest.importorskip(
         "torchrl.collectors", reason="torchrl is not installed: pip install torchrl==0.14.1"
     )
@@ -29,15 +32,19 @@ def test_batches_equal_key_by_key(env_id: str, sizes: tuple[int, int]) -> None:
         env.set_seed(7)
         return env
 
-    theirs = torchrl.Collector(make_env, policy, frames_per_batch=60, total_frames=180)
+    options: dict[str, Any] = {
+        "frames_per_batch": 60,
+        "total_frames": 180,
+        "split_trajs": split_trajs,
+    }
+    theirs = torchrl.Collector(make_env, policy, **options)
     ours = Collector(
         make_env,
         policy,
         scheme="thread",
         workers="inline",
-        frames_per_batch=60,
-        total_frames=180,
         track_policy_version=False,
+        **options,
     )
     try:
         for mine, their in zip(ours, theirs, strict=True):
