@@ -263,7 +263,7 @@ def test_a_policy_from_another_process_is_not_copied_again() -> None:
     for owns_process, copied in ((True, False), (False, True)):
         options = RolloutOptions(frames_per_batch=1, owns_process=owns_process)
         recipe = WorkerRecipe(seat=0, env_fn=CountingEnv, policy=policy, options=options)
-        assert (recipe.make_policy() is not policy) == copied
+        assert (recipe.make_models()[0] is not policy) == copied
 
 
 def test_a_worker_that_is_held_back() -> None:

@@ -95,7 +95,7 @@ def try_scheme(scheme: str, timeout: float) -> Outcome:
 
 def _median_seconds(scheme: str, timeout: float) -> float:
     deadline = time.monotonic() + timeout
-    group_type = choose_group(scheme, None)
+    group_type = choose_group([scheme], None)
     source = make_model(MODEL)
     host = partial(_host, source if shares_policy(scheme) else None)
     seconds = []

@@ -3,42 +3,48 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Self, Unpack
 
 import torch
 from tensordict import TensorDictBase
 
+from sync_core.address import Address
 from sync_core.collector.background import Background
-from sync_core.collector.calls import gather
 from sync_core.collector.crew import Crew, warn_if_rounded
 from sync_core.collector.delivery import Delivery
+from sync_core.collector.feeds import make_weights
+from sync_core.collector.freshness import Freshness
 from sync_core.collector.groups import choose_group, shares_policy
-from sync_core.collector.host import Host
+from sync_core.collector.life import Life, end
 from sync_core.collector.options import (
     check_buffer,
     check_frames,
+    check_on_worker_failure,
     check_policy,
+    count_envs,
     count_workers,
     factories,
+    refresh_interval,
 )
 from sync_core.collector.output import Output, ReplayBuffer
 from sync_core.collector.recipe import Recipes
+from sync_core.collector.replacement import OnWorkerFailure, Replacement
 from sync_core.collector.requests import Requests
 from sync_core.collector.rollout import RolloutOptions
 from sync_core.collector.schedules import FirstReady, Synchronous
+from sync_core.collector.schemes import POLICY, copied, schemes_of
+from sync_core.collector.stale import StaleWatch
 from sync_core.collector.stats import CollectorStats
-from sync_core.collector.weights import MODEL_ID, Given, PolicyWeights, chosen
-from sync_core.errors import ClosedError
-from sync_core.pending import PendingSend
-from sync_core.report import SendReport
-from sync_core.sender import Sender
+from sync_core.collector.tree import Upstream
+from sync_core.collector.updates import Updates
+from sync_core.collector.warmup import Warmup
+from sync_core.collector.worker_options import WorkerOptions, options_of_workers
 from sync_core.workers import WorkerGroup
 
 
-class Collector:
+class Collector(Life, Updates):
     """Runs a policy in environments on workers, and yields what they did as TensorDicts.
 
     With ``sync=True``, all workers make a part of each batch, between two iterations and with the
@@ -58,11 +64,22 @@ class Collector:
     too; a late batch (`WorkerTimeoutError`) does not.
 
     Args:
-        create_env_fn: makes an environment (`sync_core.envs.Env`); or a list, one for each worker.
+        create_env_fn: makes an environment (`sync_core.envs.Env`, or one of Gymnasium's, single or
+            vector); or a list, one for each worker.
         policy: takes a TensorDict or observations (`sync_core.collector.policies.adapt`); None
             for random actions. Workers begin with a copy of it as it is now.
         policy_factory: makes a worker's policy in the worker; or a list, one for each worker.
-        scheme: how weights travel: the name of a scheme, or a plugin object.
+        scheme: how weights travel: the name of a scheme, or a plugin object; ``"shm"`` by default.
+        weight_sync_schemes: instead, several models by name, each with a scheme, or with a mapping
+            that has ``"scheme"`` and its options. A name is a path in a worker: ``"policy"``,
+            ``"policy.critic"``, ``"env.transform[0]"``. Workers commit several models together,
+            between two batches.
+        models: what the trainer has under these names, ``"policy"`` apart. Of one whose name is no
+            path, such as ``"critic"``, every worker gets a copy.
+        weight_recv_schemes: see `register_scheme_receiver`.
+        update_after_each_batch: refresh a worker before it begins its next batch.
+        max_weight_update_interval: refresh a worker that has made so many batches with the same
+            weights; -1 for only when told to.
         workers: what workers are: the name of a worker group, or its class. None for what suits
             the scheme: the group of its name, else ``process`` if it crosses processes, else
             ``inline``.
@@ -80,7 +97,15 @@ class Collector:
         postproc: changes every batch before it is yielded or written, after ``split_trajs``.
         replay_buffer: has ``extend``, which gets what each worker makes. None is yielded then.
         extend_in_workers: let workers write, for a buffer that is the same wherever it travels.
+        init_random_frames: act at random for at least so many frames of all workers together.
+        num_workers_per_collector: how many environments each worker makes and steps together.
+        on_worker_failure: when a worker dies: ``"raise"`` an error that names it, and shut down; or
+            ``"restart"``: another begins new episodes in its place, with the newest weights.
+        collector_kwargs: options of single workers: a `WorkerOptions`, or one for each.
         timeout: deadline of blocking calls, in seconds; also of waiting for a batch.
+        **worker: options of all workers: ``max_frames_per_traj``, ``reset_at_each_iter``,
+            ``exploration_type``, ``trust_policy``, ``device``, ``env_device``, ``policy_device``
+            and ``storing_device``; see `WorkerOptions`.
 
     Raises:
         ValueError: arguments that do not go together.
@@ -100,7 +125,12 @@ class Collector:
         policy: Any = None,
         *,
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
-        scheme: Any = "shm",
+        scheme: Any = None,
+        weight_sync_schemes: Mapping[str, Any] | None = None,
+        models: Mapping[str, Any] | None = None,
+        weight_recv_schemes: Mapping[str, Address] | None = None,
+        update_after_each_batch: bool = False,
+        max_weight_update_interval: int = -1,
         workers: str | type[WorkerGroup] | None = None,
         num_workers: int | None = None,
         frames_per_batch: int,
@@ -115,13 +145,27 @@ class Collector:
         postproc: Callable[[TensorDictBase], Any] | None = None,
         replay_buffer: ReplayBuffer | None = None,
         extend_in_workers: bool = False,
+        init_random_frames: int = -1,
+        num_workers_per_collector: int = 1,
+        on_worker_failure: OnWorkerFailure = "raise",
+        collector_kwargs: WorkerOptions | Sequence[WorkerOptions] | None = None,
         timeout: float = 60.0,
+        **worker: Unpack[WorkerOptions],
     ) -> None:
-        group_class = choose_group(scheme, workers)
-        shared = shares_policy(scheme)
+        arguments = {"layers": layers, "zero_copy": zero_copy, **(scheme_options or {})}
+        schemes = schemes_of(scheme, arguments, weight_sync_schemes, models or {})
+        group_class = choose_group([each.scheme for each in schemes.values()], workers)
+        policy_scheme = schemes[POLICY].scheme if POLICY in schemes else None
+        shared = policy_scheme is not None and shares_policy(policy_scheme)
         num_workers = count_workers(num_workers, create_env_fn)
-        check_policy(policy, policy_factory, scheme, shares_policy=shared)
+        check_policy(policy, policy_factory, policy_scheme, shares_policy=shared)
+        interval = refresh_interval(
+            max_weight_update_interval,
+            each_batch=update_after_each_batch,
+            has_weights=policy_factory is None or bool(models),
+        )
         check_frames(frames_per_batch, total_frames, num_workers, sync=sync)
+        check_on_worker_failure(on_worker_failure, group_class)
         check_buffer(replay_buffer, extend_in_workers=extend_in_workers)
         output = Output(
             split_trajs=split_trajs,
@@ -135,62 +179,66 @@ class Collector:
             policy_fns=(None,)
             if policy_factory is None
             else factories(policy_factory, num_workers, "policy_factory"),
+            models=copied(models or {}),
             share_policy=shared,
             seed=int(torch.randint(2**31, ()).item()),
             one_thread="torch_threads" not in (worker_options or {}),
-            options=RolloutOptions(
-                frames_per_batch=frames_per_batch // num_workers if sync else frames_per_batch,
-                track_policy_version=track_policy_version,
-                owns_process="cross_process" in group_class.capabilities,
-                deliver=output.in_worker if extend_in_workers else None,
+            num_envs=count_envs(num_workers_per_collector),
+            options=options_of_workers(
+                RolloutOptions(
+                    frames_per_batch=frames_per_batch // num_workers if sync else frames_per_batch,
+                    track_policy_version=track_policy_version,
+                    owns_process="cross_process" in group_class.capabilities,
+                    deliver=output.in_worker if extend_in_workers else None,
+                ),
+                num_workers,
+                worker,
+                collector_kwargs,
             ),
         )
+        recipes.give_shapes()
         self._timeout = timeout
         self._crew = Crew(group_class, recipes, num_workers, timeout, worker_options)
         try:
-            warn_if_rounded(self._crew, recipes.options.frames_per_batch)
-            self._requests = Requests(self._crew, timeout)
-            self._weights = PolicyWeights(
+            warn_if_rounded(self._crew, recipes.options[0].frames_per_batch)
+            self._replacement = Replacement(self._crew, on_worker_failure)
+            self._warmup = Warmup(self._crew, init_random_frames)
+            self._requests = Requests(self._crew, timeout, self._warmup.order, self._replacement)
+            self._requests.on_drop.append(self._warmup.take_back)
+            self._weights = make_weights(
                 self._crew,
-                self._requests.busy,
-                partial(
-                    Sender,
-                    scheme,
-                    model_id=MODEL_ID,
-                    layers=layers,
-                    zero_copy=zero_copy,
-                    timeout=timeout,
-                    **(scheme_options or {}),
-                ),
-                weakref.ref(self),
-                policy,
-                shared=shared,
+                self._requests,
+                schemes,
+                collector=weakref.ref(self),
+                policy=policy,
+                models=models or {},
                 made_by_workers=policy_factory is not None,
                 timeout=timeout,
             )
         except BaseException:
             self._crew.stop()
             raise
-        self._close = weakref.finalize(self, _close, self._crew, self._weights)
+        self._close = weakref.finalize(self, end, self._crew, self._weights)
+        freshness = Freshness(interval, self._crew, self._requests, self._weights)
         self._delivery = Delivery(
-            schedule=(Synchronous if sync else FirstReady)(self._crew, self._requests),
+            crew=self._crew,
+            schedule=Synchronous(self._crew, self._requests)
+            if sync
+            else FirstReady(self._crew, self._requests, freshness.delivered),
             requests=self._requests,
             weights=self._weights,
+            freshness=freshness,
+            stale=StaleWatch(
+                self._weights, {} if shared or interval >= 0 else self._weights.models
+            ),
             output=output,
             total_frames=total_frames,
             close=self._close,
         )
         self._background = Background(self._delivery)
-
-    @property
-    def worker_ids(self) -> tuple[int, ...]:
-        """The ids of the workers."""
-        return self._crew.ids
-
-    @property
-    def sender(self) -> Sender | None:
-        """What sends the weights; None as long as there are none to send."""
-        return self._weights.sender
+        self._upstream = Upstream(self._weights)
+        if weight_recv_schemes:
+            self.register_scheme_receiver(weight_recv_schemes)
 
     def stats(self) -> CollectorStats:
         """What was collected so far, and how fresh the policies are."""
@@ -203,6 +251,7 @@ class Collector:
     # Not Optional: every batch is a TensorDict where there is no replay buffer.
     def __next__(self) -> TensorDictBase | Any:
         self._background.check(idle=True)
+        self._upstream.look()
         if self._delivery.wanted == 0:
             self.shutdown()
         return self._delivery.next_batch()
@@ -236,102 +285,3 @@ class Collector:
             TimeoutError: it did not come to rest in time.
         """
         return self._background.paused(self._timeout if timeout is None else timeout)
-
-    @overload
-    def update_policy_weights_(
-        self, policy_or_weights: Any = ..., *, blocking: Literal[True] = ..., **given: Unpack[Given]
-    ) -> SendReport: ...
-
-    @overload
-    def update_policy_weights_(
-        self, policy_or_weights: Any = ..., *, blocking: bool, **given: Unpack[Given]
-    ) -> SendReport | PendingSend: ...
-
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
-        model_id: str | None = None,
-        weights_dict: Mapping[str, Any] | None = None,
-        blocking: bool = True,
-    ) -> SendReport | PendingSend:
-        """Send the policy's weights as a new version, and let the workers commit them.
-
-        A worker commits between two steps, also in the middle of a batch: ``policy_version`` says
-        which frames were made with which weights.
-
-        Args:
-            policy_or_weights: a module, a TensorDict or a state_dict; None for the policy that
-                the collector was made with.
-            weights: the same, by another name.
-            policy: likewise.
-            worker_ids: one worker or several; None for all.
-            model_id: the name of the model; there is only ``"policy"``.
-            weights_dict: weights by the name of their model, instead of all the above.
-            blocking: wait until the workers have committed the version. Otherwise what is
-                returned tells; an update that is under way when the next one begins is waited
-                for first.
-
-        Raises:
-            SendError: some workers do not have the version; the others do.
-            ModelError: there are no weights to send, or no policy to load them into.
-            KeyError: a model that there is not.
-            ClosedError: the collector was shut down.
-        """
-        self._check_open()
-        chosen_weights = chosen((policy_or_weights, weights, policy), model_id, weights_dict)
-        return self._weights.update(chosen_weights, worker_ids, blocking=blocking)
-
-    def increment_version(self) -> None:
-        """Count a new version of the weights that reached the workers another way.
-
-        Frames made from now on carry it.
-        """
-        self._check_open()
-        self._weights.increment_version()
-
-    def set_seed(self, seed: int) -> int:
-        """Seed the workers' environments, one after the other, and begin their episodes anew.
-
-        Each worker gets the seed that the one before it returned. Workers with a process of their
-        own seed their whole random state; others leave this process's to the caller. Best called
-        before the first batch: one that is under way is finished first.
-
-        Returns:
-            The seed that the last worker returned.
-        """
-        self._check_open()
-        for worker_id in self._crew.ids:
-            call = self._crew.call(worker_id, Host.set_seed, seed)
-            (seed,) = gather({worker_id: call}, self._timeout, "set its seed")
-        return seed
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """End the workers; batches under way are lost. Doing so again does nothing.
-
-        Args:
-            timeout: seconds for the workers to end by themselves; None for the collector's.
-        """
-        self._background.abandon()
-        if self._close.detach() is not None:
-            _close(self._crew, self._weights, timeout)
-        self._background.end(self._timeout if timeout is None else timeout)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
-
-    def _check_open(self) -> None:
-        self._background.check()
-        if not self._close.alive:
-            raise ClosedError("the collector was shut down; make a new one")
-
-
-def _close(crew: Crew, weights: PolicyWeights, timeout: float | None = None) -> None:
-    crew.stop(timeout)
-    weights.close()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from sync_core.errors import OptionError
+from sync_core.workers import WorkerGroup
 
 
 def count_workers(num_workers: int | None, create_env_fn: Any) -> int:
@@ -21,6 +22,17 @@ def count_workers(num_workers: int | None, create_env_fn: Any) -> int:
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}; give 1 or more")
     return num_workers
+
+
+def count_envs(num_envs: int) -> int:
+    """How many environments a worker steps together.
+
+    Raises:
+        ValueError: none.
+    """
+    if num_envs < 1:
+        raise ValueError(f"num_workers_per_collector is {num_envs}; give 1 or more")
+    return num_envs
 
 
 def per_worker(value: Any, num_workers: int, name: str) -> tuple[Any, ...]:
@@ -101,6 +113,17 @@ def check_frames(frames_per_batch: int, total_frames: int, num_workers: int, *, 
         )
 
 
+def check_on_worker_failure(value: str, group: type[WorkerGroup]) -> None:
+    """Raise unless a worker group can do what is to be done when a worker dies."""
+    if value not in ("raise", "restart"):
+        raise ValueError(f"on_worker_failure is {value!r}; give 'raise' or 'restart'")
+    if value == "restart" and "restart" not in group.capabilities:
+        raise OptionError(
+            f"{group.__name__} cannot put a worker in the place of another; leave "
+            "on_worker_failure out, or use workers='process'"
+        )
+
+
 def check_buffer(replay_buffer: Any, *, extend_in_workers: bool) -> None:
     """Raise unless a replay buffer is one, and is there if workers are to write to it."""
     if replay_buffer is None:
@@ -111,6 +134,32 @@ def check_buffer(replay_buffer: Any, *, extend_in_workers: bool) -> None:
             f"replay_buffer is a {type(replay_buffer).__name__} without extend(); give a TorchRL "
             "ReplayBuffer, or an object whose extend(batch) keeps a TensorDict"
         )
+
+
+def refresh_interval(
+    max_weight_update_interval: int, *, each_batch: bool, has_weights: bool
+) -> int:
+    """After how many batches a worker is refreshed by itself; -1 for never.
+
+    Raises:
+        ValueError: arguments that do not go together, or nothing to refresh with.
+    """
+    if max_weight_update_interval < -1:
+        raise ValueError(
+            f"max_weight_update_interval is {max_weight_update_interval}; give the number of "
+            "batches after which a worker is refreshed, or -1 for never"
+        )
+    if each_batch and max_weight_update_interval > 1:
+        raise ValueError(
+            "update_after_each_batch is max_weight_update_interval=1; leave one of them out"
+        )
+    interval = 1 if each_batch else max_weight_update_interval
+    if interval >= 0 and not has_weights:
+        raise ValueError(
+            "there are no weights to send by itself: the workers' policies come from "
+            "policy_factory; call update_policy_weights_(weights) instead, or give policy=…"
+        )
+    return interval
 
 
 def _is_made(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,9 @@ class Delivered:
 class Schedule(Protocol):
     """Gives one batch after the other."""
 
+    #: The worker from which on others are looked at; 0 if none comes before another.
+    turn: int
+
     def next_batch(self, wanted: int | None) -> Delivered:
         """The next batch.
 
@@ -36,6 +40,9 @@ class Schedule(Protocol):
         Raises:
             WorkerError: a worker failed, or is late.
         """
+
+    def frames_per_batch(self) -> int | None:
+        """The frames of a batch; None if batches differ."""
 
 
 class Synchronous:
@@ -49,6 +56,7 @@ class Synchronous:
     def __init__(self, crew: Crew, requests: Requests) -> None:
         self._crew = crew
         self._requests = requests
+        self.turn = 0
 
     def next_batch(self, wanted: int | None) -> Delivered:
         """The parts of all workers, stacked in the order of their ids.
@@ -62,8 +70,12 @@ class Synchronous:
         parts = self._requests.wait_all()
         _check_alike(parts)
         together: TensorDictBase = stack(list(parts.values()))
-        self._requests.drop_all()
+        self._requests.forget_all()
         return Delivered(None, together)
+
+    def frames_per_batch(self) -> int:
+        """The frames of all workers' parts."""
+        return sum(self._crew.frames.values())
 
 
 class FirstReady:
@@ -76,24 +88,34 @@ class FirstReady:
     Args:
         crew: the workers.
         requests: by which they are asked.
+        on_taken: called with the worker whose batch was taken, before it is asked for another.
     """
 
-    def __init__(self, crew: Crew, requests: Requests) -> None:
+    def __init__(
+        self, crew: Crew, requests: Requests, on_taken: Callable[[int], object] = lambda _: None
+    ) -> None:
         self._crew = crew
         self._requests = requests
-        self._turn = 0
+        self._on_taken = on_taken
+        self.turn = 0
 
     def next_batch(self, wanted: int | None) -> Delivered:
         """The batch that is ready first."""
         self._ask(wanted)
         worker_id, batch = self._requests.take_first()
-        self._turn = worker_id + 1
+        self.turn = worker_id + 1
+        self._on_taken(worker_id)
         if self._crew.parallel:
             self._ask(None if wanted is None else wanted - batch.numel())
         return Delivered(worker_id, batch)
 
+    def frames_per_batch(self) -> int | None:
+        """The frames of a worker's batch, if all workers make as many."""
+        first, *others = set(self._crew.frames.values())
+        return None if others else first
+
     def _ask(self, wanted: int | None) -> None:
-        for worker_id in sorted(self._crew.ids, key=lambda i: (i < self._turn, i)):
+        for worker_id in sorted(self._crew.ids, key=lambda i: (i < self.turn, i)):
             under_way = len(self._requests)
             if under_way and not self._crew.parallel:
                 return

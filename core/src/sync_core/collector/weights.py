@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import nn
 
@@ -15,51 +15,17 @@ from sync_core.collector.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.host import Host
 from sync_core.collector.modules import module_of
+from sync_core.collector.schemes import POLICY
 from sync_core.errors import ModelError, WorkerError
 from sync_core.pending import PendingSend
 from sync_core.report import SendReport
 from sync_core.sender import Sender
 from sync_core.worker_ids import normalize
 
-MODEL_ID = "policy"
-
 # How long an idle worker waits for weights that come later than the call that announces them.
 _PATIENCE = 0.1
 # How often the driver looks whether a worker has to be asked again.
 _GLANCE = 0.002
-
-
-class Given(TypedDict, total=False):
-    """The ways of saying what an update is to send, and to whom; see `Collector`."""
-
-    weights: Any
-    policy: Any
-    worker_ids: int | Iterable[int] | None
-    model_id: str | None
-    weights_dict: Mapping[str, Any] | None
-
-
-def chosen(
-    given: Iterable[Any], model_id: str | None, weights_dict: Mapping[str, Any] | None
-) -> Any:
-    """The weights given in one of several ways; None for the policy's own.
-
-    Raises:
-        ValueError: several were given.
-        KeyError: a model that there is not.
-    """
-    one_of = [weights for weights in given if weights is not None]
-    if weights_dict is not None and (one_of or model_id is not None):
-        raise ValueError("weights_dict says it all; leave out model_id and other weights")
-    if len(one_of) > 1:
-        raise ValueError("give one of policy_or_weights, weights and policy, not several")
-    names = weights_dict or {model_id or MODEL_ID}
-    for name in names:
-        if name != MODEL_ID:
-            raise KeyError(f"there is no model {name!r}; the models are: {MODEL_ID!r}")
-    if weights_dict is not None:
-        return weights_dict.get(MODEL_ID)
-    return one_of[0] if one_of else None
 
 
 class PolicyWeights:
@@ -97,14 +63,24 @@ class PolicyWeights:
         self._increments = 0
         self._pending: PendingSend | None = None
         self._calls: dict[int, Future[int | None]] = {}
+        # What was sent last, and whether it went to all workers: a new one is to have it too.
+        self._last: Mapping[str, Any] = {}
+        self._last_to_all = True
         self._updating = threading.Lock()
         self.sender: Sender | None = None
         self.seconds = 0.0
+        #: Called with the workers that an update is sent to, once it is sent.
+        self.on_update: list[Callable[[Sequence[int]], None]] = []
+        #: The trainer's policy, if it is a module, by its name.
+        self.models: dict[str, Any] = {}
+        self.names: tuple[str, ...] = (POLICY,)
         # A function that shares the trainer's modules needs no weights, whichever they are.
         model = None if shared and not isinstance(policy, nn.Module) else module_of(policy)
         if model is not None:
             self._connect(model)
+            self.models[POLICY] = model
         crew.on_join.append(self._join)
+        crew.on_leave.append(self._leave)
 
     @property
     def version(self) -> int:
@@ -115,21 +91,31 @@ class PolicyWeights:
         """Count a version that reached the workers another way."""
         self._increments += 1
         self._crew.call_all(Host.increment_version, 1)
+        self._tell(self._crew.ids)
+
+    @property
+    def senders(self) -> dict[str, Sender]:
+        """What sends the weights."""
+        return {} if self.sender is None else {POLICY: self.sender}
 
     def update(
-        self, weights: Any, worker_ids: int | Iterable[int] | None, *, blocking: bool
+        self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None, *, blocking: bool
     ) -> SendReport | PendingSend:
         """Send the weights given, or the policy's, and let the workers commit them."""
+        weights = given.get(POLICY)
         with self._updating:
             started = time.perf_counter()
             self._end_last()
             self._ensure_sender(weights)
             if self.sender is None:
                 # Random actions, or a policy without tensors: every worker has the newest weights.
-                normalize(worker_ids, self._crew.ids)
+                self._tell(normalize(worker_ids, self._crew.ids))
                 return SendReport(0, time.perf_counter() - started, {})
             pending = self.sender.send_async(weights, worker_ids)
             self._pending = pending
+            self._last = dict(given)
+            self._last_to_all = set(pending.worker_ids) == set(self._crew.ids)
+            self._tell(pending.worker_ids)
             self._calls = {worker_id: self._ask(worker_id) for worker_id in pending.unanswered}
             if not blocking:
                 self.seconds = time.perf_counter() - started
@@ -142,10 +128,21 @@ class PolicyWeights:
                 self._pending = None
                 self.seconds = time.perf_counter() - started
 
+    def restore(self, version: int) -> int:
+        """Count on from another version, which workers are not told; by how many it is further."""
+        with self._updating:
+            increments = version - self.version
+            self._increments += increments
+            return increments
+
     def close(self) -> None:
         """Release what the sender holds."""
         if self.sender is not None:
             self.sender.close()
+
+    def _tell(self, worker_ids: Sequence[int]) -> None:
+        for callback in self.on_update:
+            callback(worker_ids)
 
     def _ensure_sender(self, weights: Any) -> None:
         if weights is None and self._made_by_workers:
@@ -213,13 +210,29 @@ class PolicyWeights:
 
     def _join(self, worker_id: int) -> None:
         """Serve a worker that is new, or that has taken the place of another."""
-        if self._increments:
-            self._crew.call(worker_id, Host.increment_version, self._increments)
-        if self.sender is None:
-            return
-        if worker_id in self.sender.all_worker_ids():
-            self.sender.remove_worker(worker_id)
-        self.sender.add_worker(worker_id)
-        address = self.sender.address(worker_id)
-        calls = {worker_id: self._crew.call(worker_id, Host.connect, address)}
-        gather(calls, self._timeout, "connect to the sender")
+        with self._updating:
+            self._end_last()
+            if self._increments:
+                self._crew.call(worker_id, Host.increment_version, self._increments)
+            if self.sender is None:
+                return
+            if worker_id in self.sender.all_worker_ids():
+                self.sender.remove_worker(worker_id)
+            self.sender.add_worker(worker_id)
+            address = self.sender.address(worker_id)
+            calls = {worker_id: self._crew.call(worker_id, Host.connect, address)}
+            gather(calls, self._timeout, "connect to the sender")
+            if self.sender.version and self._last_to_all:
+                newest = {worker_id: self._crew.call(worker_id, Host.receive, self._timeout)}
+                gather(newest, self._timeout, "commit the newest weights")
+                return
+        # A sender gives to new workers what went to all.
+        if self.sender.version:
+            self.update(self._last, worker_id, blocking=True)
+
+    def _leave(self, worker_id: int) -> None:
+        """Serve a worker no longer."""
+        with self._updating:
+            self._end_last()
+            if self.sender is not None:
+                self.sender.remove_worker(worker_id)
