@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from sync_core.collector.calls import gather
@@ -42,9 +42,15 @@ class Crew:
     ) -> None:
         self._make_recipe = make_recipe
         self._timeout = timeout
-        self._seats = itertools.count()
+        #: The number of the next worker's seat; no seat is given twice.
+        self.next_seat = 0
+        self._env_fns: dict[int, Callable[[], Any]] = {}
+        #: Whether all workers were ended because nothing is left to do.
+        self.dismissed = False
         #: Called with the id of every worker that is added or restarted, once it is built.
         self.on_join: list[Callable[[int], None]] = []
+        #: Called with the id of every worker that is about to be removed.
+        self.on_leave: list[Callable[[int], None]] = []
         #: How many frames a batch of each worker has.
         self.frames: dict[int, int] = {}
         self._group = group_class(new_host, num_workers, timeout=timeout, **(worker_options or {}))
@@ -57,7 +63,7 @@ class Crew:
     @property
     def ids(self) -> tuple[int, ...]:
         """The ids of the workers."""
-        return self._group.worker_ids
+        return () if self.dismissed else self._group.worker_ids
 
     @property
     def parallel(self) -> bool:
@@ -78,16 +84,21 @@ class Crew:
         """Run a function on every worker at once."""
         return {worker_id: self.call(worker_id, function, *args) for worker_id in self.ids}
 
-    def add(self) -> int:
+    def add(self, env_fn: Callable[[], Any] | None = None) -> int:
         """Start and build one more worker; its id, never used before.
+
+        Args:
+            env_fn: makes its environment; None for what its recipe says.
 
         Raises as the constructor does; the crew is then as before.
         """
         worker_id = self._group.add()
+        if env_fn is not None:
+            self._env_fns[worker_id] = env_fn
         try:
             self._join(worker_id)
         except BaseException:
-            self.remove(worker_id)
+            self._end(worker_id)
             raise
         return worker_id
 
@@ -101,12 +112,28 @@ class Crew:
 
     def remove(self, worker_id: int) -> None:
         """End one worker; its unfinished calls fail."""
-        self.frames.pop(worker_id, None)
-        self._group.remove(worker_id)
+        for callback in self.on_leave:
+            callback(worker_id)
+        self._end(worker_id)
+
+    def dismiss(self) -> None:
+        """End all workers, and let there be none: calls to all of them reach nobody."""
+        self.dismissed = True
+        self._group.stop()
 
     def stop(self, timeout: float | None = None) -> None:
         """End all workers; see `WorkerGroup.stop`."""
         self._group.stop(timeout)
+
+    def take_seat(self) -> int:
+        """A seat that no worker has or had."""
+        self.next_seat += 1
+        return self.next_seat - 1
+
+    def _end(self, worker_id: int) -> None:
+        self._group.remove(worker_id)
+        self._env_fns.pop(worker_id, None)
+        self.frames = {i: frames for i, frames in self.frames.items() if i != worker_id}
 
     def _join(self, worker_id: int) -> None:
         self._build([worker_id])
@@ -116,10 +143,12 @@ class Crew:
     def _build(self, worker_ids: Iterable[int]) -> None:
         calls: dict[int, Future[int]] = {}
         for worker_id in worker_ids:
-            recipe = self._make_recipe(worker_id, next(self._seats))
+            recipe = self._make_recipe(worker_id, self.take_seat())
+            if worker_id in self._env_fns:
+                recipe = replace(recipe, env_fn=self._env_fns[worker_id])
             calls[worker_id] = self._group.call(worker_id, Host.build, recipe)
         made = gather(calls, self._timeout, "make its environment and policy")
-        self.frames.update(zip(calls, made, strict=True))
+        self.frames = {**self.frames, **dict(zip(calls, made, strict=True))}
 
 
 def warn_if_rounded(crew: Crew, frames: int) -> None:

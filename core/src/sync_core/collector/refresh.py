@@ -31,14 +31,36 @@ class Refresher:
         self._lost: SenderLostError | None = None
         self._error: Exception | None = None
         self._increments = 0
+        # What the version counted to when another one was restored, and that one.
+        self._restored: tuple[int, int] | None = None
         self._cost = math.inf
         self._due = 0.0
 
     @property
     def version(self) -> int:
         """The version that the policy has."""
-        received = 0 if self._receiver is None else self._receiver.version
-        return received + self._increments
+        counted = self._increments
+        if self._receiver is not None:
+            counted += self._receiver.version
+        if self._restored is not None and self._restored[0] == counted:
+            return self._restored[1]
+        return counted
+
+    @property
+    def receiver(self) -> Receiver | None:
+        """What writes into the policy."""
+        return self._receiver
+
+    def restore(self, version: int, increments: int) -> None:
+        """Have this version until newer weights come, which count from the trainer's on.
+
+        Args:
+            version: the version of weights that were written into the policy.
+            increments: how much further the trainer counts since.
+        """
+        self._restored = None
+        self._increments += increments
+        self._restored = self.version, version
 
     def connect(self, address: Address) -> None:
         """Get the weights from a sender from now on."""

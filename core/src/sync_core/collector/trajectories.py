@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,14 @@ class TrajectoryIds:
     def restart(self) -> None:
         """Every environment begins a new trajectory with the next batch."""
         self._current = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ids given so far."""
+        return {"next": self._next, "current": self._current}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._next, self._current = state["next"], state["current"]
 
     def label(self, done: Tensor) -> Tensor:
         """The ids of a batch's frames.

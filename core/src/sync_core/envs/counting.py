@@ -75,6 +75,14 @@ class CountingEnv:
         self._start = torch.full_like(self._start, float(seed))
         return seed if static_seed else seed + 1
 
+    def save_state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The steps made, and where they start."""
+        return self._steps.clone(), self._start.clone()
+
+    def load_state(self, state: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Go on from there."""
+        self._steps, self._start = (tensor.clone() for tensor in state)
+
     def close(self) -> None:
         """Say so in ``is_closed``."""
         self.is_closed = True
