@@ -33,7 +33,7 @@ from sync_core.envs import CountingEnv
 from sync_core.testing.collectors import Scale
 
 _WORKERS = 3
-_FRAMES_PER_BATCH = 50
+_FRAMES_PER_BATCH = 200
 _SHM = "/dev/shm"
 #: How much more there may be at the end than at first.
 _TOLERANCE = {"megabytes": 40.0, "threads": 1, "descriptors": 3, "shm_megabytes": 16.0}
@@ -85,7 +85,6 @@ class Ledger:
     """Accounts for every frame."""
 
     frames: int = 0
-    pids: dict[int, int] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
     _next: dict[int, int] = field(default_factory=dict)
 
@@ -100,7 +99,10 @@ class Ledger:
             self.complaints.append(f"process {pid}: acted with other weights than its version's")
         self._next[pid] = first + batch.numel()
         self.frames += batch.numel()
-        self.pids[int(batch["collector", "traj_ids"][0]) >> 32] = pid
+
+    def alive(self) -> list[int]:
+        """The processes that have delivered frames and still live."""
+        return [pid for pid in self._next if psutil.pid_exists(pid)]
 
     @property
     def processes(self) -> int:
@@ -144,10 +146,9 @@ def _soak(arguments: argparse.Namespace, ledger: Ledger) -> Iterator[Sample]:
             if time.monotonic() >= next_kill:
                 next_kill = time.monotonic() + arguments.kill_every
                 yield Sample.take()
-                # The last three seats may be those of workers that are alive.
-                seat = random.choice(sorted(ledger.pids)[-_WORKERS:])
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(ledger.pids[seat], signal.SIGKILL)
+                # None, if every one that lives is new and has delivered nothing yet.
+                for pid in random.sample(ledger.alive(), k=min(1, len(ledger.alive()))):
+                    os.kill(pid, signal.SIGKILL)
         if collector.stats().frames != ledger.frames:
             ledger.complaints.append(f"{collector.stats().frames} frames counted by the collector")
         yield Sample.take()
