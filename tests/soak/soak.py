@@ -147,8 +147,8 @@ def _soak(arguments: argparse.Namespace, ledger: Ledger) -> Iterator[Sample]:
                 next_kill = time.monotonic() + arguments.kill_every
                 yield Sample.take()
                 # None, if every one that lives is new and has delivered nothing yet.
-                for pid in random.sample(ledger.alive(), k=min(1, len(ledger.alive()))):
-                    os.kill(pid, signal.SIGKILL)
+                if alive := ledger.alive():
+                    os.kill(random.choice(alive), signal.SIGKILL)
         if collector.stats().frames != ledger.frames:
             ledger.complaints.append(f"{collector.stats().frames} frames counted by the collector")
         yield Sample.take()
