@@ -8,13 +8,14 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests demo format install clean
+.PHONY: help test check tests soak demo format install clean
 
 help:
 	@echo "make test                        every check and every test"
 	@echo "make demo [SCHEME=] [WORKERS=]   learn CartPole with workers that a scheme keeps fresh"
 	@echo "make check                       linters, types and import contracts"
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
+	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
 	@echo "make format                      let ruff put the code into shape"
 	@echo "make install                     make .venv and install everything (the others do too)"
 	@echo "make clean                       remove .venv, caches and output"
@@ -29,6 +30,9 @@ check: $(INSTALLED)
 
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(INSTALLED)
+	$(BIN)/python tests/soak/soak.py $(ARGS)
 
 demo: $(INSTALLED)
 	$(BIN)/python docs/examples/cartpole.py --scheme $(SCHEME) --workers $(WORKERS)

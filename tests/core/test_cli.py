@@ -66,6 +66,18 @@ def test_bench_measures_and_checks(scheme: str) -> None:
     assert (measured["share_of_limit"] is not None) == (scheme == "shm")
 
 
+def test_bench_collector_measures_frames_and_updates(capsys: pytest.CaptureFixture[str]) -> None:
+    only = ["--scheme", "thread", "--modes", "single", "--frames", "20", "--envs", "CartPole-v1"]
+    assert main(["bench", "collector", "--rounds", "7", "--json", *only]) == 0
+    (measured,) = json.loads(capsys.readouterr().out)
+    assert (measured["env"], measured["mode"], measured["workers"]) == ("CartPole-v1", "single", 1)
+    for name in ("frames_per_second", "sync_seconds", "bare_seconds"):
+        assert len(measured[name]) == 7
+        assert min(measured[name]) > 0
+    assert main(["bench", "collector", "--rounds", "7", *only, "Pendulum-v1"]) == 0
+    assert "Pendulum-v1" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -7,49 +7,33 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from tensordict import TensorDictBase
+from torch import nn
 
 from sync_core import (
     ClosedError,
     ModelError,
     OptionError,
-    PendingSend,
     PluginNotFoundError,
-    RemoteCallError,
-    SendReport,
     UnknownWorkerError,
     WorkerLostError,
     WorkerTimeoutError,
 )
 from sync_core.collector import Collector, CollectorStats
-from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv
+from sync_core.testing import CollectorConformance
+from sync_core.testing.collectors import Scale, long_episodes, values
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class Scale(nn.Module):
-    """Acts with its weight, whatever it sees."""
-
-    def __init__(self, weight: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([weight]))
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return self.weight.expand(observation.shape)
-
-    def set(self, weight: float) -> None:
-        self.weight.data.fill_(weight)
-
-
-class Failing(CountingEnv):
-    """Raises, or does worse, in its fourth step."""
+class Broken(CountingEnv):
+    """Hangs, or kills its worker, in its fourth step."""
 
     def __init__(self, *, kill: bool = False, hang: float = 0.0) -> None:
         super().__init__(100)
@@ -60,18 +44,8 @@ class Failing(CountingEnv):
         if self._steps.item() == 3:
             if self._kill:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if not self._hang:
-                raise ValueError("the pole broke")
             time.sleep(self._hang)
         return super().step(tensordict)
-
-
-def long_episodes() -> CountingEnv:
-    return CountingEnv(100_000)
-
-
-def values(batch: TensorDictBase, *key: str) -> list[Any]:
-    return list(batch[key].squeeze(-1).tolist())
 
 
 def children() -> list[Any]:
@@ -85,138 +59,9 @@ def leaves_no_process() -> Iterator[None]:
     assert not set(children()) - before
 
 
-class CollectorContract:
-    """What holds on every worker group."""
-
-    scheme: ClassVar[str]
-    workers: ClassVar[str | None] = None
-    works_ahead: ClassVar[bool] = True
-
-    def collector(self, env: Any = long_episodes, policy: Any = None, **options: Any) -> Collector:
-        options = {"num_workers": 2, "frames_per_batch": 4, "timeout": 30.0, **options}
-        return Collector(env, policy, scheme=self.scheme, workers=self.workers, **options)
-
-    def test_synchronous(self) -> None:
-        policy = Scale(5.0)
-        options: dict[str, Any] = {"frames_per_batch": 6, "total_frames": 20, "sync": True}
-        with self.collector(
-            [lambda: CountingEnv(2), long_episodes], policy, **options
-        ) as collector:
-            assert collector.worker_ids == (0, 1)
-            # The workers act with copies, and only an update changes them.
-            policy.set(0.0)
-            batch = next(collector)
-            assert batch.batch_size == torch.Size([2, 3])
-            assert batch.names == [None, "time"]
-            assert values(batch, "action") == [[5.0] * 3] * 2
-            assert values(batch, "observation") == [[0, 1, 0], [0, 1, 2]]
-            assert values(batch, "next", "observation") == [[1, 2, 1], [1, 2, 3]]
-            ids = batch["collector", "traj_ids"]
-            assert ids.tolist() == [[0, 0, 1], [PER_WORKER] * 3]
-            assert not batch["policy_version"].any()
-
-            policy.set(1.0)
-            report = collector.update_policy_weights_()
-            assert isinstance(report, SendReport)
-            assert report.updated == (0, 1)
-            batch = next(collector)
-            assert values(batch, "action") == [[1.0] * 3] * 2
-            assert batch["policy_version"].tolist() == [[1] * 3] * 2
-            assert batch["next", "policy_version"].tolist() == [[1] * 3] * 2
-            assert batch["policy_version"].dtype == torch.int64
-
-            policy.set(2.0)
-            assert collector.update_policy_weights_(worker_ids=1).updated == (1,)
-            batch = next(collector)
-            assert values(batch, "action") == [[1.0] * 3, [2.0] * 3]
-            assert batch["policy_version"].tolist() == [[1] * 3, [2] * 3]
-            stats = collector.stats()
-            assert (stats.frames, stats.batches, stats.version, stats.lag) == (18, 3, 2, 1)
-            assert 0 < stats.sync_seconds < 30
-
-            assert collector.update_policy_weights_({"weight": torch.tensor([7.0])}).updated == (
-                0,
-                1,
-            )
-            policy.set(3.0)
-            pending = collector.update_policy_weights_(blocking=False)
-            assert isinstance(pending, PendingSend)
-            policy.set(9.0)
-            assert pending.wait().updated == (0, 1)
-            assert values(next(collector), "action") == [[3.0] * 3] * 2
-            assert collector.next() is None
-            assert list(collector) == []
-            with pytest.raises(ClosedError):
-                collector.update_policy_weights_()
-
-    def test_first_ready(self) -> None:
-        policy = Scale()
-        seen: dict[int, list[float]] = {}
-        versions: dict[int, list[int]] = {}
-        frames = 0
-        with self.collector(long_episodes, policy, total_frames=38) as collector:
-            # The seeds: a worker gets what the one before it returned.
-            assert collector.set_seed(1000) == 1002
-            while frames < 38:
-                # Leaving a loop and beginning another loses and repeats nothing.
-                for batch in collector:
-                    assert batch.batch_size == torch.Size([4])
-                    assert batch.names == ["time"]
-                    frames += 4
-                    worker = batch["collector", "traj_ids"].unique().item() // PER_WORKER
-                    seen.setdefault(int(worker), []).extend(values(batch, "observation"))
-                    version = batch["policy_version"].tolist()
-                    assert values(batch, "action") == version
-                    versions.setdefault(int(worker), []).extend(version)
-                    policy.set(collector.stats().version + 1)
-                    collector.update_policy_weights_()
-                    if frames % 12 == 0:
-                        break
-            assert collector.next() is None
-        assert sum(map(len, seen.values())) == frames == 40
-        for worker, observations in seen.items():
-            start = 1000 + worker
-            assert observations == list(range(start, start + len(observations)))
-            assert versions[worker] == sorted(versions[worker])
-        assert max(map(max, versions.values())) >= (1 if self.works_ahead else 9)
-
-    def test_policy_factory(self) -> None:
-        options: dict[str, Any] = {
-            "policy_factory": [lambda: Scale(1.0), lambda: Scale(2.0)],
-            "sync": True,
-        }
-        with self.collector(long_episodes, **options) as collector:
-            assert collector.sender is None
-            assert values(next(collector), "action") == [[1.0] * 2, [2.0] * 2]
-            with pytest.raises(ModelError, match="type update_policy_weights_"):
-                collector.update_policy_weights_()
-            weights = TensorDict({"weight": torch.tensor([3.0])}, batch_size=[])
-            assert collector.update_policy_weights_(weights=weights).updated == (0, 1)
-            batch = next(collector)
-            assert values(batch, "action") == [[3.0] * 2] * 2
-            assert batch["policy_version"].unique().tolist() == [1]
-            collector.update_policy_weights_(policy=Scale(4.0))
-            assert values(next(collector), "action") == [[4.0] * 2] * 2
-
-    def test_a_raising_environment(self) -> None:
-        with self.collector(Failing, num_workers=1) as collector:
-            with pytest.raises(RemoteCallError, match=r"(?s)worker 0: .*in step.*the pole broke"):
-                list(collector)
-            assert list(collector) == []
-            assert not children()
-
-    def test_an_environment_that_cannot_be_made(self) -> None:
-        def broken() -> CountingEnv:
-            raise ValueError("no pole")
-
-        with pytest.raises(RemoteCallError, match="no pole"):
-            self.collector(broken, num_workers=1)
-
-
-class TestInline(CollectorContract):
+class TestInline(CollectorConformance):
     scheme = "thread"
     workers = "inline"
-    works_ahead = False
 
     def test_batches_are_made_when_they_are_wanted(self) -> None:
         policy = Scale()
@@ -227,12 +72,13 @@ class TestInline(CollectorContract):
             assert collector.stats().lag == 0
 
 
-class TestThread(CollectorContract):
+class TestThread(CollectorConformance):
     scheme = "thread"
+    workers = "thread"
 
     def test_a_late_batch_is_waited_for_again(self) -> None:
         def slow() -> CountingEnv:
-            return Failing(hang=1.0)
+            return Broken(hang=1.0)
 
         with self.collector(slow, frames_per_batch=4, num_workers=1, timeout=0.5) as collector:
             with pytest.raises(WorkerTimeoutError, match=r"worker 0: gave no batch within 0\.5 s"):
@@ -241,11 +87,12 @@ class TestThread(CollectorContract):
             assert values(next(collector), "observation") == [0, 1, 2, 3]
 
 
-class TestProcess(CollectorContract):
+class TestProcess(CollectorConformance):
     scheme = "shm"
+    workers = "process"
 
     def test_a_worker_that_dies(self) -> None:
-        envs = [long_episodes, lambda: Failing(kill=True)]
+        envs = [long_episodes, lambda: Broken(kill=True)]
         with self.collector(envs, Scale(), frames_per_batch=8, sync=True) as collector:
             with pytest.raises(WorkerLostError, match="worker 1"):
                 next(collector)

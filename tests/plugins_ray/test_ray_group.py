@@ -20,13 +20,11 @@ import ray
 import torch
 
 from sync_core import (
-    Collector,
     OptionError,
     RemoteCallError,
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_core.envs import CountingEnv
 from sync_core.testing import WorkerGroupConformance, worker_groups
 from sync_core.testing.worker_groups import eventually, wait_for
 from sync_plugin_ray.group import RayGroup
@@ -375,39 +373,3 @@ except PluginImportError as error:
     command = [sys.executable, "-c", source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert "pip install 'ray>=2.50'" in done.stdout
-
-
-class Scale(torch.nn.Module):
-    """Acts with its weight, whatever it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor([5.0]))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.weight.expand(observation.shape)
-
-
-def test_a_collector_whose_workers_are_actors() -> None:
-    policy = Scale()
-    with Collector(
-        lambda: CountingEnv(100),
-        policy,
-        scheme="shm",
-        workers="ray",
-        worker_options={"remote_configs": {"num_cpus": 1}},
-        num_workers=2,
-        frames_per_batch=6,
-        total_frames=12,
-        sync=True,
-    ) as collector:
-        batch = next(collector)
-        assert batch["action"].unique().tolist() == [5.0]
-        with torch.no_grad():
-            policy.weight.fill_(1.0)
-        assert collector.update_policy_weights_().updated == (0, 1)
-        batch = next(collector)
-        assert batch["action"].unique().tolist() == [1.0]
-        assert batch["observation"].squeeze(-1).tolist() == [[3, 4, 5]] * 2
-        assert batch["policy_version"].unique().tolist() == [1]
-        assert list(collector) == []

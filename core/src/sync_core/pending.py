@@ -48,6 +48,21 @@ class PendingSend:
         self._finish = finish
         self._report: SendReport | None = None
 
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The workers that are to get the version."""
+        return tuple(self._deliveries)
+
+    @property
+    def nbytes(self) -> int:
+        """How much each of them gets, in bytes."""
+        return max((delivery.nbytes for delivery in self._deliveries.values()), default=0)
+
+    @property
+    def unanswered(self) -> Mapping[int, Delivery]:
+        """The deliveries, by worker, that have not ended."""
+        return {i: d for i, d in self._deliveries.items() if not d.wait(0)}
+
     def done(self) -> bool:
         """Whether every worker has answered, or the send was waited for already."""
         return self._report is not None or all(d.wait(0) for d in self._deliveries.values())

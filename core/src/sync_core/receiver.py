@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Self
+
+from torch import Tensor
 
 from sync_core import registry
 from sync_core.address import Address
@@ -16,7 +18,7 @@ from sync_core.commit import own_memory
 from sync_core.compare import check_match
 from sync_core.contexts import ApplyContext, TransportContext
 from sync_core.defaults import Defaults
-from sync_core.errors import AddressError, ClosedError, ModelError, SenderLostError
+from sync_core.errors import AddressError, ClosedError, ModelError, SenderLostError, SyncError
 from sync_core.extract import Strategy, named_tensors
 from sync_core.getter import GetterScheme
 from sync_core.models import look_up, refers
@@ -40,6 +42,9 @@ class Receiver:
         timeout: deadline of blocking calls, in seconds; None for the sender's.
         background: with a scheme whose weights take time to come, receive them in a thread,
             which only stages the newest version; `receive` commits it, in the thread that calls.
+        on_commit: called with every version that was committed, before the sender is told that
+            it was; should it raise, the sender is told that instead. It is for whoever passes
+            weights on: nobody is told that they have arrived before they have.
 
     Raises:
         AddressError: not an address, or one that cannot be reached from here.
@@ -57,12 +62,14 @@ class Receiver:
         context: Any = None,
         timeout: float | None = None,
         background: bool = False,
+        on_commit: Callable[[int], object] | None = None,
     ) -> None:
         if not isinstance(address, Address):
             raise AddressError(f"{address!r} is no address; get one by sender.address(worker_id)")
         self._address = address
         self._context = context
         self._timeout = address.timeout if timeout is None else timeout
+        self._on_commit = on_commit
         self._backend = registry.find("sync.schemes", address.scheme)
         layers = [registry.find("sync.layers", layer) for layer in address.layers]
         defaults = Defaults(address.strategy)
@@ -71,6 +78,7 @@ class Receiver:
         self._model: Any = None
         self._found: Any = None
         self._version = 0
+        self._staged: Payload | None = None
         self._lease = _Lease()
         if model is not None:
             self.register_model(model)
@@ -166,8 +174,26 @@ class Receiver:
             SyncError: the weights could not be committed. The model keeps its version, and the
                 sender is told.
         """
+        if self.stage(timeout) is None:
+            return None
+        try:
+            self.load()
+        except BaseException as error:
+            self.reject(error)
+            raise
+        return self.confirm()
+
+    def stage(self, timeout: float | None = None) -> int | None:
+        """Fetch what `receive` would commit, and keep it; see `receive_together`.
+
+        What was staged before is dropped: a sender may wait for its answer before it offers more.
+
+        Returns:
+            The version that is staged now, or None when there was no newer one in time.
+        """
         if not self._leave.alive:
             raise ClosedError("the receiver is closed")
+        self.reject(SyncError("a newer version was asked for before this one was committed"))
         try:
             payload = self._transport.receive(self._timeout if timeout is None else timeout)
         except SenderLostError:
@@ -178,21 +204,53 @@ class Receiver:
         if payload.version <= self._version:
             payload.release()
             return None
-        try:
-            model = self._resolve_model()
-            update = Update(payload.layout, payload.source)
-            self._stack.apply_weights(update, model, self._context_of(payload.version))
-        except BaseException as error:
+        self._staged = payload
+        return payload.version
+
+    @property
+    def staged(self) -> int:
+        """The version that is staged, or else the one that the model has."""
+        return self._version if self._staged is None else self._staged.version
+
+    def load(self) -> None:
+        """Write what is staged into the model; to be followed by `confirm` or `reject`."""
+        if self._staged is not None:
+            update = Update(self._staged.layout, self._staged.source)
+            context = self._context_of(self._staged.version)
+            self._stack.apply_weights(update, self._resolve_model(), context)
+
+    def reject(self, error: BaseException) -> None:
+        """Drop what is staged, and tell the sender why."""
+        payload, self._staged = self._staged, None
+        if payload is not None:
             payload.release()
             self._answer(payload.version, _describe(error))
-            raise
+
+    def confirm(self) -> int:
+        """Make what was loaded the model's version, and tell the sender so."""
+        payload, self._staged = self._staged, None
+        if payload is None:
+            return self._version
         self._version = payload.version
         if self._address.zero_copy:
-            self._lease.replace(model, payload)
+            self._lease.replace(self._found, payload)
         else:
             payload.release()
+        try:
+            if self._on_commit is not None:
+                self._on_commit(payload.version)
+        except BaseException as error:
+            self._answer(payload.version, _describe(error))
+            raise
         self._answer(payload.version, None)
         return payload.version
+
+    def snapshot(self) -> Mapping[str, Tensor] | None:
+        """A copy of the model's weights; None where the scheme alone knows how to load them."""
+        if self._stack_without_layers.implements("apply_weights"):
+            return None
+        named = named_tensors(self._resolve_model(), self._address.strategy)
+        return {name: tensor.detach().clone() for name, tensor in named.items()}
 
     def apply_weights(self, weights: Any) -> None:
         """Commit weights given by hand; the version stays what it is.
@@ -222,6 +280,9 @@ class Receiver:
 
     def close(self) -> None:
         """Leave the sender. The model keeps what it has, in memory of its own."""
+        if self._staged is not None:
+            self._staged.release()
+            self._staged = None
         self._leave()
 
     def __enter__(self) -> Self:

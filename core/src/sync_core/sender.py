@@ -209,6 +209,11 @@ class Sender(Updater):
             )
             return self._pending
 
+    def check(self, weights: Any = None) -> None:
+        """Raise what `send` would raise about these weights, and send nothing."""
+        self._check_open()
+        self._source.read(weights)
+
     def wait_async(self, timeout: float | None = None) -> SendReport:
         """Wait for the pending send; see `PendingSend.wait`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
@@ -51,6 +52,8 @@ class InlineWorker:
         self.ready: Future[None] = Future()
         self.alive = True
         self._hosted: Any = None
+        # Several threads may call; a hosted function may call again.
+        self._one_at_a_time = threading.RLock()
         outcome = _attempt(factory, worker_id)
         if isinstance(outcome, Returned):
             self._hosted = outcome.value
@@ -61,7 +64,8 @@ class InlineWorker:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
         future: Future[Any] = Future()
-        outcome = _attempt(function, self._hosted, *args, **kwargs)
+        with self._one_at_a_time:
+            outcome = _attempt(function, self._hosted, *args, **kwargs)
         settle(future, self.worker_id, name_of(function), outcome)
         return future
 

@@ -98,7 +98,7 @@ def measure(
     options = options or {}
     source = make_model(model)
     update = Binding(source).read()
-    group_type = choose_group(scheme, None)
+    group_type = choose_group([scheme], None)
     with ExitStack() as stack:
         group = stack.enter_context(group_type(partial(_host, model), workers))
         sender = stack.enter_context(

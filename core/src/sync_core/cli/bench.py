@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sync_core.bench import MODELS, Measurement, measure
+from sync_core.cli import bench_collector
 
 
 def add_to(subparsers: Any) -> None:
@@ -23,10 +24,12 @@ def add_to(subparsers: Any) -> None:
         description=(
             "Sends a model to workers, round after round, checks what arrived, and does plain "
             "copies of the same bytes in turn with that. Further --name value pairs are options "
-            "of the scheme."
+            "of the scheme. With `collector` as the scheme, frames per second of a collector, and "
+            "its updates beside those of a bare sender; that takes --scheme, --envs, --modes and "
+            "--frames."
         ),
     )
-    parser.add_argument("scheme", help="the scheme's name")
+    parser.add_argument("scheme", help="the scheme's name, or collector")
     parser.add_argument("--workers", type=int, default=4, help="how many workers (4)")
     parser.add_argument("--model", choices=MODELS, default="large", help="what is sent (large)")
     parser.add_argument("--zero-copy", action="store_true", help="let the workers keep views")
@@ -40,6 +43,13 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
         parser.error("a median wants 7 rounds or more")
     if arguments.workers < 1:
         parser.error("there must be a worker")
+    if arguments.scheme == "collector":
+        return bench_collector.run(
+            rest,
+            workers=arguments.workers,
+            rounds=arguments.rounds,
+            as_json=arguments.json,
+        )
     measurement = measure(
         arguments.scheme,
         arguments.model,

@@ -20,8 +20,8 @@ from sync_core import registry
 from sync_core.bench.measure import SETTLE_SECONDS
 from sync_core.bench.models import make_model, mark
 from sync_core.bench.worker import BenchWorker
+from sync_core.collector.calls import gather
 from sync_core.collector.groups import choose_group, shares_policy
-from sync_core.collector.requests import gather
 from sync_core.errors import OptionError, SendError, SyncError
 from sync_core.sender import Sender
 from sync_core.workers import WorkerGroup
@@ -95,7 +95,7 @@ def try_scheme(scheme: str, timeout: float) -> Outcome:
 
 def _median_seconds(scheme: str, timeout: float) -> float:
     deadline = time.monotonic() + timeout
-    group_type = choose_group(scheme, None)
+    group_type = choose_group([scheme], None)
     source = make_model(MODEL)
     host = partial(_host, source if shares_policy(scheme) else None)
     seconds = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,20 +16,40 @@ from sync_core.collector.choosers import (
     TensorChooser,
     TensorDictChooser,
 )
-from sync_core.collector.columns import Leaves
-from sync_core.collector.loops import Steps
+from sync_core.collector.columns import Leaves, stack
+from sync_core.collector.loops import BetweenSteps, Steps
 from sync_core.collector.policies import TensorDictPolicy, TensorPolicy
 from sync_core.envs.arrays import ArrayEnv, Arrays
-from sync_core.envs.protocol import FLAGS
-
-_TENSORDICT_METHODS = ("reset", "step", "step_and_maybe_reset", "rand_action")
+from sync_core.envs.normal import no_flags, outcome_of
 
 
-def speaks_arrays(env: object) -> TypeGuard[ArrayEnv]:
-    """Whether stepping an environment by its array methods is the same as by its others."""
-    return isinstance(env, ArrayEnv) and all(
-        getattr(type(env), name) is getattr(ArrayEnv, name) for name in _TENSORDICT_METHODS
-    )
+@dataclass(slots=True)
+class _Rows:
+    """A batch that is being gathered: how far it has come, and a row for each of its steps.
+
+    Args:
+        steps: how many there are to be.
+        seen: the observations; one row more, which is where the next batch goes on.
+        following: the true outcome of each step, also where an episode ended.
+        reward: likewise.
+        terminated: likewise.
+        truncated: likewise.
+        versions: of the policy that acted.
+        chooser: chooses the actions.
+        action: chosen for the next step, which was cut short; None if it is still to be chosen.
+        made: the steps made.
+    """
+
+    steps: int
+    seen: Rows
+    following: Rows
+    reward: np.ndarray[Any, Any]
+    terminated: np.ndarray[Any, Any]
+    truncated: np.ndarray[Any, Any]
+    versions: np.ndarray[Any, Any]
+    chooser: Chooser
+    action: np.ndarray[Any, Any] | None = None
+    made: int = 0
 
 
 class ArrayLoop:
@@ -41,50 +62,92 @@ class ArrayLoop:
     def __init__(self, env: ArrayEnv) -> None:
         self._env = env
         self._batch = tuple(env.batch_size)
-        self._current: Arrays | None = None
-        self._carried: Leaves = {}
+        self.restart()
 
     def observation_keys(self) -> list[Any]:
         """The keys of the environment's specs."""
         return list(self._env.array_specs)
 
     def restart(self) -> None:
-        """Begin the next run with a reset."""
-        self._current = None
-        self._carried = {}
+        """Begin the next run with a reset, and drop what one that was cut short has gathered."""
+        self._current: Arrays | None = None
+        # Where an episode has ended, so that another is to begin before the next step.
+        self._ended: np.ndarray[Any, Any] | None = None
+        self._carried: Leaves = {}
+        self._rows: _Rows | None = None
 
-    def run(self, steps: int, policy: TensorPolicy | TensorDictPolicy | None) -> Steps:
+    def midway(self) -> bool:
+        """Whether a run was cut short."""
+        return self._rows is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next run goes on."""
+        return {"current": self._current, "ended": self._ended, "carried": self._carried}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.restart()
+        self._current, self._ended = state["current"], state["ended"]
+        self._carried = state["carried"]
+
+    def run(
+        self,
+        steps: int,
+        policy: TensorPolicy | TensorDictPolicy | None,
+        between_steps: BetweenSteps,
+    ) -> Steps:
         """Go on for some steps; None as the policy means random actions."""
-        # One row more than there are steps: the last is where the next run goes on.
-        seen, following = self._rows(steps + 1), self._rows(steps)
-        reward = np.empty((steps, *self._batch), np.float32)
+        rows = self._rows
+        if rows is None:
+            rows = self._rows = self._new_rows(steps, policy)
+        while rows.made < rows.steps:
+            self._step(rows, between_steps)
+        self._current = {key: seen[rows.steps].copy() for key, seen in rows.seen.items()}
+        self._rows = None
+        return self._gathered(rows)
+
+    def _step(self, rows: _Rows, between_steps: BetweenSteps) -> None:
+        t = rows.made
+        if rows.action is None:
+            self._reset_ended(rows)
+            rows.versions[t] = between_steps()
+            rows.action = rows.chooser.choose(t).numpy()
+        made = self._env.step_arrays(rows.action)
+        observation, rows.reward[t], rows.terminated[t], rows.truncated[t] = made
+        _put(rows.following, t, observation)
+        _put(rows.seen, t + 1, observation)
+        self._ended = rows.terminated[t] | rows.truncated[t]
+        rows.action, rows.made = None, t + 1
+
+    def _reset_ended(self, rows: _Rows) -> None:
+        t, ended = rows.made, self._ended
+        if ended is None:
+            _put(rows.seen, t, self._env.reset_arrays())
+        elif not ended.any():
+            return
+        elif not self._batch:
+            self._carried.clear()
+            _put(rows.seen, t, self._env.reset_arrays())
+        else:
+            fresh = self._env.reset_arrays(ended)
+            for key, seen in rows.seen.items():
+                seen[t][ended] = np.asarray(fresh[key])[ended]
+        self._ended = np.zeros(self._batch, np.bool_)
+
+    def _new_rows(self, steps: int, policy: TensorPolicy | TensorDictPolicy | None) -> _Rows:
+        seen = self._empty(steps + 1)
+        if self._current is not None:
+            _put(seen, 0, self._current)
         terminated, truncated = np.empty((2, steps, *self._batch), np.bool_)
-        chooser = self._chooser(policy, seen)
-        step = self._env.step_arrays
-        _put(seen, 0, self._env.reset_arrays() if self._current is None else self._current)
-        for t in range(steps):
-            action = chooser.choose(t).numpy()
-            observation, reward[t], terminated[t], truncated[t] = step(action)
-            _put(following, t, observation)
-            _put(seen, t + 1, observation)
-            ended = terminated[t] | truncated[t]
-            if ended.any():
-                self._reset(seen, t + 1, ended, chooser)
-        self._current = {key: rows[steps].copy() for key, rows in seen.items()}
-        time = len(self._batch)
-        no = torch.zeros(*self._batch, steps, 1, dtype=torch.bool)
-        root = {key: self._column(rows[:steps]) for key, rows in seen.items()}
-        outcome = {key: self._column(rows) for key, rows in following.items()}
-        scalars = {
-            "reward": reward,
-            "done": terminated | truncated,
-            "terminated": terminated,
-            "truncated": truncated,
-        }
-        outcome |= {name: self._column(rows).unsqueeze(-1) for name, rows in scalars.items()}
-        return Steps(
-            root | {name: no.clone() for name in FLAGS} | chooser.root.stack(time),
-            outcome | chooser.next.stack(time),
+        return _Rows(
+            steps=steps,
+            seen=seen,
+            following=self._empty(steps),
+            reward=np.empty((steps, *self._batch), np.float32),
+            terminated=terminated,
+            truncated=truncated,
+            versions=np.empty(steps, np.int64),
+            chooser=self._chooser(policy, seen),
         )
 
     def _chooser(self, policy: TensorPolicy | TensorDictPolicy | None, seen: Rows) -> Chooser:
@@ -94,20 +157,21 @@ class ArrayLoop:
             return TensorChooser(policy, seen)
         return TensorDictChooser(policy, seen, self._env.batch_size, self._carried)
 
-    def _rows(self, count: int) -> dict[Any, np.ndarray[Any, Any]]:
+    def _empty(self, count: int) -> dict[Any, np.ndarray[Any, Any]]:
         return {
             key: np.empty((count, *self._batch, *spec.shape), spec.dtype)
             for key, spec in self._env.array_specs.items()
         }
 
-    def _reset(self, seen: Rows, t: int, ended: Any, chooser: Chooser) -> None:
-        if not self._batch:
-            _put(seen, t, self._env.reset_arrays())
-            chooser.reset()
-            return
-        fresh = self._env.reset_arrays(ended)
-        for key, rows in seen.items():
-            rows[t][ended] = np.asarray(fresh[key])[ended]
+    def _gathered(self, rows: _Rows) -> Steps:
+        time = len(self._batch)
+        outcome = {key: self._column(following) for key, following in rows.following.items()}
+        outcome |= outcome_of(*map(self._column, (rows.reward, rows.terminated, rows.truncated)))
+        outcome |= stack(rows.chooser.next, time)
+        root = {key: self._column(seen[: rows.steps]) for key, seen in rows.seen.items()}
+        root |= no_flags((*self._batch, rows.steps)) | stack(rows.chooser.root, time)
+        ended = outcome["done"].squeeze(-1)
+        return Steps(root, outcome, ended, torch.from_numpy(rows.versions))
 
     def _column(self, rows: np.ndarray[Any, Any]) -> Tensor:
         """Put time behind the batch dimensions."""

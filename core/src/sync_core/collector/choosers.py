@@ -10,43 +10,37 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from sync_core.collector.columns import Columns, Leaves, leaves_of
+from sync_core.collector.columns import Leaves, copy_of, leaves_of
 from sync_core.collector.policies import TensorDictPolicy, TensorPolicy
 from sync_core.envs.arrays import ArrayEnv
-from sync_core.envs.protocol import FLAGS
+from sync_core.envs.normal import no_flags
 
 Rows: TypeAlias = Mapping[Any, np.ndarray[Any, Any]]
 
 
 class Chooser(Protocol):
-    """Chooses actions, and keeps what is to be recorded beside the observations."""
+    """Chooses actions, and keeps what is to be recorded beside the observations, by step."""
 
-    root: Columns
-    next: Columns
+    root: list[Leaves]
+    next: list[Leaves]
 
     def choose(self, t: int) -> Tensor:
-        """The action for the observations in row ``t``."""
-
-    def reset(self) -> None:
-        """A single environment was reset after the step."""
+        """The action for the observations in row ``t``; choosing again replaces it."""
 
 
 class RandomChooser:
     """Lets the environment choose."""
 
     def __init__(self, env: ArrayEnv) -> None:
-        self.root, self.next = Columns(), Columns()
+        self.root: list[Leaves] = []
+        self.next: list[Leaves] = []
         self._sample = env.sample_action
 
     def choose(self, t: int) -> Tensor:
         """A random action."""
-        del t
         action = torch.as_tensor(self._sample())
-        self.root.append({"action": action})
+        self.root[t:] = [{"action": action.clone()}]
         return action
-
-    def reset(self) -> None:
-        """Nothing depends on the steps before."""
 
 
 class TensorChooser:
@@ -58,7 +52,8 @@ class TensorChooser:
     """
 
     def __init__(self, policy: TensorPolicy, seen: Rows) -> None:
-        self.root, self.next = Columns(), Columns()
+        self.root: list[Leaves] = []
+        self.next: list[Leaves] = []
         self._act = policy.act
         inputs = (torch.from_numpy(seen[key]).unbind() for key in policy.in_keys)
         self._inputs = list(zip(*inputs, strict=True))
@@ -66,11 +61,8 @@ class TensorChooser:
     def choose(self, t: int) -> Tensor:
         """The policy's action."""
         action = self._act(*self._inputs[t]).detach().cpu()
-        self.root.append({"action": action})
+        self.root[t:] = [{"action": action.clone()}]
         return action
-
-    def reset(self) -> None:
-        """Nothing depends on the steps before."""
 
 
 class TensorDictChooser:
@@ -87,11 +79,12 @@ class TensorDictChooser:
     def __init__(
         self, policy: TensorDictPolicy, seen: Rows, batch_size: torch.Size, carried: Leaves
     ) -> None:
-        self.root, self.next = Columns(), Columns()
+        self.root: list[Leaves] = []
+        self.next: list[Leaves] = []
         self._policy = policy
         self._seen = seen
         self._rows = {key: torch.from_numpy(array).unbind() for key, array in seen.items()}
-        self._flags = dict.fromkeys(FLAGS, torch.zeros(*batch_size, 1, dtype=torch.bool))
+        self._flags = no_flags(batch_size)
         self._batch_size = batch_size
         self._carried = carried
 
@@ -106,18 +99,14 @@ class TensorDictChooser:
                 made[key] = value
             elif value is not given[key]:
                 self._seen[key][t] = value.cpu().numpy()
-        for name in FLAGS:
+        for name in self._flags:
             made.pop(name, None)
-        self.root.append(made)
+        self.root[t:] = [copy_of(made)]
         following = result.get("next", None)
         if following is not None:
             self._carried.clear()
             self._carried.update(leaves_of(following))
-            self.next.append(self._carried)
+        self.next[t:] = [{} if following is None else copy_of(self._carried)]
         if "action" not in made:
             raise KeyError("the policy set no 'action' in the TensorDict")
         return made["action"].detach().cpu()
-
-    def reset(self) -> None:
-        """Forget what was to be carried over from an episode that has ended."""
-        self._carried.clear()

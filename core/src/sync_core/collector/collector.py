@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, overload
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self, Unpack
 
 import torch
 from tensordict import TensorDictBase
 
-from sync_core.collector.factory import RolloutFactory, one_per_worker
+from sync_core.address import Address
+from sync_core.collector.background import Background
+from sync_core.collector.crew import Crew, warn_if_rounded
+from sync_core.collector.delivery import Delivery
+from sync_core.collector.feeds import make_weights
+from sync_core.collector.freshness import Freshness
 from sync_core.collector.groups import choose_group, shares_policy
-from sync_core.collector.requests import gather
-from sync_core.collector.rollout import Rollout, RolloutOptions
-from sync_core.collector.schedules import FirstReady, Schedule, Synchronous
+from sync_core.collector.life import Life, end
+from sync_core.collector.options import (
+    check_buffer,
+    check_frames,
+    check_on_worker_failure,
+    check_policy,
+    count_envs,
+    count_workers,
+    factories,
+    refresh_interval,
+)
+from sync_core.collector.output import Output, ReplayBuffer
+from sync_core.collector.recipe import Recipes
+from sync_core.collector.replacement import OnWorkerFailure, Replacement
+from sync_core.collector.requests import Requests
+from sync_core.collector.rollout import RolloutOptions
+from sync_core.collector.schedules import FirstReady, Synchronous
+from sync_core.collector.schemes import POLICY, copied, schemes_of
+from sync_core.collector.stale import StaleWatch
 from sync_core.collector.stats import CollectorStats
-from sync_core.collector.weights import PolicyWeights
-from sync_core.errors import ClosedError, RemoteCallError, WorkerLostError
-from sync_core.pending import PendingSend
-from sync_core.report import SendReport
-from sync_core.sender import Sender
+from sync_core.collector.tree import Upstream
+from sync_core.collector.updates import Updates
+from sync_core.collector.warmup import Warmup
+from sync_core.collector.worker_options import WorkerOptions, options_of_workers
 from sync_core.workers import WorkerGroup
 
-_MODEL_ID = "policy"
 
-
-class Collector:
+class Collector(Life, Updates):
     """Runs a policy in environments on workers, and yields what they did as TensorDicts.
 
     With ``sync=True``, all workers make a part of each batch, between two iterations and with the
@@ -46,11 +64,22 @@ class Collector:
     too; a late batch (`WorkerTimeoutError`) does not.
 
     Args:
-        create_env_fn: makes an environment (`sync_core.envs.Env`); or a list, one for each worker.
+        create_env_fn: makes an environment (`sync_core.envs.Env`, or one of Gymnasium's, single or
+            vector); or a list, one for each worker.
         policy: takes a TensorDict or observations (`sync_core.collector.policies.adapt`); None
             for random actions. Workers begin with a copy of it as it is now.
         policy_factory: makes a worker's policy in the worker; or a list, one for each worker.
-        scheme: how weights travel: the name of a scheme, or a plugin object.
+        scheme: how weights travel: the name of a scheme, or a plugin object; ``"shm"`` by default.
+        weight_sync_schemes: instead, several models by name, each with a scheme, or with a mapping
+            that has ``"scheme"`` and its options. A name is a path in a worker: ``"policy"``,
+            ``"policy.critic"``, ``"env.transform[0]"``. Workers commit several models together,
+            between two batches.
+        models: what the trainer has under these names, ``"policy"`` apart. Of one whose name is no
+            path, such as ``"critic"``, every worker gets a copy.
+        weight_recv_schemes: see `register_scheme_receiver`.
+        update_after_each_batch: refresh a worker before it begins its next batch.
+        max_weight_update_interval: refresh a worker that has made so many batches with the same
+            weights; -1 for only when told to.
         workers: what workers are: the name of a worker group, or its class. None for what suits
             the scheme: the group of its name, else ``process`` if it crosses processes, else
             ``inline``.
@@ -64,7 +93,19 @@ class Collector:
         worker_options: options of the worker group. In workers with a process of their own, torch
             uses one thread unless ``torch_threads`` is among them.
         track_policy_version: record ``policy_version`` and ``("next", "policy_version")``.
+        split_trajs: yield a row for each trajectory (`split_trajectories`).
+        postproc: changes every batch before it is yielded or written, after ``split_trajs``.
+        replay_buffer: has ``extend``, which gets what each worker makes. None is yielded then.
+        extend_in_workers: let workers write, for a buffer that is the same wherever it travels.
+        init_random_frames: act at random for at least so many frames of all workers together.
+        num_workers_per_collector: how many environments each worker makes and steps together.
+        on_worker_failure: when a worker dies: ``"raise"`` an error that names it, and shut down; or
+            ``"restart"``: another begins new episodes in its place, with the newest weights.
+        collector_kwargs: options of single workers: a `WorkerOptions`, or one for each.
         timeout: deadline of blocking calls, in seconds; also of waiting for a batch.
+        **worker: options of all workers: ``max_frames_per_traj``, ``reset_at_each_iter``,
+            ``exploration_type``, ``trust_policy``, ``device``, ``env_device``, ``policy_device``
+            and ``storing_device``; see `WorkerOptions`.
 
     Raises:
         ValueError: arguments that do not go together.
@@ -84,7 +125,12 @@ class Collector:
         policy: Any = None,
         *,
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
-        scheme: Any = "shm",
+        scheme: Any = None,
+        weight_sync_schemes: Mapping[str, Any] | None = None,
+        models: Mapping[str, Any] | None = None,
+        weight_recv_schemes: Mapping[str, Address] | None = None,
+        update_after_each_batch: bool = False,
+        max_weight_update_interval: int = -1,
         workers: str | type[WorkerGroup] | None = None,
         num_workers: int | None = None,
         frames_per_batch: int,
@@ -95,232 +141,147 @@ class Collector:
         scheme_options: Mapping[str, Any] | None = None,
         worker_options: Mapping[str, Any] | None = None,
         track_policy_version: bool = True,
+        split_trajs: bool = False,
+        postproc: Callable[[TensorDictBase], Any] | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+        extend_in_workers: bool = False,
+        init_random_frames: int = -1,
+        num_workers_per_collector: int = 1,
+        on_worker_failure: OnWorkerFailure = "raise",
+        collector_kwargs: WorkerOptions | Sequence[WorkerOptions] | None = None,
         timeout: float = 60.0,
+        **worker: Unpack[WorkerOptions],
     ) -> None:
-        if policy is not None and policy_factory is not None:
-            raise ValueError("give either policy or policy_factory, not both")
-        if num_workers is None:
-            num_workers = 1 if callable(create_env_fn) else len(create_env_fn)
-        _check_frames(frames_per_batch, total_frames, num_workers, sync=sync)
-        group_class = choose_group(scheme, workers)
-        in_process = "cross_process" not in group_class.capabilities
-        factory = RolloutFactory(
-            env_fns=one_per_worker(create_env_fn, num_workers, "create_env_fn"),
+        arguments = {"layers": layers, "zero_copy": zero_copy, **(scheme_options or {})}
+        schemes = schemes_of(scheme, arguments, weight_sync_schemes, models or {})
+        group_class = choose_group([each.scheme for each in schemes.values()], workers)
+        policy_scheme = schemes[POLICY].scheme if POLICY in schemes else None
+        shared = policy_scheme is not None and shares_policy(policy_scheme)
+        num_workers = count_workers(num_workers, create_env_fn)
+        check_policy(policy, policy_factory, policy_scheme, shares_policy=shared)
+        interval = refresh_interval(
+            max_weight_update_interval,
+            each_batch=update_after_each_batch,
+            has_weights=policy_factory is None or bool(models),
+        )
+        check_frames(frames_per_batch, total_frames, num_workers, sync=sync)
+        check_on_worker_failure(on_worker_failure, group_class)
+        check_buffer(replay_buffer, extend_in_workers=extend_in_workers)
+        output = Output(
+            split_trajs=split_trajs,
+            postproc=postproc,
+            replay_buffer=replay_buffer,
+            extend_in_workers=extend_in_workers,
+        )
+        recipes = Recipes(
+            env_fns=factories(create_env_fn, num_workers, "create_env_fn"),
             policy=policy,
-            policy_fns=()
+            policy_fns=(None,)
             if policy_factory is None
-            else one_per_worker(policy_factory, num_workers, "policy_factory"),
-            share_policy=shares_policy(scheme),
+            else factories(policy_factory, num_workers, "policy_factory"),
+            models=copied(models or {}),
+            share_policy=shared,
             seed=int(torch.randint(2**31, ()).item()),
             one_thread="torch_threads" not in (worker_options or {}),
-            options=RolloutOptions(
-                frames_per_batch=frames_per_batch // num_workers if sync else frames_per_batch,
-                track_policy_version=track_policy_version,
-                owns_process=not in_process,
+            num_envs=count_envs(num_workers_per_collector),
+            options=options_of_workers(
+                RolloutOptions(
+                    frames_per_batch=frames_per_batch // num_workers if sync else frames_per_batch,
+                    track_policy_version=track_policy_version,
+                    owns_process="cross_process" in group_class.capabilities,
+                    deliver=output.in_worker if extend_in_workers else None,
+                ),
+                num_workers,
+                worker,
+                collector_kwargs,
             ),
         )
-        self._total_frames = total_frames
+        recipes.give_shapes()
         self._timeout = timeout
-        self._frames = self._batches = self._lag = 0
-        self._group = group_class(factory, num_workers, timeout=timeout, **(worker_options or {}))
+        self._crew = Crew(group_class, recipes, num_workers, timeout, worker_options)
         try:
-            _warn_if_rounded(self._group, factory.options.frames_per_batch, timeout)
-            self._weights = PolicyWeights(
-                self._group,
-                lambda model: Sender(
-                    scheme,
-                    model,
-                    num_workers=num_workers,
-                    model_id=_MODEL_ID,
-                    layers=layers,
-                    zero_copy=zero_copy,
-                    timeout=timeout,
-                    **(scheme_options or {}),
-                ),
-                policy,
+            warn_if_rounded(self._crew, recipes.options[0].frames_per_batch)
+            self._replacement = Replacement(self._crew, on_worker_failure)
+            self._warmup = Warmup(self._crew, init_random_frames)
+            self._requests = Requests(self._crew, timeout, self._warmup.order, self._replacement)
+            self._requests.on_drop.append(self._warmup.take_back)
+            self._weights = make_weights(
+                self._crew,
+                self._requests,
+                schemes,
+                collector=weakref.ref(self),
+                policy=policy,
+                models=models or {},
                 made_by_workers=policy_factory is not None,
                 timeout=timeout,
             )
         except BaseException:
-            self._group.stop()
+            self._crew.stop()
             raise
-        self._schedule: Schedule = (
-            Synchronous(self._group, timeout)
+        self._close = weakref.finalize(self, end, self._crew, self._weights)
+        freshness = Freshness(interval, self._crew, self._requests, self._weights)
+        self._delivery = Delivery(
+            crew=self._crew,
+            schedule=Synchronous(self._crew, self._requests)
             if sync
-            else FirstReady(self._group, frames_per_batch, timeout)
+            else FirstReady(self._crew, self._requests, freshness.delivered),
+            requests=self._requests,
+            weights=self._weights,
+            freshness=freshness,
+            stale=StaleWatch(
+                self._weights, {} if shared or interval >= 0 else self._weights.models
+            ),
+            output=output,
+            total_frames=total_frames,
+            close=self._close,
         )
-        self._close = weakref.finalize(self, _close, self._group, self._weights)
-
-    @property
-    def worker_ids(self) -> tuple[int, ...]:
-        """The ids of the workers."""
-        return self._group.worker_ids
-
-    @property
-    def sender(self) -> Sender | None:
-        """What sends the weights; None as long as there are none to send."""
-        return self._weights.sender
+        self._background = Background(self._delivery)
+        self._upstream = Upstream(self._weights)
+        if weight_recv_schemes:
+            self.register_scheme_receiver(weight_recv_schemes)
 
     def stats(self) -> CollectorStats:
         """What was collected so far, and how fresh the policies are."""
-        return CollectorStats(
-            frames=self._frames,
-            batches=self._batches,
-            version=self._weights.version,
-            lag=self._lag,
-            sync_seconds=self._weights.seconds,
-        )
+        self._background.check()
+        return self._delivery.stats()
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> TensorDictBase:
-        if not self._close.alive:
-            raise StopIteration
-        wanted = None if self._total_frames < 0 else self._total_frames - self._frames
-        if wanted is not None and wanted <= 0:
+    # Not Optional: every batch is a TensorDict where there is no replay buffer.
+    def __next__(self) -> TensorDictBase | Any:
+        self._background.check(idle=True)
+        self._upstream.look()
+        if self._delivery.wanted == 0:
             self.shutdown()
-            raise StopIteration
-        try:
-            batch = self._schedule.next_batch(wanted)
-        except (RemoteCallError, WorkerLostError):
-            self.shutdown()
-            raise
-        self._frames += batch.numel()
-        self._batches += 1
-        if "policy_version" in batch:
-            self._lag = self._weights.version - int(batch["policy_version"].min())
-        return batch
+        return self._delivery.next_batch()
 
     def next(self) -> TensorDictBase | None:
         """The next batch, or None at the end."""
         return next(self, None)
 
-    @overload
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
-        model_id: str | None = None,
-        blocking: Literal[True] = True,
-    ) -> SendReport: ...
+    def start(self) -> None:
+        """Collect in the background, into the replay buffer; doing so again does nothing.
 
-    @overload
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
-        model_id: str | None = None,
-        blocking: bool,
-    ) -> SendReport | PendingSend: ...
-
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
-        model_id: str | None = None,
-        blocking: bool = True,
-    ) -> SendReport | PendingSend:
-        """Send the policy's weights as a new version, and let the workers commit them.
-
-        A worker commits between two batches: one that is in the middle of a batch finishes it
-        first, and a blocking call waits for that.
-
-        Args:
-            policy_or_weights: a module, a TensorDict or a state_dict; None for the policy that
-                the collector was made with.
-            weights: the same, by another name.
-            policy: likewise.
-            worker_ids: one worker or several; None for all.
-            model_id: the name of the model; there is only ``"policy"``.
-            blocking: wait until the workers have committed the version. Otherwise wait for what is
-                returned, before the next update.
+        Workers stay until `shutdown` when ``total_frames`` are reached. What goes wrong is raised
+        by the next call of any method.
 
         Raises:
-            SendError: some workers do not have the version; the others do.
-            ModelError: there are no weights to send, or no policy to load them into.
-            KeyError: a model that there is not.
+            RuntimeError: there is no replay buffer.
             ClosedError: the collector was shut down.
         """
-        if not self._close.alive:
-            raise ClosedError("the collector was shut down; make a new one")
-        if model_id not in (None, _MODEL_ID):
-            raise KeyError(f"there is no model {model_id!r}; the models are: {_MODEL_ID!r}")
-        given = [w for w in (policy_or_weights, weights, policy) if w is not None]
-        if len(given) > 1:
-            raise ValueError("give one of policy_or_weights, weights and policy, not several")
-        return self._weights.update(given[0] if given else None, worker_ids, blocking=blocking)
+        self._check_open()
+        self._background.start()
 
-    def set_seed(self, seed: int) -> int:
-        """Seed the workers' environments, one after the other, and begin their episodes anew.
+    def pause(self, timeout: float | None = None) -> AbstractContextManager[None]:
+        """For ``with``: let what is under way come into the replay buffer, and nothing more.
 
-        Each worker gets the seed that the one before it returned. Workers with a process of their
-        own seed their whole random state; others leave this process's to the caller. Best called
-        before the first batch: one that is under way is finished first.
-
-        Returns:
-            The seed that the last worker returned.
-        """
-        if not self._close.alive:
-            raise ClosedError("the collector was shut down; make a new one")
-        for worker_id in self._group.worker_ids:
-            call = self._group.call(worker_id, Rollout.set_seed, seed)
-            (seed,) = gather({worker_id: call}, self._timeout, "set its seed")
-        return seed
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """End the workers; batches under way are lost. Doing so again does nothing.
+        Leaving the block goes on. Where nothing runs in the background, nothing happens.
 
         Args:
-            timeout: seconds for the workers to end by themselves; None for the collector's.
+            timeout: seconds to come to rest; None for the collector's.
+
+        Raises:
+            TimeoutError: it did not come to rest in time.
         """
-        if self._close.detach() is not None:
-            _close(self._group, self._weights, timeout)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.shutdown()
-
-
-def _close(group: WorkerGroup, weights: PolicyWeights, timeout: float | None = None) -> None:
-    group.stop(timeout)
-    weights.close()
-
-
-def _check_frames(
-    frames_per_batch: int, total_frames: int, num_workers: int, *, sync: bool
-) -> None:
-    if num_workers < 1:
-        raise ValueError(f"num_workers is {num_workers}; give 1 or more")
-    if frames_per_batch < 1:
-        raise ValueError(f"frames_per_batch is {frames_per_batch}; give 1 or more")
-    if total_frames < -1:
-        raise ValueError(f"total_frames is {total_frames}; give -1 for no end")
-    if sync and frames_per_batch % num_workers:
-        raise ValueError(
-            f"frames_per_batch={frames_per_batch} cannot be divided among {num_workers} workers; "
-            f"give a multiple of {num_workers}, for example "
-            f"{frames_per_batch + num_workers - frames_per_batch % num_workers}"
-        )
-
-
-def _warn_if_rounded(group: WorkerGroup, frames: int, timeout: float) -> None:
-    calls = {i: group.call(i, Rollout.frames_per_batch) for i in group.worker_ids}
-    for worker_id, actual in zip(calls, gather(calls, timeout, "answer"), strict=True):
-        if actual != frames:
-            warnings.warn(
-                f"worker {worker_id} makes batches of {actual} frames instead of {frames}, a "
-                "multiple of the number of environments that it steps together",
-                stacklevel=3,
-            )
+        return self._background.paused(self._timeout if timeout is None else timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -9,41 +10,6 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 Leaves: TypeAlias = dict[Any, Tensor]
-
-
-class Columns:
-    """A column of tensors for each key."""
-
-    def __init__(self) -> None:
-        self._columns: dict[Any, list[Tensor]] = {}
-        self._steps = 0
-
-    def append(self, leaves: Leaves) -> None:
-        """Add the tensors of one step; they are copied, since a step may overwrite the last one's.
-
-        Raises:
-            ValueError: a key that other steps lack, or lacks one that they have.
-        """
-        columns = self._columns
-        if not self._steps:
-            columns.update((key, []) for key in leaves)
-        elif leaves.keys() != columns.keys():
-            key = min(leaves.keys() ^ columns.keys(), key=str)
-            raise ValueError(
-                f"some steps of a batch have the key {key!r} and others lack it; environment and "
-                "policy must give the same keys in every step"
-            )
-        for key, tensor in leaves.items():
-            columns[key].append(tensor.clone())
-        self._steps += 1
-
-    def stack(self, dim: int) -> Leaves:
-        """The columns as tensors with a dimension for time.
-
-        Raises:
-            ValueError: shapes or dtypes differ between steps.
-        """
-        return {key: _stack(key, column, dim) for key, column in self._columns.items()}
 
 
 def leaves_of(tensordict: TensorDictBase) -> Leaves:
@@ -61,6 +27,61 @@ def leaves_of(tensordict: TensorDictBase) -> Leaves:
         if isinstance(key, str) or key[0] != "next":
             leaves[key] = value
     return leaves
+
+
+def copy_of(leaves: Leaves) -> Leaves:
+    """The tensors of one step, to be kept: the next step may overwrite the originals."""
+    return {key: tensor.clone() for key, tensor in leaves.items()}
+
+
+class Copies:
+    """Copies of the tensors of steps, each tensor once.
+
+    What a step gave is what the next one begins with: often the very same tensors.
+
+    Example:
+        >>> copies, given = Copies(), {"observation": torch.zeros(1)}
+        >>> copies.of(given)["observation"] is copies.again(given)["observation"]
+        True
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Any, tuple[Tensor, int, Tensor]] = {}
+
+    def of(self, leaves: Leaves) -> Leaves:
+        """The tensors that a step gave, to be kept."""
+        copies = copy_of(leaves)
+        self._made = {
+            key: (tensor, tensor._version, copies[key])
+            for key, tensor in leaves.items()
+            if not tensor.is_inference()
+        }
+        return copies
+
+    def again(self, leaves: Leaves) -> Leaves:
+        """The tensors that the next step begins with; those already copied are not again."""
+        return {key: self._again(key, tensor) for key, tensor in leaves.items()}
+
+    def _again(self, key: Any, tensor: Tensor) -> Tensor:
+        original, version, copy = self._made.get(key, (None, 0, tensor))
+        return copy if original is tensor and tensor._version == version else tensor.clone()
+
+
+def stack(rows: Sequence[Leaves], dim: int) -> Leaves:
+    """The tensors of all steps, with a dimension for time.
+
+    Raises:
+        ValueError: keys, shapes or dtypes differ between steps.
+    """
+    first = rows[0] if rows else {}
+    for row in rows:
+        if row.keys() != first.keys():
+            key = min(row.keys() ^ first.keys(), key=str)
+            raise ValueError(
+                f"some steps of a batch have the key {key!r} and others lack it; environment and "
+                "policy must give the same keys in every step"
+            )
+    return {key: _stack(key, [row[key] for row in rows], dim) for key in first}
 
 
 def _stack(key: Any, column: list[Tensor], dim: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sync_core import registry
@@ -9,25 +10,28 @@ from sync_core.errors import OptionError
 from sync_core.workers import WorkerGroup
 
 
-def choose_group(scheme: Any, workers: Any) -> type[WorkerGroup]:
-    """The class of worker group that was asked for, or the one that suits the scheme.
+def choose_group(schemes: Sequence[Any], workers: Any) -> type[WorkerGroup]:
+    """The class of worker group that was asked for, or the one that suits the schemes.
 
-    That is the group of the scheme's own name where there is one, else ``process`` if the scheme
-    moves weights between processes, else ``inline``.
+    That is the group of a scheme's own name where there is one, else ``process`` if the scheme
+    moves weights between processes, else ``inline``. Of several schemes, the first that moves none
+    between processes decides, or else the first.
 
     Args:
-        scheme: a scheme's name or object.
+        schemes: names or objects of schemes.
         workers: a group's name or class; None to choose.
 
     Raises:
         PluginError: scheme or group cannot be found or used.
         OptionError: workers in other processes cannot share the trainer's own policy.
     """
-    plugin = registry.find(registry.SCHEMES, scheme)
+    plugins = [registry.find(registry.SCHEMES, scheme) for scheme in schemes]
+    within = [plugin for plugin in plugins if "cross_process" not in plugin.capabilities]
+    plugin = (within or plugins)[0]
     if workers is None:
         workers = _default_group(plugin)
     group: type[WorkerGroup] = registry.find(registry.WORKERS, workers).object
-    if shares_policy(scheme) and "cross_process" in group.capabilities:
+    if "same_object" in plugin.capabilities and "cross_process" in group.capabilities:
         raise OptionError(
             f"{plugin.describe()} lets workers act with the trainer's own policy, which worker "
             f"group {workers!r} has in another process; use scheme='shm', or workers='inline'"

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
+from torch import Tensor
 
-from sync_core.collector.columns import Columns, Leaves, leaves_of
+from sync_core.collector.columns import Copies, Leaves, leaves_of, stack
 from sync_core.collector.policies import TensorDictPolicy
+from sync_core.envs.normal import RESET, Conventions
 from sync_core.envs.protocol import Env, optional
+from sync_core.envs.random_actions import random_policy
+
+#: Called before every step; gives the version of the policy that is about to act.
+BetweenSteps: TypeAlias = Callable[[], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +27,49 @@ class Steps:
     Args:
         root: what the policy saw and did, by key.
         next: what came of it, by key.
+        ended: after which steps an episode was over.
+        versions: the version of the policy that acted in each step.
     """
 
     root: Leaves
     next: Leaves
+    ended: Tensor
+    versions: Tensor
 
 
 class Loop(Protocol):
-    """Steps an environment, and begins a new episode where one has ended."""
+    """Steps an environment, and begins a new episode where one has ended.
+
+    A run that was cut short, by Ctrl-C or an error, is gone on with by the next one: what it
+    gathered is kept here.
+    """
 
     def observation_keys(self) -> list[Any]:
         """What the environment observes."""
 
-    def run(self, steps: int, policy: Any) -> Steps:
+    def run(self, steps: int, policy: Any, between_steps: BetweenSteps) -> Steps:
         """Go on for some steps; None as the policy means random actions."""
 
     def restart(self) -> None:
-        """Begin the next run with a reset."""
+        """Begin the next run with a reset, and drop what one that was cut short has gathered."""
+
+    def midway(self) -> bool:
+        """Whether a run was cut short."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next run goes on, between two runs."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Acted:
+    """A step whose action is chosen, and that is still to be made."""
+
+    tensordict: TensorDictBase
+    root: Leaves
+    version: int
 
 
 class TensorDictLoop:
@@ -49,81 +81,95 @@ class TensorDictLoop:
 
     def __init__(self, env: Env) -> None:
         self._env = env
-        self._step: Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase]] = (
-            optional(env, "step_and_maybe_reset") or self._step_then_reset
+        self._conventions = Conventions(env)
+        self._flag_keys = self._conventions.flag_keys
+        self._step_and_reset: Callable[[TensorDictBase], Any] | None = optional(
+            env, "step_and_maybe_reset"
         )
-        self._not_observed: set[Any] = {*_keys(env, "done"), "done", "terminated", "truncated"}
-        self._rewards = _keys(env, "reward")
-        self._root: TensorDictBase | None = None
+        self.restart()
 
     def observation_keys(self) -> list[Any]:
         """The keys that a reset gives, flags apart."""
-        return [key for key in leaves_of(self._begin()) if key not in self._not_observed]
+        return [key for key in leaves_of(self._begin()) if key not in self._flag_keys]
 
     def restart(self) -> None:
-        """Begin the next run with a reset."""
-        self._root = None
+        """Begin the next run with a reset, and drop what one that was cut short has gathered."""
+        self._root: TensorDictBase | None = None
+        self._acted: _Acted | None = None
+        self._stepped: TensorDictBase | None = None
+        self._frames: list[tuple[Leaves, Leaves, int]] = []
+        self._copies = Copies()
 
-    def run(self, steps: int, policy: TensorDictPolicy | None) -> Steps:
+    def midway(self) -> bool:
+        """Whether a run was cut short."""
+        return bool(self._frames) or self._acted is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next run goes on."""
+        return {"root": self._root, "stepped": self._stepped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.restart()
+        self._root, self._stepped = state["root"], state["stepped"]
+
+    def run(
+        self, steps: int, policy: TensorDictPolicy | None, between_steps: BetweenSteps
+    ) -> Steps:
         """Go on for some steps; None as the policy means random actions."""
-        act = policy or random_policy(self._env)
-        root, following = Columns(), Columns()
-        current = self._begin()
-        for _ in range(steps):
-            current = act(current)
-            # Recorded before the step, since environments may change their tensors in place.
-            root.append(leaves_of(current))
-            current, self._root = self._step(current)
-            following.append(leaves_of(current["next"]))
-            current = self._root
+        act = policy or random_policy(self._env, self._conventions.action_key)
+        while len(self._frames) < steps:
+            self._step(act, between_steps)
+        roots, outcomes, versions = zip(*self._frames, strict=True)
         time = len(self._env.batch_size)
-        return Steps(root.stack(time), following.stack(time))
+        outcome = self._conventions.outcome(stack(outcomes, time), time + 1)
+        root = self._conventions.root(stack(roots, time), outcome)
+        ended = self._conventions.ended(outcome, time + 1)
+        made = Steps(root, outcome, ended, torch.tensor(versions))
+        self._frames = []
+        return made
+
+    def _step(self, act: TensorDictPolicy, between_steps: BetweenSteps) -> None:
+        if self._acted is None:
+            version = between_steps()
+            acted = act(self._begin())
+            # Copied before the step, since environments may change their tensors in place.
+            seen = leaves_of(acted)
+            for key in self._flag_keys:
+                seen.pop(key, None)
+            self._acted = _Acted(acted, self._copies.again(seen), version)
+        acted = self._acted.tensordict
+        if self._step_and_reset is None:
+            stepped, root = self._env.step(acted), None
+        else:
+            stepped, root = self._step_and_reset(acted)
+        outcome = self._copies.of(leaves_of(stepped["next"]))
+        frame = self._acted.root, outcome, self._acted.version
+        self._acted, self._root, self._stepped = None, root, stepped
+        self._frames.append(frame)
 
     def _begin(self) -> TensorDictBase:
         if self._root is None:
-            self._root = self._env.reset()
+            stepped = self._stepped
+            self._root = self._env.reset() if stepped is None else self._root_after(stepped)
         return self._root
 
-    def _step_then_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        td = self._env.step(td)
-        root = td["next"].exclude(*self._rewards)
-        done = root["done"]
-        if not done.any():
-            return td, root
-        if done.all():
-            return td, self._env.reset()
-        mask = done.reshape(self._env.batch_size)
-        fresh = self._env.reset(TensorDict({"_reset": done}, batch_size=self._env.batch_size))
-        for key, new in leaves_of(fresh).items():
+    def _root_after(self, stepped: TensorDictBase) -> TensorDictBase:
+        following = stepped["next"]
+        root: TensorDictBase = following.exclude(*self._conventions.reward_keys)
+        mask = self._conventions.ended_now(following)
+        if not mask.any():
+            return root
+        # The environment may have written into the tensors that it gave before.
+        self._copies = Copies()
+        if mask.all():
+            return self._env.reset()
+        request = self._conventions.reset_request(root, mask)
+        self._conventions.clear(root, mask)
+        for key, new in leaves_of(self._env.reset(request)).items():
+            if RESET in (key, key[-1]):
+                continue
             old = root.get(key, None)
             where = mask.reshape(mask.shape + (1,) * (new.ndim - mask.ndim))
             root.set(key, new if old is None else torch.where(where, new, old))
-        return td, root
-
-
-def random_policy(env: Env) -> TensorDictPolicy:
-    """The policy of random actions.
-
-    Raises:
-        TypeError: the environment has no way to make one.
-    """
-    rand_action: TensorDictPolicy | None = optional(env, "rand_action")
-    if rand_action is not None:
-        return rand_action
-    spec: Any = optional(env, "action_spec")
-    if spec is None:
-        raise TypeError(
-            f"{type(env).__name__} has neither rand_action(td) nor action_spec, so there are no "
-            "random actions; write one of them, or give the collector a policy"
-        )
-    return lambda tensordict: tensordict.set("action", spec.rand())
-
-
-def action_key(env: Env) -> Any:
-    """The key under which the environment looks for the action."""
-    return _keys(env, "action")[0]
-
-
-def _keys(env: Env, kind: str) -> list[Any]:
-    declared: Any = optional(env, f"{kind}_keys")
-    return list(declared or [kind])
+        return root

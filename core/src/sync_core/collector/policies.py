@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,11 @@ class CheckedTensorDictPolicy:
 
 
 def adapt(
-    policy: Callable[..., Any], observation_keys: Sequence[Any], action_key: Any = "action"
+    policy: Callable[..., Any],
+    observation_keys: Sequence[Any],
+    action_key: Any = "action",
+    *,
+    trust: bool = False,
 ) -> TensorPolicy | TensorDictPolicy:
     """The policy in the form in which it can be called.
 
@@ -75,13 +80,14 @@ def adapt(
         policy: a module or another callable.
         observation_keys: what the environment observes.
         action_key: where the environment looks for the action.
+        trust: that the policy takes the TensorDict itself, whatever its arguments are called.
 
     Raises:
         TypeError: the arguments are not named after observations.
     """
-    if isinstance(policy, TensorDictModuleBase):
+    if trust or isinstance(policy, TensorDictModuleBase):
         return CheckedTensorDictPolicy(policy)
-    function = policy.forward if isinstance(policy, nn.Module) else policy
+    function = _forward(policy)
     required = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -98,8 +104,19 @@ def adapt(
     raise TypeError(
         f"the policy {type(policy).__name__} takes {_listed(names)}, and the environment observes "
         f"{_listed(observation_keys)}: name the policy's arguments after observations, or wrap it: "
-        f"TensorDictModule(policy, in_keys={[*observation_keys]}, out_keys=[{action_key!r}])"
+        f"TensorDictModule(policy, in_keys={[*observation_keys]}, out_keys=[{action_key!r}]); "
+        "trust_policy=True if it takes a TensorDict under another name"
     )
+
+
+def _forward(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """What has the signature of the policy; calling a module says nothing of its arguments."""
+    if isinstance(policy, nn.Module):
+        forward: Callable[..., Any] = policy.forward
+        return forward
+    if isinstance(policy, functools.partial):
+        return functools.partial(_forward(policy.func), *policy.args, **policy.keywords)
+    return policy
 
 
 def _takes_tensordict(parameter: inspect.Parameter) -> bool:

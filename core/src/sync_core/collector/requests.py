@@ -3,41 +3,137 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from queue import Empty, SimpleQueue
-from typing import Any
+from contextlib import contextmanager
 
 from tensordict import TensorDictBase
 
-from sync_core.collector.rollout import Rollout
-from sync_core.errors import WorkerTimeoutError
-from sync_core.workers import WorkerGroup
+from sync_core.collector.crew import Crew
+from sync_core.collector.host import Host
+from sync_core.collector.order import Order
+from sync_core.collector.replacement import Replacement
+from sync_core.errors import WorkerLostError, WorkerTimeoutError
 
 
 class Requests:
     """At most one batch under way for each worker; what was asked for is delivered once.
 
     Args:
-        group: the workers.
+        crew: the workers.
         timeout: the longest that a batch is waited for, in seconds.
+        make_order: says what to ask a worker for, when it is asked.
+        replacement: puts another in the place of a worker that is lost, which is then asked for
+            the batch; None for an error.
     """
 
-    def __init__(self, group: WorkerGroup, timeout: float) -> None:
-        self._group = group
+    def __init__(
+        self,
+        crew: Crew,
+        timeout: float,
+        make_order: Callable[[int], Order] = lambda _: Order(),
+        replacement: Replacement | None = None,
+    ) -> None:
+        self._crew = crew
         self._timeout = timeout
+        self._make_order = make_order
+        self._replacement = replacement
         self._futures: dict[int, Future[TensorDictBase]] = {}
-        self._ready: SimpleQueue[int] = SimpleQueue()
+        # What has ended, in that order; also what was forgotten since.
+        self._ended: deque[tuple[int, Future[TensorDictBase]]] = deque()
+        self._news = threading.Event()
+        #: Called with the worker of every batch that is dropped.
+        self.on_drop: list[Callable[[int], None]] = []
+        self._held: set[int] = set()
+        self._postponed: set[int] = set()
+        # One thread may iterate while another holds workers back.
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        return len(self._futures)
+        """How many batches are asked for and not taken, postponed ones included."""
+        return len(self._futures) + len(self._postponed)
+
+    def busy(self, worker_id: int) -> bool:
+        """Whether a worker is at work on a batch."""
+        future = self._futures.get(worker_id)
+        return future is not None and not future.done()
 
     def ask(self, worker_id: int) -> None:
-        """Ask a worker for a batch, unless one is under way."""
-        if worker_id in self._futures:
-            return
-        future = self._futures[worker_id] = self._group.call(worker_id, Rollout.collect)
-        future.add_done_callback(functools.partial(_put, self._ready, worker_id))
+        """Ask a worker for a batch, unless one is under way; later, if it is held back."""
+        with self._lock:
+            if worker_id in self._futures:
+                return
+            if worker_id in self._held:
+                self._postponed.add(worker_id)
+                return
+            order = self._make_order(worker_id)
+            self._expect(worker_id, self._crew.call(worker_id, Host.collect, order))
+
+    def hold(self, worker_id: int) -> None:
+        """Let a worker begin no other batch until it is released."""
+        with self._lock:
+            self._held.add(worker_id)
+
+    def release(self, worker_id: int) -> None:
+        """Let a worker begin batches again, at once if it was asked for one meanwhile."""
+        with self._lock:
+            self._held.discard(worker_id)
+            if worker_id in self._postponed:
+                self._postponed.discard(worker_id)
+                self.ask(worker_id)
+
+    def settle(self) -> None:
+        """Wait until no batch is under way; those made are delivered later.
+
+        Raises:
+            WorkerTimeoutError: a worker was not ready in time.
+        """
+        futures = dict(self._futures)
+        _, late = wait(futures.values(), self._timeout)
+        if late:
+            raise self._late(min(i for i, future in futures.items() if future in late))
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """For ``with``: no batch is under way, and none is begun.
+
+        Raises as `settle` does.
+        """
+        held = set(self._crew.ids) - self._held
+        for worker_id in held:
+            self.hold(worker_id)
+        try:
+            self.settle()
+            yield
+        finally:
+            for worker_id in held:
+                self.release(worker_id)
+
+    def made(self) -> dict[int, TensorDictBase]:
+        """The batches that are ready, by worker, in the order in which they will be delivered.
+
+        Those of workers that were lost are not among them.
+
+        Raises:
+            RemoteCallError: a worker failed.
+        """
+        ended = [(i, future) for i, future in self._ended if self._futures.get(i) is future]
+        return {
+            worker_id: future.result()
+            for worker_id, future in ended
+            if not isinstance(future.exception(), WorkerLostError)
+        }
+
+    def put_back(self, made: Mapping[int, TensorDictBase]) -> None:
+        """Let batches be delivered as if workers had just made them."""
+        with self._lock:
+            for worker_id, batch in made.items():
+                future: Future[TensorDictBase] = Future()
+                future.set_result(batch)
+                self._expect(worker_id, future)
 
     def take_first(self) -> tuple[int, TensorDictBase]:
         """Wait for the batch that is ready first: its worker, and the batch.
@@ -46,28 +142,88 @@ class Requests:
             WorkerTimeoutError: none was ready in time; all stay under way.
             WorkerError: the worker failed.
         """
-        try:
-            worker_id = self._ready.get(timeout=self._timeout)
-        except Empty:
-            raise self._late(min(self._futures)) from None
-        return worker_id, self._futures.pop(worker_id).result()
+        deadline = time.monotonic() + self._timeout
+        while True:
+            self._news.clear()
+            while self._ended:
+                # Taken out only when it is certain to be delivered: Ctrl-C may come at any time.
+                worker_id, future = self._ended[0]
+                if self._futures.get(worker_id) is not future:
+                    self._ended.popleft()
+                elif self._kept(worker_id, future):
+                    batch = future.result()
+                    self._forget(worker_id)
+                    self._ended.popleft()
+                    return worker_id, batch
+                else:
+                    deadline = time.monotonic() + self._timeout
+            if not self._news.wait(max(0.0, deadline - time.monotonic())):
+                raise self._late(min({*self._futures, *self._postponed}))
 
-    def take_all(self) -> list[TensorDictBase]:
-        """Wait for the batches of all workers asked, in the order of their ids.
+    def wait_all(self) -> dict[int, TensorDictBase]:
+        """Wait for the batches of all workers asked; they stay here until they are dropped.
 
         Raises:
             WorkerTimeoutError: some were not ready in time; all stay under way.
             WorkerError: a worker failed.
         """
-        futures = dict(sorted(self._futures.items()))
-        done, late = wait(futures.values(), self._timeout, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-        if late:
-            raise self._late(min(i for i, future in futures.items() if future in late))
-        self._futures.clear()
-        self._ready = SimpleQueue()
-        return [future.result() for future in futures.values()]
+        deadline = time.monotonic() + self._timeout
+        while True:
+            futures = dict(sorted(self._futures.items()))
+            left = max(0.0, deadline - time.monotonic())
+            done, late = wait(futures.values(), left, return_when=FIRST_EXCEPTION)
+            kept = [self._kept(i, future) for i, future in futures.items() if future in done]
+            if not all(kept):
+                deadline = time.monotonic() + self._timeout
+                continue
+            if late:
+                raise self._late(min(i for i, future in futures.items() if future in late))
+            return {worker_id: future.result() for worker_id, future in futures.items()}
+
+    def drop(self, worker_id: int) -> None:
+        """Let the batch that a worker was asked for never be delivered, made or not."""
+        with self._lock:
+            self._postponed.discard(worker_id)
+            if worker_id in self._futures:
+                self._forget(worker_id)
+                for callback in self.on_drop:
+                    callback(worker_id)
+
+    def drop_all(self) -> None:
+        """Drop all batches."""
+        with self._lock:
+            for worker_id in {*self._futures, *self._postponed}:
+                self.drop(worker_id)
+
+    def forget_all(self) -> None:
+        """Forget the batches that `wait_all` gave, which were delivered."""
+        with self._lock:
+            self._futures.clear()
+            self._ended.clear()
+
+    def _expect(self, worker_id: int, future: Future[TensorDictBase]) -> None:
+        self._futures[worker_id] = future
+        future.add_done_callback(functools.partial(_note, self._ended, self._news, worker_id))
+
+    def _kept(self, worker_id: int, future: Future[TensorDictBase]) -> bool:
+        """Whether a batch was made; if its worker is lost, its place is taken by another.
+
+        Raises what else became of it.
+        """
+        error = future.exception()
+        if error is None:
+            if self._replacement is not None:
+                self._replacement.delivered(worker_id)
+            return True
+        if self._replacement is None or not isinstance(error, WorkerLostError):
+            raise error
+        self._replacement.replace(error)
+        self._forget(worker_id)
+        self.ask(worker_id)
+        return False
+
+    def _forget(self, worker_id: int) -> None:
+        self._futures.pop(worker_id, None)
 
     def _late(self, worker_id: int) -> WorkerTimeoutError:
         return WorkerTimeoutError(
@@ -77,27 +233,11 @@ class Requests:
         )
 
 
-def gather(futures: dict[int, Future[Any]], timeout: float, what: str) -> list[Any]:
-    """The results of calls to workers, in the order given.
-
-    Args:
-        futures: the calls, by worker.
-        timeout: seconds for all of them together.
-        what: what the workers were to do, for the message.
-
-    Raises:
-        WorkerTimeoutError: a call did not end in time.
-        WorkerError: a call failed.
-    """
-    deadline = time.monotonic() + timeout
-    results = []
-    for worker_id, future in futures.items():
-        if not wait([future], max(0.0, deadline - time.monotonic())).done:
-            raise WorkerTimeoutError(worker_id, f"did not {what} within {timeout:g} s")
-        results.append(future.result())
-    return results
-
-
-def _put(ready: SimpleQueue[int], worker_id: int, future: Future[Any]) -> None:
-    del future
-    ready.put(worker_id)
+def _note(
+    ended: deque[tuple[int, Future[TensorDictBase]]],
+    news: threading.Event,
+    worker_id: int,
+    future: Future[TensorDictBase],
+) -> None:
+    ended.append((worker_id, future))
+    news.set()

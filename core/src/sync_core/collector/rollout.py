@@ -1,41 +1,62 @@
-"""What a worker hosts: an environment, a copy of the policy, and the receiver that refreshes it."""
+"""Batches of what one policy does in one environment."""
 
 from __future__ import annotations
 
+import copy
 import math
-import random
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType
 
-from sync_core.address import Address
-from sync_core.collector.array_loop import ArrayLoop, speaks_arrays
-from sync_core.collector.loops import Loop, TensorDictLoop, action_key
-from sync_core.collector.policies import adapt
+from sync_core.collector.array_loop import ArrayLoop
+from sync_core.collector.devices import Devices
+from sync_core.collector.exploration import acting
+from sync_core.collector.lazy import initialise, is_lazy
+from sync_core.collector.loops import Loop, TensorDictLoop
+from sync_core.collector.order import Order
+from sync_core.collector.policies import TensorDictPolicy, TensorPolicy, adapt
+from sync_core.collector.random_state import random_state, seed_process, set_random_state
+from sync_core.collector.refresh import Refresher
 from sync_core.collector.trajectories import TrajectoryIds
-from sync_core.envs.protocol import Env, optional
-from sync_core.receiver import Receiver
+from sync_core.envs.arrays import speaks_arrays
+from sync_core.envs.limit import STEP_COUNT, limit_frames
+from sync_core.envs.normal import Conventions
+from sync_core.envs.protocol import Env, close_env, load_env, save_env, seed_env
+
+_AS_USUAL = Order()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """What the rollouts of a collector have in common.
+    """How a worker makes batches.
 
     Args:
         frames_per_batch: frames to gather in a batch; for several environments that are stepped
             together, rounded up to a multiple of their number.
         track_policy_version: record the version that acted in each frame.
         owns_process: the worker has a process to itself, whose random state it may seed.
+        deliver: what to give instead of a batch that was made; None for the batch itself.
+        max_frames_per_traj: truncate episodes after so many steps; -1 for never.
+        reset_at_each_iter: begin every batch with a reset and new trajectories.
+        exploration_type: what a probabilistic policy takes of its distributions.
+        trust_policy: give the policy the TensorDict, whatever its signature.
+        devices: where environment, policy and batches are.
     """
 
     frames_per_batch: int
     track_policy_version: bool = True
     owns_process: bool = False
+    deliver: Callable[[TensorDictBase], TensorDictBase] | None = None
+    max_frames_per_traj: int = -1
+    reset_at_each_iter: bool = False
+    exploration_type: InteractionType = InteractionType.RANDOM
+    trust_policy: bool = False
+    devices: Devices = field(default_factory=Devices)
 
 
 class Rollout:
@@ -44,8 +65,9 @@ class Rollout:
     Args:
         env: the environment.
         policy: the policy; None for random actions.
-        worker_id: the worker that this is in.
-        options: what it has in common with other workers.
+        seat: a number that no other rollout of the collector has or had; trajectory ids begin
+            with it.
+        options: how to make batches.
 
     Example:
         >>> from sync_core.envs import CountingEnv
@@ -54,85 +76,113 @@ class Rollout:
         tensor([1., 2., 1.])
     """
 
-    def __init__(self, env: Env, policy: Any, worker_id: int, options: RolloutOptions) -> None:
+    def __init__(self, env: Env, policy: Any, seat: int, options: RolloutOptions) -> None:
+        self.refresher = Refresher(policy)
+        if options.max_frames_per_traj > 0:
+            env = limit_frames(env, options.max_frames_per_traj)
         self._env = env
-        self._policy = policy
         self._options = options
-        self._receiver: Receiver | None = None
-        self._ids = TrajectoryIds(worker_id)
+        self._ids = TrajectoryIds(seat)
         self._steps = math.ceil(options.frames_per_batch / max(1, env.batch_size.numel()))
-        self._loop, self._act = _loop_of(env, policy)
-        self._close_env = weakref.finalize(self, _close, env)
+        self._close_env = weakref.finalize(self, close_env, env)
+        self._loop: Loop = ArrayLoop(env) if speaks_arrays(env) else TensorDictLoop(env)
+        self._act = None if policy is None else self._adapt(policy)
 
     def frames_per_batch(self) -> int:
         """The frames in each batch."""
         return self._steps * self._env.batch_size.numel()
 
-    def connect(self, address: Address) -> None:
-        """Get the policy's weights from a sender."""
-        self._receiver = Receiver(address, self._policy)
-
-    def receive(self, timeout: float) -> int | None:
-        """Commit the newest weights, if there are newer ones; see `Receiver.receive`."""
-        return None if self._receiver is None else self._receiver.receive(timeout)
-
-    def collect(self) -> TensorDictBase:
-        """The next batch, made with the newest weights that have arrived."""
-        self.receive(timeout=0)
+    def collect(self, order: Order = _AS_USUAL) -> TensorDictBase:
+        """The next batch; one that was cut short by an exception is gone on with."""
+        self.refresher.look()
+        act = None if order.random else self._act
         # Not inference_mode: tensors made in it could never be written to by an update.
-        with torch.no_grad():
-            steps = self._loop.run(self._steps, self._act)
-        ids = self._ids.label(steps.next["done"].squeeze(-1))
+        with torch.no_grad(), acting(self._options.exploration_type):
+            steps = self._loop.run(self._steps, act, self.refresher.between_steps)
+        ids = self._ids.label(steps.ended)
         root = {**steps.root, ("collector", "traj_ids"): ids}
         following = dict(steps.next)
         if self._options.track_policy_version:
-            version = 0 if self._receiver is None else self._receiver.version
-            root["policy_version"] = torch.full_like(ids, version)
+            root["policy_version"] = steps.versions.expand(ids.shape).clone()
             following["policy_version"] = root["policy_version"].clone()
         batch = TensorDict({"next": TensorDict(following, ids.shape)}, ids.shape).update(root)
         batch.names = [*[None] * len(self._env.batch_size), "time"]
-        return batch
+        if self._options.reset_at_each_iter:
+            self._begin_anew()
+        batch = self._options.devices.store(batch)
+        deliver = self._options.deliver
+        return batch if deliver is None else deliver(batch)
 
-    def set_seed(self, seed: int) -> int:
-        """Seed the environment and begin its episodes anew.
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment and begin its episodes, and a batch, anew.
 
         A worker with a process to itself seeds torch, numpy and random too, for its policy.
+
+        Args:
+            seed: the seed.
+            static_seed: let the next worker have the same one.
 
         Returns:
             The seed for the next worker.
         """
-        set_seed = optional(self._env, "set_seed")
-        if set_seed is None:
-            raise TypeError(f"{type(self._env).__name__} has no set_seed(); write one to seed it")
         if self._options.owns_process:
             seed_process(seed)
+        self._begin_anew()
+        return seed_env(self._env, seed, static_seed)
+
+    def midway(self) -> bool:
+        """Whether a batch was cut short."""
+        return self._loop.midway()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next batch depends on, the policy apart; ``"env"`` is None if it is not saved.
+
+        Of random states, only that of a process of its own is among it.
+        """
+        state = {
+            "ids": self._ids.state_dict(),
+            "loop": self._loop.state_dict(),
+            "env": save_env(self._env),
+            "random": random_state() if self._options.owns_process else None,
+        }
+        # An action may be a view of a parameter that the trainer has written to since.
+        with torch.no_grad():
+            return copy.deepcopy(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; with new episodes if the environment was not saved."""
+        state = copy.deepcopy(state)
+        self._ids.load_state_dict(state["ids"])
+        if state["random"] is not None and self._options.owns_process:
+            set_random_state(state["random"])
+        if state["env"] is None:
+            self._begin_anew()
+        else:
+            load_env(self._env, state["env"])
+            self._loop.load_state_dict(state["loop"])
+
+    def start_over(self, seat: int) -> None:
+        """Begin new episodes, with trajectory ids of another seat."""
+        self._ids = TrajectoryIds(seat)
         self._loop.restart()
-        self._ids.restart()
-        return int(set_seed(seed))
 
     def close(self) -> None:
         """Close the receiver and the environment."""
-        if self._receiver is not None:
-            self._receiver.close()
+        self.refresher.close()
         self._close_env()
 
+    def _adapt(self, policy: Any) -> TensorPolicy | TensorDictPolicy:
+        keys = [key for key in self._loop.observation_keys() if key != STEP_COUNT]
+        act = adapt(
+            policy, keys, Conventions(self._env).action_key, trust=self._options.trust_policy
+        )
+        act = self._options.devices.place_act(act)
+        if is_lazy(policy):
+            initialise(act, self._env)
+            self._loop.restart()
+        return act
 
-def seed_process(seed: int) -> None:
-    """Seed the random state of this process."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 (environments and policies may still draw from it)
-    random.seed(seed)
-
-
-def _loop_of(env: Env, policy: Any) -> tuple[Loop, Callable[..., Any] | None]:
-    """The loop that suits the environment, and the policy as loops call it."""
-    loop: Loop = ArrayLoop(env) if speaks_arrays(env) else TensorDictLoop(env)
-    if policy is None:
-        return loop, None
-    return loop, adapt(policy, loop.observation_keys(), action_key(env))
-
-
-def _close(env: Env) -> None:
-    close = optional(env, "close")
-    if close is not None and not optional(env, "is_closed"):
-        close()
+    def _begin_anew(self) -> None:
+        """Begin the next batch with a reset and new trajectories."""
+        self._loop.restart()
+        self._ids.restart()

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from tensordict import TensorDictBase, stack
 
+from sync_core.collector.crew import Crew
 from sync_core.collector.requests import Requests
-from sync_core.workers import WorkerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A batch, and whose it is.
+
+    Args:
+        worker_id: the worker that made it; None if all did.
+        batch: the batch.
+    """
+
+    worker_id: int | None
+    batch: TensorDictBase
 
 
 class Schedule(Protocol):
     """Gives one batch after the other."""
 
-    def next_batch(self, wanted: int | None) -> TensorDictBase:
+    #: The worker from which on others are looked at; 0 if none comes before another.
+    turn: int
+
+    def next_batch(self, wanted: int | None) -> Delivered:
         """The next batch.
 
         Args:
@@ -23,26 +41,41 @@ class Schedule(Protocol):
             WorkerError: a worker failed, or is late.
         """
 
+    def frames_per_batch(self) -> int | None:
+        """The frames of a batch; None if batches differ."""
+
 
 class Synchronous:
     """All workers make their part of a batch when it is wanted, with the newest weights.
 
     Args:
-        group: the workers.
-        timeout: the longest that a batch is waited for, in seconds.
+        crew: the workers.
+        requests: by which they are asked.
     """
 
-    def __init__(self, group: WorkerGroup, timeout: float) -> None:
-        self._group = group
-        self._requests = Requests(group, timeout)
+    def __init__(self, crew: Crew, requests: Requests) -> None:
+        self._crew = crew
+        self._requests = requests
+        self.turn = 0
 
-    def next_batch(self, wanted: int | None) -> TensorDictBase:
-        """The parts of all workers, stacked in the order of their ids."""
+    def next_batch(self, wanted: int | None) -> Delivered:
+        """The parts of all workers, stacked in the order of their ids.
+
+        Raises:
+            ValueError: the parts differ in shape, keys or dtypes; they are kept.
+        """
         del wanted
-        for worker_id in self._group.worker_ids:
+        for worker_id in self._crew.ids:
             self._requests.ask(worker_id)
-        together: TensorDictBase = stack(self._requests.take_all())
-        return together
+        parts = self._requests.wait_all()
+        _check_alike(parts)
+        together: TensorDictBase = stack(list(parts.values()))
+        self._requests.forget_all()
+        return Delivered(None, together)
+
+    def frames_per_batch(self) -> int:
+        """The frames of all workers' parts."""
+        return sum(self._crew.frames.values())
 
 
 class FirstReady:
@@ -53,32 +86,66 @@ class FirstReady:
     with old weights; they are asked in turn, when a batch is wanted.
 
     Args:
-        group: the workers.
-        frames_per_batch: the frames in a batch.
-        timeout: the longest that a batch is waited for, in seconds.
+        crew: the workers.
+        requests: by which they are asked.
+        on_taken: called with the worker whose batch was taken, before it is asked for another.
     """
 
-    def __init__(self, group: WorkerGroup, frames_per_batch: int, timeout: float) -> None:
-        self._group = group
-        self._frames_per_batch = frames_per_batch
-        self._requests = Requests(group, timeout)
-        self._works_ahead = "parallel" in group.capabilities
-        self._turn = 0
+    def __init__(
+        self, crew: Crew, requests: Requests, on_taken: Callable[[int], object] = lambda _: None
+    ) -> None:
+        self._crew = crew
+        self._requests = requests
+        self._on_taken = on_taken
+        self.turn = 0
 
-    def next_batch(self, wanted: int | None) -> TensorDictBase:
+    def next_batch(self, wanted: int | None) -> Delivered:
         """The batch that is ready first."""
         self._ask(wanted)
         worker_id, batch = self._requests.take_first()
-        self._turn = worker_id + 1
-        if self._works_ahead:
+        self.turn = worker_id + 1
+        self._on_taken(worker_id)
+        if self._crew.parallel:
             self._ask(None if wanted is None else wanted - batch.numel())
-        return batch
+        return Delivered(worker_id, batch)
+
+    def frames_per_batch(self) -> int | None:
+        """The frames of a worker's batch, if all workers make as many."""
+        first, *others = set(self._crew.frames.values())
+        return None if others else first
 
     def _ask(self, wanted: int | None) -> None:
-        for worker_id in sorted(self._group.worker_ids, key=lambda i: (i < self._turn, i)):
+        for worker_id in sorted(self._crew.ids, key=lambda i: (i < self.turn, i)):
             under_way = len(self._requests)
-            if under_way and not self._works_ahead:
+            if under_way and not self._crew.parallel:
                 return
-            if wanted is not None and under_way * self._frames_per_batch >= wanted:
+            if wanted is not None and under_way * min(self._crew.frames.values()) >= wanted:
                 return
             self._requests.ask(worker_id)
+
+
+def _check_alike(parts: dict[int, TensorDictBase]) -> None:
+    """Raise if the parts of a batch cannot be stacked."""
+    (first_id, first), *others = parts.items()
+    for worker_id, part in others:
+        difference = _difference(first, part)
+        if difference is not None:
+            key, this, that = difference
+            raise ValueError(
+                f"the parts of a batch cannot be put together: {key} is {this} for worker "
+                f"{first_id} and {that} for worker {worker_id}; give all workers environments "
+                "alike, or use sync=False, which gives the batch of each worker by itself"
+            )
+
+
+def _difference(first: TensorDictBase, other: TensorDictBase) -> tuple[str, str, str] | None:
+    if first.batch_size != other.batch_size:
+        return "the shape", str(list(first.batch_size)), str(list(other.batch_size))
+    here, there = (
+        {k: (v.dtype, list(v.shape)) for k, v in part.items(include_nested=True, leaves_only=True)}
+        for part in (first, other)
+    )
+    for key in [*here, *there]:
+        if here.get(key) != there.get(key):
+            return repr(key), str(here.get(key, "missing")), str(there.get(key, "missing"))
+    return None

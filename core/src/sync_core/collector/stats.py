@@ -15,6 +15,8 @@ class CollectorStats:
         version: the newest version of the policy; 0 before the first update.
         lag: how many versions the oldest policy that acted in the last batch was behind the
             newest one, when the batch was delivered.
+        mean_lag: the same, on average over the batches delivered.
+        max_lag: likewise, the most that it ever was.
         sync_seconds: how long the last `update_policy_weights_` took, from the call to the last
             worker's acknowledgement; 0.0 before the first. One with ``blocking=False`` counts
             only for what the call took.
@@ -24,4 +26,21 @@ class CollectorStats:
     batches: int = 0
     version: int = 0
     lag: int = 0
+    mean_lag: float = 0.0
+    max_lag: int = 0
     sync_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Lag:
+    """How far behind the newest version batches were: the last one, all together, and at most."""
+
+    last: int = 0
+    total: int = 0
+    most: int = 0
+
+    def count(self, lag: int) -> None:
+        """Count one more batch."""
+        self.last = lag
+        self.total += lag
+        self.most = max(self.most, lag)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-#: Worker ``i`` numbers its trajectories from ``i`` times this on.
+#: The worker in seat ``i`` numbers its trajectories from ``i`` times this on.
 PER_WORKER = 1 << 32
 
 
@@ -13,7 +15,7 @@ class TrajectoryIds:
     """The trajectory that each environment of a worker is in.
 
     Args:
-        worker_id: the worker.
+        seat: the number of the worker's place, which no other worker has or had.
 
     Example:
         >>> ids = TrajectoryIds(0)
@@ -23,13 +25,21 @@ class TrajectoryIds:
         tensor([1, 2, 2])
     """
 
-    def __init__(self, worker_id: int) -> None:
-        self._next = worker_id * PER_WORKER
+    def __init__(self, seat: int) -> None:
+        self._next = seat * PER_WORKER
         self._current: Tensor | None = None
 
     def restart(self) -> None:
         """Every environment begins a new trajectory with the next batch."""
         self._current = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ids given so far."""
+        return {"next": self._next, "current": self._current}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._next, self._current = state["next"], state["current"]
 
     def label(self, done: Tensor) -> Tensor:
         """The ids of a batch's frames.

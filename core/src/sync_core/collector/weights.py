@@ -2,125 +2,237 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from torch import nn
 
-from sync_core.collector.requests import gather
-from sync_core.collector.rollout import Rollout
-from sync_core.errors import ModelError
-from sync_core.extract import named_tensors
+from sync_core.collector.calls import gather
+from sync_core.collector.crew import Crew
+from sync_core.collector.host import Host
+from sync_core.collector.modules import module_of
+from sync_core.collector.schemes import POLICY
+from sync_core.errors import ModelError, WorkerError
 from sync_core.pending import PendingSend
 from sync_core.report import SendReport
 from sync_core.sender import Sender
 from sync_core.worker_ids import normalize
-from sync_core.workers import WorkerGroup
 
-# How long a worker waits for weights that had not arrived when it looked first.
+# How long an idle worker waits for weights that come later than the call that announces them.
 _PATIENCE = 0.1
+# How often the driver looks whether a worker has to be asked again.
+_GLANCE = 0.002
 
 
 class PolicyWeights:
     """A sender, and the workers whose receivers it feeds.
 
     Args:
-        group: the workers, which host rollouts.
-        make_sender: makes the sender for a model.
+        crew: the workers.
+        busy: whether a worker is at work on a batch.
+        make_sender: `Sender` with all arguments but the model and ``num_workers``.
+        collector: what the sender is to know as its collector; weak, so that it can be forgotten.
         policy: the trainer's policy; None if there is none, or if workers make theirs.
+        shared: whether workers act with that very object.
         made_by_workers: whether workers have policies that the trainer has not seen.
         timeout: deadline of blocking calls, in seconds.
     """
 
     def __init__(
         self,
-        group: WorkerGroup,
-        make_sender: Callable[[Any], Sender],
+        crew: Crew,
+        busy: Callable[[int], bool],
+        make_sender: Callable[..., Sender],
+        collector: weakref.ref[Any],
         policy: Any,
         *,
+        shared: bool,
         made_by_workers: bool,
         timeout: float,
     ) -> None:
-        self._group = group
+        self._crew = crew
+        self._busy = busy
         self._make_sender = make_sender
+        self._collector = collector
         self._made_by_workers = made_by_workers
         self._timeout = timeout
+        self._increments = 0
+        self._pending: PendingSend | None = None
+        self._calls: dict[int, Future[int | None]] = {}
+        # What was sent last, and whether it went to all workers: a new one is to have it too.
+        self._last: Mapping[str, Any] = {}
+        self._last_to_all = True
+        self._updating = threading.Lock()
         self.sender: Sender | None = None
         self.seconds = 0.0
-        if isinstance(policy, nn.Module) and named_tensors(policy):
-            self._connect(policy)
+        #: Called with the workers that an update is sent to, once it is sent.
+        self.on_update: list[Callable[[Sequence[int]], None]] = []
+        #: The trainer's policy, if it is a module, by its name.
+        self.models: dict[str, Any] = {}
+        self.names: tuple[str, ...] = (POLICY,)
+        # A function that shares the trainer's modules needs no weights, whichever they are.
+        model = None if shared and not isinstance(policy, nn.Module) else module_of(policy)
+        if model is not None:
+            self._connect(model)
+            self.models[POLICY] = model
+        crew.on_join.append(self._join)
+        crew.on_leave.append(self._leave)
 
     @property
     def version(self) -> int:
-        """The newest version sent."""
-        return 0 if self.sender is None else self.sender.version
+        """The newest version."""
+        return self._increments + (0 if self.sender is None else self.sender.version)
+
+    def increment_version(self) -> None:
+        """Count a version that reached the workers another way."""
+        self._increments += 1
+        self._crew.call_all(Host.increment_version, 1)
+        self._tell(self._crew.ids)
+
+    @property
+    def senders(self) -> dict[str, Sender]:
+        """What sends the weights."""
+        return {} if self.sender is None else {POLICY: self.sender}
 
     def update(
-        self, weights: Any, worker_ids: int | Iterable[int] | None, *, blocking: bool
+        self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None, *, blocking: bool
     ) -> SendReport | PendingSend:
         """Send the weights given, or the policy's, and let the workers commit them."""
-        started = time.perf_counter()
-        if self.sender is None and weights is not None:
-            self._check_wanted(weights)
-            self._connect(weights)
-        elif self._made_by_workers and weights is None:
-            raise ModelError(
-                "the workers' policies come from policy_factory, so the collector has no weights "
-                "of its own; type update_policy_weights_(weights)"
-            )
-        if self.sender is None:
-            # Random actions, or a policy without tensors: every worker has the newest weights.
-            normalize(worker_ids, self._group.worker_ids)
-            return SendReport(0, time.perf_counter() - started, {})
-        addressed = normalize(worker_ids, self.sender.all_worker_ids())
-        pending = self.sender.send_async(weights, addressed)
-        calls = self._ask(addressed, timeout=0)
-        if blocking:
+        weights = given.get(POLICY)
+        with self._updating:
+            started = time.perf_counter()
+            self._end_last()
+            self._ensure_sender(weights)
+            if self.sender is None:
+                # Random actions, or a policy without tensors: every worker has the newest weights.
+                self._tell(normalize(worker_ids, self._crew.ids))
+                return SendReport(0, time.perf_counter() - started, {})
+            pending = self.sender.send_async(weights, worker_ids)
+            self._pending = pending
+            self._last = dict(given)
+            self._last_to_all = set(pending.worker_ids) == set(self._crew.ids)
+            self._tell(pending.worker_ids)
+            self._calls = {worker_id: self._ask(worker_id) for worker_id in pending.unanswered}
+            if not blocking:
+                self.seconds = time.perf_counter() - started
+                return pending
             try:
-                self._finish(pending, calls)
+                self._see_through(pending)
                 return pending.wait()
             finally:
                 pending.abandon()
+                self._pending = None
                 self.seconds = time.perf_counter() - started
-        self.seconds = time.perf_counter() - started
-        return pending
+
+    def restore(self, version: int) -> int:
+        """Count on from another version, which workers are not told; by how many it is further."""
+        with self._updating:
+            increments = version - self.version
+            self._increments += increments
+            return increments
 
     def close(self) -> None:
         """Release what the sender holds."""
         if self.sender is not None:
             self.sender.close()
 
-    def _check_wanted(self, weights: Any) -> None:
+    def _tell(self, worker_ids: Sequence[int]) -> None:
+        for callback in self.on_update:
+            callback(worker_ids)
+
+    def _ensure_sender(self, weights: Any) -> None:
+        if weights is None and self._made_by_workers:
+            raise ModelError(
+                "the workers' policies come from policy_factory, so the collector has no weights "
+                "of its own; type update_policy_weights_(weights)"
+            )
+        if self.sender is not None or weights is None:
+            return
         if not self._made_by_workers:
             raise ModelError(
                 f"there is nothing to load a {type(weights).__name__} into: the collector's "
                 "policy is no module with tensors; give Collector the nn.Module that it acts with"
             )
+        self._connect(weights)
+
+    def _end_last(self) -> None:
+        """See an update through that was not waited for; its outcome is told by itself."""
+        if self._pending is not None:
+            self._see_through(self._pending)
+            self._pending.abandon()
+            self._pending = None
+
+    def _see_through(self, pending: PendingSend) -> None:
+        """Wait until every worker has answered, or the deadline is over.
+
+        A worker in the middle of a batch commits between two steps; an idle one when it is asked.
+        """
+        deadline = time.monotonic() + self._timeout
+        while (unanswered := pending.unanswered) and time.monotonic() < deadline:
+            for worker_id, delivery in unanswered.items():
+                call = self._calls[worker_id]
+                if not call.done():
+                    continue
+                error = call.exception()
+                if error is None:
+                    if call.result() is None:
+                        self._calls[worker_id] = self._ask(worker_id)
+                # What the worker itself has to say may still be on its way, and says more.
+                elif isinstance(error, WorkerError) and not delivery.wait(_PATIENCE):
+                    delivery.fail(error)
+            next(iter(unanswered.values())).wait(_GLANCE)
+
+    def _ask(self, worker_id: int) -> Future[int | None]:
+        """Let a worker commit now if it is idle; if not, as soon as its batch is made.
+
+        It will have done so before that, but for weights that came with its last step.
+        """
+        patience = 0.0 if self._busy(worker_id) else _PATIENCE
+        return self._crew.call(worker_id, Host.receive, patience)
 
     def _connect(self, model: Any) -> None:
-        sender = self._make_sender(model)
+        ids = self._crew.ids
+        sender = self._make_sender(model, num_workers=max(ids) + 1)
         try:
-            calls = {
-                worker_id: self._group.call(worker_id, Rollout.connect, sender.address(worker_id))
-                for worker_id in sender.all_worker_ids()
-            }
+            sender.register_collector(self._collector())
+            for worker_id in set(sender.all_worker_ids()) - set(ids):
+                sender.remove_worker(worker_id)
+            calls = {i: self._crew.call(i, Host.connect, sender.address(i)) for i in ids}
             gather(calls, self._timeout, "connect to the sender")
         except BaseException:
             sender.close()
             raise
         self.sender = sender
 
-    def _ask(self, worker_ids: Iterable[int], timeout: float) -> dict[int, Future[int | None]]:
-        return {i: self._group.call(i, Rollout.receive, timeout) for i in worker_ids}
-
-    def _finish(self, pending: PendingSend, calls: dict[int, Future[int | None]]) -> None:
-        """Ask again where the weights came later than the call; give up on whoever failed."""
-        deadline = time.monotonic() + self._timeout
-        while calls:
-            _, late = wait(calls.values(), max(0.0, deadline - time.monotonic()))
-            if late or pending.done():
+    def _join(self, worker_id: int) -> None:
+        """Serve a worker that is new, or that has taken the place of another."""
+        with self._updating:
+            self._end_last()
+            if self._increments:
+                self._crew.call(worker_id, Host.increment_version, self._increments)
+            if self.sender is None:
                 return
-            empty = [i for i, call in calls.items() if not call.exception() and not call.result()]
-            calls = self._ask(empty, _PATIENCE)
+            if worker_id in self.sender.all_worker_ids():
+                self.sender.remove_worker(worker_id)
+            self.sender.add_worker(worker_id)
+            address = self.sender.address(worker_id)
+            calls = {worker_id: self._crew.call(worker_id, Host.connect, address)}
+            gather(calls, self._timeout, "connect to the sender")
+            if self.sender.version and self._last_to_all:
+                newest = {worker_id: self._crew.call(worker_id, Host.receive, self._timeout)}
+                gather(newest, self._timeout, "commit the newest weights")
+                return
+        # A sender gives to new workers what went to all.
+        if self.sender.version:
+            self.update(self._last, worker_id, blocking=True)
+
+    def _leave(self, worker_id: int) -> None:
+        """Serve a worker no longer."""
+        with self._updating:
+            self._end_last()
+            if self.sender is not None:
+                self.sender.remove_worker(worker_id)

@@ -5,19 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from sync_core.envs.protocol import FLAGS
+from sync_core.envs.normal import no_flags, outcome_of
 
 #: Arrays, or what numpy makes arrays of, by key: a string, or a tuple of them if nested.
 Arrays: TypeAlias = Mapping[Any, Any]
 #: Observations, reward, terminated, truncated: scalars, or arrays of the shape of the batch.
 ArrayStep: TypeAlias = tuple[Arrays, Any, Any, Any]
+
+_TENSORDICT_METHODS = ("reset", "step", "step_and_maybe_reset", "rand_action")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,11 @@ class ArrayEnv(ABC):
         step = self.step_arrays(tensordict["action"].detach().cpu().numpy())
         observation, reward, terminated, truncated = step
         outcome = self._observation(observation)
-        outcome["reward"] = self._column(reward, torch.float32)
-        outcome["terminated"] = self._column(terminated, torch.bool)
-        outcome["truncated"] = self._column(truncated, torch.bool)
-        outcome["done"] = outcome["terminated"] | outcome["truncated"]
+        outcome |= outcome_of(
+            self._values(reward, torch.float32),
+            self._values(terminated, torch.bool),
+            self._values(truncated, torch.bool),
+        )
         following = tensordict.get("next", TensorDict({}, batch_size=self.batch_size))
         return tensordict.set("next", following.update(outcome))
 
@@ -121,8 +124,8 @@ class ArrayEnv(ABC):
         return tensordict.set("action", torch.as_tensor(self.sample_action()))
 
     def _root(self, arrays: Arrays) -> TensorDictBase:
-        flags = dict.fromkeys(FLAGS, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
-        return TensorDict({**self._observation(arrays), **flags}, batch_size=self.batch_size)
+        root = self._observation(arrays) | no_flags(self.batch_size)
+        return TensorDict(root, batch_size=self.batch_size)
 
     def _reset_where(self, mask: Tensor, root: TensorDictBase) -> TensorDictBase:
         merged = root.copy()
@@ -130,9 +133,7 @@ class ArrayEnv(ABC):
             old = root.get(key, fresh)
             where = mask.reshape(mask.shape + (1,) * (fresh.ndim - mask.ndim))
             merged.set(key, torch.where(where, fresh, old))
-        for name in FLAGS:
-            merged.set(name, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
-        return merged
+        return merged.update(no_flags(self.batch_size))
 
     def _observation(self, arrays: Arrays) -> dict[Any, Tensor]:
         # A copy, since environments may give the array that their next step overwrites.
@@ -141,5 +142,12 @@ class ArrayEnv(ABC):
             for key, spec in self.array_specs.items()
         }
 
-    def _column(self, values: Any, dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(values, dtype=dtype).reshape(*self.batch_size, 1)
+    def _values(self, values: Any, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype).reshape(self.batch_size)
+
+
+def speaks_arrays(env: object) -> TypeGuard[ArrayEnv]:
+    """Whether stepping an environment by its array methods is the same as by its others."""
+    return isinstance(env, ArrayEnv) and all(
+        getattr(type(env), name) is getattr(ArrayEnv, name) for name in _TENSORDICT_METHODS
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from sync_core.envs.protocol import FLAGS
+from sync_core.envs.normal import no_flags
 
 
 class CountingEnv:
@@ -48,10 +48,8 @@ class CountingEnv:
         if mask is None:
             mask = torch.ones_like(self._steps, dtype=torch.bool)
         self._steps[mask] = 0
-        flags = {name: torch.zeros_like(self._steps, dtype=torch.bool) for name in FLAGS}
-        return TensorDict(
-            {"observation": self._start + self._steps, **flags}, batch_size=self.batch_size
-        )
+        root = {"observation": self._start + self._steps, **no_flags(self.batch_size)}
+        return TensorDict(root, batch_size=self.batch_size)
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
         """Count one step."""
@@ -76,6 +74,14 @@ class CountingEnv:
         """Let observations start at the seed, and give the seed after it."""
         self._start = torch.full_like(self._start, float(seed))
         return seed if static_seed else seed + 1
+
+    def save_state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The steps made, and where they start."""
+        return self._steps.clone(), self._start.clone()
+
+    def load_state(self, state: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Go on from there."""
+        self._steps, self._start = (tensor.clone() for tensor in state)
 
     def close(self) -> None:
         """Say so in ``is_closed``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,12 @@ class GymEnv(ArrayEnv):
         self.batch_size = torch.Size(() if num_envs is None else (num_envs,))
         self.is_closed = False
         first = self._envs[0]
+        if hasattr(first, "single_action_space"):
+            raise TypeError(
+                f"{first!r} is a vector environment, and GymEnv takes single ones; give the "
+                "vector environment itself to the collector (create_env_fn=lambda: "
+                "gymnasium.make_vec(…)), or GymEnv an id and num_envs"
+            )
         self._action = codec(first.action_space, categorical=categorical)
         observation = ObservationCodec(first.observation_space, categorical=categorical)
         self._encode = observation.encode
@@ -111,6 +118,26 @@ class GymEnv(ArrayEnv):
             if not static_seed:
                 seed = next_seed(seed)
         return seed
+
+    def save_state(self) -> bytes | None:
+        """The environments inside, pickled; None if that would lose what they are about to do.
+
+        Those of MuJoCo and Box2D pickle how they were made, and not their state.
+        """
+        from gymnasium.utils import EzPickle
+
+        if any(isinstance(env.unwrapped, EzPickle) for env in self._envs):
+            return None
+        try:
+            return pickle.dumps(self._envs)
+        except (TypeError, AttributeError, pickle.PicklingError):
+            return None
+
+    def load_state(self, state: bytes) -> None:
+        """Go on with the environments that were pickled."""
+        for env in self._envs:
+            env.close()
+        self._envs = pickle.loads(state)
 
     def close(self) -> None:
         """Close the environments inside."""

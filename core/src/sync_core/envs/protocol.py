@@ -26,6 +26,9 @@ class Env(Protocol):
     - ``rand_action(td)``: put a random action into ``td``; else ``action_spec.rand()`` gives one.
       A collector without a policy needs one of the two.
     - ``set_seed(seed)``: seed, and give the seed for the next environment in line.
+    - ``save_state()`` and ``load_state(state)``: what goes on from here exactly, as something that
+      pickles; None for what cannot be saved. Without it, a collector that goes on from a saved
+      state begins new episodes.
     - ``close()``, and ``is_closed``.
 
     TorchRL's ``EnvBase`` has all of it. An environment that computes with arrays does best to
@@ -51,6 +54,36 @@ class Env(Protocol):
             reward and the flags, also at the end of an episode. What a policy has set there for
             its own next step stays.
         """
+
+
+def seed_env(env: Env, seed: int, static_seed: bool = False) -> int:
+    """Seed an environment; the seed for the next one in line.
+
+    Raises:
+        TypeError: it has no way to be seeded.
+    """
+    set_seed = optional(env, "set_seed")
+    if set_seed is None:
+        raise TypeError(f"{type(env).__name__} has no set_seed(); write one to seed it")
+    return int(set_seed(seed, static_seed=True) if static_seed else set_seed(seed))
+
+
+def save_env(env: Env) -> Any:
+    """The state of an environment; None if it cannot be saved."""
+    save = optional(env, "save_state")
+    return None if save is None else save()
+
+
+def load_env(env: Any, state: Any) -> None:
+    """Let an environment go on from its saved state."""
+    env.load_state(state)
+
+
+def close_env(env: Any) -> None:
+    """Close an environment that can be closed and is not."""
+    close = optional(env, "close")
+    if close is not None and not optional(env, "is_closed"):
+        close()
 
 
 def optional(env: Env, name: str) -> Callable[..., Any] | None:

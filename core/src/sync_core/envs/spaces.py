@@ -31,6 +31,14 @@ class Codec(ABC):
     def decode(self, array: Array) -> Any:
         """The value of the space that an array stands for."""
 
+    def encode_batch(self, values: Any) -> Any:
+        """The arrays that stand for several values of the space, as one array."""
+        return np.stack([self.encode(value) for value in values])
+
+    def decode_batch(self, arrays: Array) -> Any:
+        """Several values of the space, as Gymnasium's vector environments take them."""
+        return np.array([self.decode(array) for array in arrays])
+
 
 class Same(Codec):
     """Boxes and the like: the values are arrays already."""
@@ -40,6 +48,9 @@ class Same(Codec):
 
     def encode(self, value: Any) -> Any:
         return value
+
+    def encode_batch(self, values: Any) -> Any:
+        return values
 
     def decode(self, array: Array) -> Any:
         if array.shape != self.spec.shape:
@@ -57,6 +68,9 @@ class Index(Codec):
 
     def encode(self, value: Any) -> Any:
         return value - self._start
+
+    def encode_batch(self, values: Any) -> Any:
+        return values - self._start
 
     def decode(self, array: Array) -> Any:
         if array.size != 1 or array.dtype.kind not in "iu":
@@ -159,6 +173,9 @@ class ObservationCodec:
         codecs = {path: codec(leaf, categorical=categorical) for path, leaf in leaves.items()}
         self.specs = {_key(path): found.spec for path, found in codecs.items()}
         self._encoders = [(_key(path), path, found.encode) for path, found in codecs.items()]
+        self._batch_encoders = [
+            (_key(path), path, found.encode_batch) for path, found in codecs.items()
+        ]
 
     def encode(self, observation: Any) -> dict[Key, Any]:
         """The arrays that stand for an observation, by key."""
@@ -167,6 +184,13 @@ class ObservationCodec:
             return {key: encode(observation)}
         return {
             key: encode(reduce(getitem, path, observation)) for key, path, encode in self._encoders
+        }
+
+    def encode_batch(self, observations: Any) -> dict[Key, Any]:
+        """The arrays that stand for the observations of a vector environment, by key."""
+        return {
+            key: encode(reduce(getitem, path, observations) if self._nested else observations)
+            for key, path, encode in self._batch_encoders
         }
 
 

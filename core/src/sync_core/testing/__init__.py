@@ -6,9 +6,14 @@
 import pytest
 
 # Before the import, or pytest would not explain their failures.
-pytest.register_assert_rewrite("sync_core.testing.schemes", "sync_core.testing.worker_groups")
+pytest.register_assert_rewrite(
+    "sync_core.testing.collectors",
+    "sync_core.testing.schemes",
+    "sync_core.testing.worker_groups",
+)
 
+from sync_core.testing.collectors import CollectorConformance  # noqa: E402
 from sync_core.testing.schemes import SchemeConformance  # noqa: E402
 from sync_core.testing.worker_groups import WorkerGroupConformance  # noqa: E402
 
-__all__ = ["SchemeConformance", "WorkerGroupConformance"]
+__all__ = ["CollectorConformance", "SchemeConformance", "WorkerGroupConformance"]

@@ -1,0 +1,137 @@
+"""Measures how fast a collector is here, and its weight updates beside those of a bare sender."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sync_core.bench.measure import measure
+from sync_core.collector import Collector
+from sync_core.envs import GymEnv
+
+#: What workers do: one in the trainer's process, or several that make each batch together, or
+#: several that each make their own.
+MODES = ("single", "sync", "first-ready")
+
+_ENVS = {"CartPole-v1": (4, 2), "Pendulum-v1": (3, 1)}
+#: The environments that there is a policy for.
+ENVS = tuple(_ENVS)
+
+_WARM_UP = 2
+_BATCHES = 3
+
+
+class BenchPolicy(nn.Module):
+    """Two layers, 64 wide: samples one of CartPole's actions, or gives Pendulum's.
+
+    Args:
+        env: the environment's id.
+
+    Example:
+        >>> BenchPolicy("CartPole-v1")(torch.zeros(4)).sum()
+        tensor(1)
+    """
+
+    def __init__(self, env: str) -> None:
+        super().__init__()
+        seen, acts = _ENVS[env]
+        self.layers = nn.Sequential(
+            nn.Linear(seen, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, acts)
+        )
+        self.discrete = acts > 1
+
+    def forward(self, observation: Tensor) -> Tensor:
+        """The action."""
+        out: Tensor = self.layers(observation)
+        if not self.discrete:
+            return 2 * out.tanh()
+        noise = torch.empty_like(out).exponential_().log()
+        return nn.functional.one_hot((out - noise).argmax(-1), out.shape[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectorMeasurement:
+    """What one run measured.
+
+    Args:
+        env: the environment's id.
+        mode: one of `MODES`.
+        scheme: the scheme's name.
+        workers: how many there were.
+        frames_per_second: of each round: frames over seconds, the round's update included.
+        sync_seconds: how long the update of each round took.
+        bare_seconds: rounds of a bare sender with a model of that size, and as many workers.
+    """
+
+    env: str
+    mode: str
+    scheme: str
+    workers: int
+    frames_per_second: list[float]
+    sync_seconds: list[float]
+    bare_seconds: list[float]
+
+    @property
+    def share_of_bare(self) -> float:
+        """The median update in the loop over that of the bare sender."""
+        return median(self.sync_seconds) / median(self.bare_seconds)
+
+
+def measure_collector(
+    env: str,
+    mode: str,
+    *,
+    scheme: str = "shm",
+    workers: int = 2,
+    frames_per_batch: int = 1000,
+    rounds: int = 7,
+) -> CollectorMeasurement:
+    """Collect batch after batch, with an update after every third of them.
+
+    Args:
+        env: one of `ENVS`.
+        mode: one of `MODES`.
+        scheme: the scheme's name.
+        workers: how many; a single one is alone.
+        frames_per_batch: the frames of a batch.
+        rounds: how many rounds of three batches count, after two that do not.
+
+    Raises:
+        SyncError: the scheme does not work here.
+    """
+    single = mode == "single"
+    workers = 1 if single else workers
+    options: dict[str, Any] = {
+        "scheme": scheme,
+        "workers": "inline" if single else None,
+        "num_workers": workers,
+        "frames_per_batch": frames_per_batch,
+        "sync": mode == "sync",
+    }
+    speeds: list[float] = []
+    updates: list[float] = []
+    with Collector(partial(GymEnv, env), BenchPolicy(env), **options) as collector:
+        for _ in range(_WARM_UP + rounds):
+            begin = time.perf_counter()
+            frames = sum(next(collector).numel() for _ in range(_BATCHES))
+            collected = time.perf_counter()
+            collector.update_policy_weights_()
+            end = time.perf_counter()
+            speeds.append(frames / (end - begin))
+            updates.append(end - collected)
+    bare = measure(scheme, "small", workers=workers, rounds=rounds)
+    return CollectorMeasurement(
+        env=env,
+        mode=mode,
+        scheme=scheme,
+        workers=workers,
+        frames_per_second=speeds[_WARM_UP:],
+        sync_seconds=updates[_WARM_UP:],
+        bare_seconds=bare.seconds,
+    )

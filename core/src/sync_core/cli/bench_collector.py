@@ -1,0 +1,69 @@
+"""``sync-core bench collector``: frames per second, and updates beside those of a bare sender."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from sync_core.bench.collector import ENVS, MODES, CollectorMeasurement, measure_collector
+
+
+def run(rest: Sequence[str], *, workers: int, rounds: int, as_json: bool) -> int:
+    """Measure and print.
+
+    Args:
+        rest: the arguments that only this command has.
+        workers: how many workers collect, where several do.
+        rounds: how many rounds count.
+        as_json: print JSON.
+    """
+    parser = argparse.ArgumentParser(prog="sync-core bench collector", description=__doc__)
+    parser.add_argument("--scheme", default="shm", help="how weights travel (shm)")
+    parser.add_argument("--envs", nargs="+", choices=ENVS, default=ENVS, help="(both)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="(all)")
+    parser.add_argument("--frames", type=int, default=1000, help="frames per batch (1000)")
+    own = parser.parse_args(rest)
+    measured = (
+        measure_collector(
+            env,
+            mode,
+            scheme=own.scheme,
+            workers=workers,
+            frames_per_batch=own.frames,
+            rounds=rounds,
+        )
+        for env in own.envs
+        for mode in own.modes
+    )
+    if as_json:
+        sys.stdout.write(json.dumps([asdict(measurement) for measurement in measured]) + "\n")
+    else:
+        _print(measured)
+    return 0
+
+
+def _print(measured: Iterator[CollectorMeasurement]) -> None:
+    table = Table()
+    for column in ("", "mode"):
+        table.add_column(column, no_wrap=True)
+    for column in ("workers", "frames/s", "min", "max", "sync ms", "bare ms", "ratio"):
+        table.add_column(column, justify="right")
+    for measurement in measured:
+        speeds = measurement.frames_per_second
+        table.add_row(
+            measurement.env,
+            measurement.mode,
+            str(measurement.workers),
+            *(f"{speed:.0f}" for speed in (median(speeds), min(speeds), max(speeds))),
+            f"{1e3 * median(measurement.sync_seconds):.2f}",
+            f"{1e3 * median(measurement.bare_seconds):.2f}",
+            f"{measurement.share_of_bare:.2f}",
+        )
+    Console().print(table)

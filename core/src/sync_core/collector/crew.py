@@ -1,0 +1,162 @@
+"""The workers of a collector: a worker group, and the recipes that its workers are made by."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from sync_core.collector.calls import gather
+from sync_core.collector.host import Host, new_host
+from sync_core.collector.recipe import WorkerRecipe
+from sync_core.workers import WorkerGroup
+
+Result = TypeVar("Result")
+
+
+class Crew:
+    """Starts workers, builds what they host, and calls them.
+
+    Args:
+        group_class: what workers are.
+        make_recipe: gives the recipe for a worker id and a seat.
+        num_workers: how many there are at first; their ids are ``0 … num_workers - 1``.
+        timeout: deadline of starting a worker, of building and of stopping, in seconds.
+        worker_options: options of the group.
+
+    Raises:
+        RemoteCallError: an environment or a policy could not be made; it has the traceback. Every
+            worker is stopped first.
+        WorkerError: a worker did not start; likewise.
+    """
+
+    def __init__(
+        self,
+        group_class: type[WorkerGroup],
+        make_recipe: Callable[[int, int], WorkerRecipe],
+        num_workers: int,
+        timeout: float,
+        worker_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._make_recipe = make_recipe
+        self._timeout = timeout
+        #: The number of the next worker's seat; no seat is given twice.
+        self.next_seat = 0
+        self._env_fns: dict[int, Callable[[], Any]] = {}
+        #: Whether all workers were ended because nothing is left to do.
+        self.dismissed = False
+        #: Called with the id of every worker that is added or restarted, once it is built.
+        self.on_join: list[Callable[[int], None]] = []
+        #: Called with the id of every worker that is about to be removed.
+        self.on_leave: list[Callable[[int], None]] = []
+        #: How many frames a batch of each worker has.
+        self.frames: dict[int, int] = {}
+        self._group = group_class(new_host, num_workers, timeout=timeout, **(worker_options or {}))
+        try:
+            self._build(self._group.worker_ids)
+        except BaseException:
+            self._group.stop()
+            raise
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids of the workers."""
+        return () if self.dismissed else self._group.worker_ids
+
+    @property
+    def parallel(self) -> bool:
+        """Whether workers run at once, and without the driver."""
+        return "parallel" in self._group.capabilities
+
+    def alive(self, worker_id: int) -> bool:
+        """Whether a worker can still be called."""
+        return self._group.alive(worker_id)
+
+    def call(
+        self, worker_id: int, function: Callable[..., Result], /, *args: Any
+    ) -> Future[Result]:
+        """Run ``function(host, *args)`` on a worker; see `WorkerGroup.call`."""
+        return self._group.call(worker_id, function, *args)
+
+    def call_all(self, function: Callable[..., Result], /, *args: Any) -> dict[int, Future[Result]]:
+        """Run a function on every worker at once."""
+        return {worker_id: self.call(worker_id, function, *args) for worker_id in self.ids}
+
+    def add(self, env_fn: Callable[[], Any] | None = None) -> int:
+        """Start and build one more worker; its id, never used before.
+
+        Args:
+            env_fn: makes its environment; None for what its recipe says.
+
+        Raises as the constructor does; the crew is then as before.
+        """
+        worker_id = self._group.add()
+        if env_fn is not None:
+            self._env_fns[worker_id] = env_fn
+        try:
+            self._join(worker_id)
+        except BaseException:
+            self._end(worker_id)
+            raise
+        return worker_id
+
+    def restart(self, worker_id: int) -> None:
+        """Put a new worker in the place of one, dead or alive, under the same id.
+
+        Raises as the constructor does; the worker then fails every call.
+        """
+        self._group.restart(worker_id)
+        self._join(worker_id)
+
+    def remove(self, worker_id: int) -> None:
+        """End one worker; its unfinished calls fail."""
+        for callback in self.on_leave:
+            callback(worker_id)
+        self._end(worker_id)
+
+    def dismiss(self) -> None:
+        """End all workers, and let there be none: calls to all of them reach nobody."""
+        self.dismissed = True
+        self._group.stop()
+
+    def stop(self, timeout: float | None = None) -> None:
+        """End all workers; see `WorkerGroup.stop`."""
+        self._group.stop(timeout)
+
+    def take_seat(self) -> int:
+        """A seat that no worker has or had."""
+        self.next_seat += 1
+        return self.next_seat - 1
+
+    def _end(self, worker_id: int) -> None:
+        self._group.remove(worker_id)
+        self._env_fns.pop(worker_id, None)
+        self.frames = {i: frames for i, frames in self.frames.items() if i != worker_id}
+
+    def _join(self, worker_id: int) -> None:
+        self._build([worker_id])
+        for callback in self.on_join:
+            callback(worker_id)
+
+    def _build(self, worker_ids: Iterable[int]) -> None:
+        calls: dict[int, Future[int]] = {}
+        for worker_id in worker_ids:
+            recipe = self._make_recipe(worker_id, self.take_seat())
+            if worker_id in self._env_fns:
+                recipe = replace(recipe, env_fn=self._env_fns[worker_id])
+            calls[worker_id] = self._group.call(worker_id, Host.build, recipe)
+        made = gather(calls, self._timeout, "make its environment and policy")
+        self.frames = {**self.frames, **dict(zip(calls, made, strict=True))}
+
+
+def warn_if_rounded(crew: Crew, frames: int) -> None:
+    """Warn of workers whose batches have more frames than were asked for."""
+    for worker_id, actual in crew.frames.items():
+        if actual != frames:
+            warnings.warn(
+                f"worker {worker_id} makes batches of {actual} frames instead of {frames}, a "
+                "multiple of the number of environments that it steps together",
+                stacklevel=3,
+            )

@@ -1,0 +1,86 @@
+"""Refreshes workers by itself: at the latest every so many batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from sync_core.collector.crew import Crew
+from sync_core.collector.requests import Requests
+from sync_core.collector.several import SeveralModels
+from sync_core.collector.weights import PolicyWeights
+from sync_core.errors import SendError
+
+
+class Freshness:
+    """Counts each worker's batches since it was last sent weights.
+
+    A worker with enough of them begins no other batch before it has the newest weights, which are
+    sent when the next batch is wanted: the trainer has learned from this one by then.
+
+    Args:
+        interval: after how many batches a worker is refreshed, 0 being like 1; -1 for never.
+        crew: the workers.
+        requests: by which they are asked for batches.
+        weights: by which they are refreshed.
+    """
+
+    def __init__(
+        self, interval: int, crew: Crew, requests: Requests, weights: PolicyWeights | SeveralModels
+    ) -> None:
+        self._interval = interval
+        self._crew = crew
+        self._requests = requests
+        self._weights = weights
+        #: The batches that each worker has made since it was last sent weights.
+        self.batches: Counter[int] = Counter()
+        self._held: set[int] = set()
+        weights.on_update.append(self._sent)
+
+    def delivered(self, worker_id: int | None) -> None:
+        """Count a batch, and hold back who has made enough of them.
+
+        Args:
+            worker_id: whose it is; None if all workers made it.
+        """
+        self.batches.update(self._crew.ids if worker_id is None else (worker_id,))
+        self._hold_due()
+
+    def refresh(self) -> None:
+        """Refresh the workers who have made enough batches, and let them go on.
+
+        Raises:
+            SendError: some of them could not be refreshed, and are alive. What happened to one
+                that is not is told with its batch.
+        """
+        due = self._due()
+        try:
+            if due:
+                self._weights.update({}, due, blocking=True)
+        except SendError as error:
+            if any(self._crew.alive(worker_id) for worker_id in error.report.failed):
+                raise
+        finally:
+            for worker_id in self._held:
+                self._requests.release(worker_id)
+            self._held.clear()
+
+    def go_on(self, batches: Mapping[int, int]) -> None:
+        """Count on from these batches."""
+        self.batches = Counter(batches)
+        self._hold_due()
+
+    def _hold_due(self) -> None:
+        for due in self._due():
+            self._held.add(due)
+            self._requests.hold(due)
+
+    def _due(self) -> list[int]:
+        if self._interval < 0:
+            return []
+        enough = max(1, self._interval)
+        return [i for i in self._crew.ids if self.batches[i] >= enough and self._crew.alive(i)]
+
+    def _sent(self, worker_ids: Sequence[int]) -> None:
+        for worker_id in worker_ids:
+            self.batches.pop(worker_id, None)

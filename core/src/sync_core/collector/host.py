@@ -1,0 +1,128 @@
+"""What a collector's workers host: at first nothing, then what a recipe says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from sync_core.address import Address
+from sync_core.collector.joint import Joint, execute
+from sync_core.collector.order import Order
+from sync_core.collector.random_state import seed_process
+from sync_core.collector.recipe import WorkerRecipe
+from sync_core.collector.rollout import Rollout
+from sync_core.collector.schemes import POLICY
+from sync_core.collector.worker_state import read_models, write_models
+
+
+class Host:
+    """A rollout, once it is built; every method is called from the driver, by its worker group."""
+
+    def __init__(self) -> None:
+        self._rollout: Rollout | None = None
+        self._parts = SimpleNamespace()
+        self._joint = Joint(self._parts)
+        self._shares_policy = False
+
+    def build(self, recipe: WorkerRecipe) -> int:
+        """Make environment and policy.
+
+        Returns:
+            How many frames a batch of theirs has.
+        """
+        if recipe.options.owns_process:
+            # Every fresh process has torch's one default seed: workers would act all alike.
+            seed_process(recipe.seed)
+            if recipe.one_thread:
+                # One step is too little work to share out, and threads that wait for each other
+                # hold cores that the trainer and other workers need.
+                torch.set_num_threads(1)
+        env = recipe.make_env()
+        self._shares_policy = recipe.share_policy
+        policy, models = recipe.make_models()
+        self._rollout = Rollout(env, policy, recipe.seat, recipe.options)
+        self._parts = SimpleNamespace(env=env, policy=policy, **models)
+        self._joint = Joint(self._parts)
+        return self._rollout.frames_per_batch()
+
+    def collect(self, order: Order) -> TensorDictBase:
+        """See `Rollout.collect`."""
+        return self._built.collect(order)
+
+    def connect(self, address: Address) -> None:
+        """See `Refresher.connect`."""
+        self._built.refresher.connect(address)
+
+    def receive(self, timeout: float) -> int | None:
+        """See `Refresher.receive`."""
+        return self._built.refresher.receive(timeout)
+
+    def connect_model(self, name: str, address: Address) -> None:
+        """See `Joint.connect`."""
+        self._joint.connect(name, address)
+
+    def receive_together(self, versions: Mapping[str, int], timeout: float) -> bool:
+        """See `Joint.receive`."""
+        before = self._joint.version
+        received = self._joint.receive(versions, timeout)
+        self._built.refresher.increment_version(self._joint.version - before)
+        return received
+
+    def execute(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """See `sync_core.collector.joint.execute`."""
+        return execute(self._parts, path, args, kwargs)
+
+    def increment_version(self, by: int) -> None:
+        """See `Refresher.increment_version`."""
+        self._built.refresher.increment_version(by)
+
+    def set_seed(self, seed: int, static_seed: bool) -> int:
+        """See `Rollout.set_seed`."""
+        return self._built.set_seed(seed, static_seed)
+
+    def midway(self) -> bool:
+        """See `Rollout.midway`."""
+        return self._built.midway()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the worker's next batch depends on; see `Rollout.state_dict`."""
+        models = {} if self._shares_policy else read_models(self._parts)
+        version = self._built.refresher.version
+        return {**self._built.state_dict(), "models": models, "version": version}
+
+    def load_state_dict(self, state: dict[str, Any], increments: int) -> None:
+        """Go on from there.
+
+        Args:
+            state: of this worker, or of another one alike.
+            increments: see `Refresher.restore`.
+        """
+        refresher = self._built.refresher
+        if not self._shares_policy:
+            receivers = dict(self._joint.receivers)
+            if refresher.receiver is not None:
+                receivers[POLICY] = refresher.receiver
+            write_models(self._parts, receivers, state["models"])
+        refresher.restore(state["version"], increments)
+        self._built.load_state_dict(state)
+
+    def start_over(self, seat: int, increments: int) -> None:
+        """See `Rollout.start_over`; with the weights that the worker has."""
+        self._built.refresher.increment_version(increments)
+        self._built.start_over(seat)
+
+    @property
+    def _built(self) -> Rollout:
+        if self._rollout is None:
+            raise RuntimeError("this worker has no environment: it could not be built")
+        return self._rollout
+
+
+def new_host(worker_id: int) -> Host:
+    """The factory for a worker group: small, so that starting a worker sends nothing big."""
+    del worker_id
+    return Host()

@@ -1,0 +1,251 @@
+"""The workers of a collector: how they come, are seeded and go, and how it ends itself."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+from sync_core.collector.background import Background
+from sync_core.collector.calls import gather
+from sync_core.collector.crew import Crew
+from sync_core.collector.delivery import Delivery
+from sync_core.collector.host import Host
+from sync_core.collector.options import count_workers, factories
+from sync_core.collector.replacement import Replacement
+from sync_core.collector.requests import Requests
+from sync_core.collector.several import SeveralModels
+from sync_core.collector.state import State
+from sync_core.collector.tree import Upstream
+from sync_core.collector.warmup import Warmup
+from sync_core.collector.weights import PolicyWeights
+from sync_core.errors import ClosedError
+from sync_core.worker_ids import normalize
+
+
+class Life:
+    """What a `Collector` does about its workers; not for use by itself."""
+
+    _timeout: float
+    _crew: Crew
+    _replacement: Replacement
+    _requests: Requests
+    _weights: PolicyWeights | SeveralModels
+    _delivery: Delivery
+    _warmup: Warmup
+    _background: Background
+    _upstream: Upstream
+    _close: weakref.finalize[Any, Any]
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The ids of the workers."""
+        return self._crew.ids
+
+    def add_workers(
+        self,
+        num_workers: int | None = None,
+        create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+    ) -> tuple[int, ...]:
+        """Start more workers, which act with the newest weights from their first frame on.
+
+        With ``sync=True``, batches have one more row for each of them from the next one on.
+
+        Args:
+            num_workers: how many; None for as many as there are functions, or 1.
+            create_env_fn: makes an environment; or a list, one for each new worker. None for the
+                functions that the collector was made with, from the first on.
+
+        Returns:
+            Their ids, never used before.
+
+        Raises:
+            RemoteCallError: an environment or a policy could not be made; workers added before
+                that one stay.
+            ClosedError: the collector was shut down, or has delivered all its frames.
+
+        Example:
+            >>> from sync_core import Collector
+            >>> from sync_core.envs import CountingEnv
+            >>> with Collector(CountingEnv, scheme="none", frames_per_batch=4, sync=True) as c:
+            ...     c.add_workers(2), next(c).batch_size
+            ((1, 2), torch.Size([3, 4]))
+        """
+        self._check_working()
+        num_workers = count_workers(num_workers, create_env_fn)
+        env_fns: Sequence[Callable[[], Any] | None] = (None,) * num_workers
+        if create_env_fn is not None:
+            env_fns = factories(create_env_fn, num_workers, "create_env_fn")
+        return tuple(self._crew.add(env_fn) for env_fn in env_fns)
+
+    def add_collectors(
+        self,
+        create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+        num_envs: int | None = None,
+    ) -> tuple[int, ...]:
+        """See `add_workers`; the name and the order of the arguments are those of TorchRL."""
+        return self.add_workers(num_envs, create_env_fn)
+
+    def remove_workers(self, worker_ids: int | Iterable[int]) -> None:
+        """End some workers; what they have made and nobody has taken yet is lost, uncounted.
+
+        Raises:
+            ValueError: no worker would be left; nothing was done.
+            UnknownWorkerError: no such worker; nothing was done.
+        """
+        self._check_working()
+        ids = normalize(worker_ids, self._crew.ids)
+        if set(ids) == set(self._crew.ids):
+            raise ValueError("no worker would be left; to end the collector, type shutdown()")
+        for worker_id in ids:
+            self._crew.remove(worker_id)
+            self._requests.drop(worker_id)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the workers' environments, one after the other, and begin their episodes anew.
+
+        Each worker gets the seed that the one before it returned. What they have made before and
+        nobody has taken yet is dropped: no frame that comes is older than the seed. With the same
+        seed and the same weights, each worker makes the same batches.
+
+        Workers with a process of their own seed its whole random state. Others share this
+        process's: seed that yourself (``torch.manual_seed``) for a policy that draws from it.
+        Threads draw from it in an order that no seed settles; such a policy is the same again
+        with one thread, or with ``workers="process"`` or ``"inline"``.
+
+        Args:
+            seed: for the first worker.
+            static_seed: give all of them the same.
+
+        Returns:
+            The seed that the last worker returned.
+
+        Raises:
+            WorkerTimeoutError: a worker was not ready in time.
+        """
+        with self._at_rest():
+            self._requests.drop_all()
+            for worker_id in self._crew.ids:
+                call = self._crew.call(worker_id, Host.set_seed, seed, static_seed)
+                (seed,) = gather({worker_id: call}, self._timeout, "set its seed")
+        return seed
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a collector goes on from exactly, as something that pickles (``torch.save``).
+
+        That is what was counted, and of each worker the weights, the environment, the trajectory,
+        the random state of its own process, and a batch that it has made and nobody has taken yet:
+        workers finish their batches first. Environments without ``save_state`` (see
+        `sync_core.envs.Env`) will begin new episodes, of which a warning tells now. The random
+        state of this process and the trainer's own policy are the caller's to save. After the last
+        batch there are counts only.
+
+        Raises:
+            WorkerTimeoutError: a worker was not ready in time.
+        """
+        with self._at_rest(whole_batches=True):
+            return self._state.save()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, here or in another process.
+
+        What workers have made before and nobody has taken yet is dropped. They act with the
+        weights that they had, until the next update.
+
+        Args:
+            state_dict: the state, of a collector with as many workers, whose batches have as many
+                frames.
+
+        Raises:
+            ValueError: it is that of another kind of collector; nothing was done.
+        """
+        self._check_working()
+        self._state.check(state_dict)
+        with self._at_rest():
+            self._state.load(state_dict)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the workers; batches under way are lost. Doing so again does nothing.
+
+        Args:
+            timeout: seconds for the workers to end by themselves; None for the collector's.
+        """
+        self._background.abandon()
+        self._upstream.close()
+        if self._close.detach() is not None:
+            end(self._crew, self._weights, timeout)
+        self._background.end(self._timeout if timeout is None else timeout)
+
+    async def async_shutdown(self) -> None:
+        """`shutdown`, while other tasks of the event loop go on."""
+        await asyncio.to_thread(self.shutdown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    def __len__(self) -> int:
+        """How many batches there are in all, those delivered included.
+
+        Raises:
+            TypeError: nobody knows: there is no end, or batches differ in size.
+        """
+        return self._delivery.count_batches()
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _check_open(self) -> None:
+        self._background.check()
+        if not self._close.alive:
+            raise ClosedError("the collector was shut down; make a new one")
+
+    def _check_working(self) -> None:
+        self._check_open()
+        if self._crew.dismissed:
+            raise ClosedError(
+                "the collector has delivered all its frames and ended its workers; make a new one "
+                "with more total_frames"
+            )
+
+    @property
+    def _state(self) -> State:
+        return State(
+            self._crew,
+            self._requests,
+            self._delivery,
+            self._weights,
+            self._warmup,
+            self._timeout,
+        )
+
+    @contextmanager
+    def _at_rest(self, *, whole_batches: bool = False) -> Iterator[None]:
+        """For ``with``: every worker lives, and none is at work.
+
+        Args:
+            whole_batches: let none be in the middle of a batch either, after Ctrl-C.
+        """
+        self._check_open()
+        with self._background.paused(self._timeout):
+            self._replacement.replace_dead()
+            if whole_batches:
+                self._state.finish_batches()
+            with self._requests.settled():
+                yield
+
+
+def end(crew: Crew, weights: PolicyWeights | SeveralModels, timeout: float | None = None) -> None:
+    """End workers and senders, come what may."""
+    try:
+        crew.stop(timeout)
+    except BaseException:
+        # Such as a second Ctrl-C: nobody waits any longer, and nothing may be left behind.
+        crew.stop(0.0)
+        raise
+    finally:
+        weights.close()

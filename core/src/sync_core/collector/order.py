@@ -1,0 +1,16 @@
+"""What a worker is asked for with each batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One batch.
+
+    Args:
+        random: act at random, not by the policy.
+    """
+
+    random: bool = False

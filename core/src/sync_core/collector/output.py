@@ -1,0 +1,73 @@
+"""What happens to a batch before it is yielded or written to a replay buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tensordict import TensorDictBase
+
+from sync_core.collector.split import split_trajectories
+
+
+class ReplayBuffer(Protocol):
+    """Anything with `extend`; TorchRL's replay buffers have it."""
+
+    def extend(self, batch: Any, /) -> Any:
+        """Add what one worker has made: frames, or trajectories if the collector splits them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """The last steps of a batch, in the order of the arguments.
+
+    Args:
+        split_trajs: put each trajectory into a row of its own.
+        postproc: changes the batch.
+        replay_buffer: where the batch is written to; None to yield it.
+        extend_in_workers: let the workers do all of that, which then deliver only how many frames
+            they have made, and with which versions.
+    """
+
+    split_trajs: bool = False
+    postproc: Callable[[TensorDictBase], Any] | None = None
+    replay_buffer: ReplayBuffer | None = None
+    extend_in_workers: bool = False
+
+    def check_buffer(self) -> None:
+        """Raise if there is no replay buffer, so that batches made in the background are lost."""
+        if self.replay_buffer is None:
+            raise RuntimeError(
+                "nobody takes the batches that are made in the background; give the collector "
+                "replay_buffer=…, or iterate over it"
+            )
+
+    def in_worker(self, made: TensorDictBase) -> TensorDictBase:
+        """What a worker that writes delivers of a batch that it has made."""
+        self._write(made)
+        return made.select("policy_version", strict=False)
+
+    def in_driver(self, batch: TensorDictBase, *, of_all: bool) -> Any:
+        """What is yielded of a batch that was delivered.
+
+        Args:
+            batch: the batch.
+            of_all: whether its first dimension is that of the workers. Into a replay buffer goes
+                what each of them has made, as if they had written it.
+        """
+        if self.replay_buffer is None:
+            return self._finish(batch)
+        if not self.extend_in_workers:
+            for made in batch.unbind(0) if of_all else [batch]:
+                self._write(made)
+        return None
+
+    def _write(self, made: TensorDictBase) -> None:
+        assert self.replay_buffer is not None
+        self.replay_buffer.extend(self._finish(made))
+
+    def _finish(self, batch: TensorDictBase) -> Any:
+        if self.split_trajs:
+            batch = split_trajectories(batch)
+        return batch if self.postproc is None else self.postproc(batch)

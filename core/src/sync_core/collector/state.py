@@ -1,0 +1,105 @@
+"""What a collector goes on from: its counts, and what the next batch of each worker depends on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sync_core.collector.calls import gather
+from sync_core.collector.crew import Crew
+from sync_core.collector.delivery import Delivery
+from sync_core.collector.host import Host
+from sync_core.collector.requests import Requests
+from sync_core.collector.several import SeveralModels
+from sync_core.collector.warmup import Warmup
+from sync_core.collector.weights import PolicyWeights
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Reads and writes the state of a collector whose workers are at rest.
+
+    Workers are told apart by their order, not by their ids.
+
+    Args:
+        crew: the workers.
+        requests: the batches that they have made and nobody has taken yet.
+        delivery: what was delivered.
+        weights: what their policies act with.
+        warmup: how many frames are still to be random.
+        timeout: deadline of calls to workers, in seconds.
+    """
+
+    crew: Crew
+    requests: Requests
+    delivery: Delivery
+    weights: PolicyWeights | SeveralModels
+    warmup: Warmup
+    timeout: float
+
+    def finish_batches(self) -> None:
+        """Have those batches made that were cut short."""
+        ids = self.crew.ids
+        midway = gather(self.crew.call_all(Host.midway), self.timeout, "finish its batch")
+        for worker_id in (i for i, cut_short in zip(ids, midway, strict=True) if cut_short):
+            self.requests.ask(worker_id)
+
+    def save(self) -> dict[str, Any]:
+        """Everything; whatever changes afterwards does not change it."""
+        ids = self.crew.ids
+        calls = self.crew.call_all(Host.state_dict)
+        workers = gather(calls, self.timeout, "save its state")
+        lost = [i for i, state in zip(ids, workers, strict=True) if state["env"] is None]
+        if lost:
+            warnings.warn(
+                f"the environments of workers {lost} cannot be saved, and will begin new episodes "
+                "when this state is loaded; write save_state() and load_state() to go on exactly "
+                "(sync_core.envs.Env)",
+                stacklevel=4,
+            )
+        made = self.requests.made()
+        return {
+            "delivery": self.delivery.state_dict(),
+            "version": self.weights.version,
+            "random_frames": self.warmup.left,
+            "seats": self.crew.next_seat,
+            "frames_per_worker": [self.crew.frames[i] for i in ids],
+            "workers": workers,
+            "made": [(ids.index(i), batch.clone()) for i, batch in made.items()],
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise `ValueError` unless a state suits the workers."""
+        saved = state["frames_per_worker"]
+        frames = [self.crew.frames[i] for i in self.crew.ids]
+        if saved and len(saved) != len(frames):
+            raise ValueError(
+                f"the state is that of {len(saved)} workers, and the collector has {len(frames)}; "
+                f"make it with num_workers={len(saved)}"
+            )
+        if saved and saved != frames:
+            raise ValueError(
+                f"the state is that of workers whose batches have {saved} frames, and the "
+                f"collector's have {frames}; give it the same frames_per_batch and sync"
+            )
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that was checked."""
+        self.requests.drop_all()
+        increments = self.weights.restore(state["version"])
+        self.crew.next_seat = max(self.crew.next_seat, state["seats"])
+        ids = self.crew.ids
+        if state["workers"]:
+            saved = zip(ids, state["workers"], strict=True)
+            calls = {i: self.crew.call(i, Host.load_state_dict, s, increments) for i, s in saved}
+        else:
+            calls = {
+                i: self.crew.call(i, Host.start_over, self.crew.take_seat(), increments)
+                for i in ids
+            }
+        gather(calls, self.timeout, "load its state")
+        self.warmup.left = state["random_frames"]
+        self.delivery.load_state_dict(state["delivery"])
+        self.requests.put_back({ids[position]: batch.clone() for position, batch in state["made"]})

@@ -1,0 +1,38 @@
+"""Random actions at first: at least so many frames of all workers together."""
+
+from __future__ import annotations
+
+from sync_core.collector.crew import Crew
+from sync_core.collector.order import Order
+
+
+class Warmup:
+    """Says what to ask each worker for; frames count when they are asked for.
+
+    Args:
+        crew: the workers.
+        frames: how many frames of random actions there are to be, at least.
+
+    Raises:
+        ValueError: a number that cannot be.
+    """
+
+    def __init__(self, crew: Crew, frames: int) -> None:
+        if frames < -1:
+            raise ValueError(f"init_random_frames is {frames}; give 0 or more, or -1 for none")
+        self._crew = crew
+        #: The frames that are still to be asked for.
+        self.left = frames
+        self._asked: dict[int, int] = {}
+        crew.on_join.append(self.take_back)
+
+    def order(self, worker_id: int) -> Order:
+        """What to ask a worker for next."""
+        random = self.left > 0
+        self._asked[worker_id] = self._crew.frames[worker_id] if random else 0
+        self.left -= self._asked[worker_id]
+        return Order(random=random)
+
+    def take_back(self, worker_id: int) -> None:
+        """Do not count what a worker was asked for last: it is lost, or dropped."""
+        self.left += self._asked.pop(worker_id, 0)

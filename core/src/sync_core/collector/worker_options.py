@@ -1,0 +1,106 @@
+"""How each worker makes batches: what holds for all, and what holds for one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, TypedDict
+
+import torch
+from tensordict.nn import InteractionType
+
+from sync_core.collector.devices import Devices
+from sync_core.collector.exploration import exploration
+from sync_core.collector.options import per_worker
+from sync_core.collector.rollout import RolloutOptions
+
+_Device: TypeAlias = torch.device | str | int | None
+_Devices: TypeAlias = _Device | Sequence[_Device]
+
+_DEVICES = ("device", "env_device", "policy_device", "storing_device")
+
+
+class WorkerOptions(TypedDict, total=False):
+    """What may differ between workers; a `Collector` has the same arguments, for all of them.
+
+    Args:
+        max_frames_per_traj: truncate episodes after so many steps, which are counted under
+            ``"step_count"``; -1, the default, for never.
+        reset_at_each_iter: begin every batch with a reset and new trajectories.
+        exploration_type: what a probabilistic policy takes of its distributions: a
+            `tensordict.nn.InteractionType` or its name; by default, ``"random"`` samples.
+        trust_policy: give the policy the TensorDict, whatever its arguments are called.
+        device: stands in for each of the following that is not given. In `Collector`, a device
+            may also be a list, one for each worker.
+        env_device: where actions are put; an environment that has a ``to()`` is moved there.
+        policy_device: where a worker's policy acts.
+        storing_device: where batches are delivered.
+    """
+
+    max_frames_per_traj: int
+    reset_at_each_iter: bool
+    exploration_type: InteractionType | str
+    trust_policy: bool
+    device: _Devices
+    env_device: _Devices
+    policy_device: _Devices
+    storing_device: _Devices
+
+
+def options_of_workers(
+    base: RolloutOptions,
+    num_workers: int,
+    common: WorkerOptions,
+    collector_kwargs: WorkerOptions | Sequence[WorkerOptions] | None = None,
+) -> tuple[RolloutOptions, ...]:
+    """The options of each worker.
+
+    Args:
+        base: what all have, and none can change.
+        num_workers: how many there are.
+        common: what all have; for devices, a list is one for each.
+        collector_kwargs: what comes before that, for all or one for each.
+
+    Raises:
+        ValueError: a list of another length, or a value that cannot be.
+        TypeError: something that cannot differ between workers.
+
+    Example:
+        >>> base = RolloutOptions(frames_per_batch=4)
+        >>> both = options_of_workers(base, 2, {}, [{}, {"max_frames_per_traj": 3}])
+        >>> [options.max_frames_per_traj for options in both]
+        [-1, 3]
+    """
+    _check_names(common, "Collector")
+    spread = {
+        name: per_worker(value, num_workers, name) if name in _DEVICES else (value,) * num_workers
+        for name, value in common.items()
+    }
+    own = per_worker(collector_kwargs, num_workers, "collector_kwargs")
+    for given in own:
+        _check_names(given or {}, "collector_kwargs")
+    return tuple(
+        _options(base, {name: values[i] for name, values in spread.items()} | dict(given or {}))
+        for i, given in enumerate(own)
+    )
+
+
+def _options(base: RolloutOptions, given: dict[str, Any]) -> RolloutOptions:
+    one, env, policy, storing = (given.pop(name, None) for name in _DEVICES)
+    longest = given.get("max_frames_per_traj", -1)
+    if longest < 1 and longest != -1:
+        raise ValueError(f"max_frames_per_traj is {longest}; give 1 or more, or -1 for no limit")
+    if "exploration_type" in given:
+        given["exploration_type"] = exploration(given["exploration_type"])
+    devices = Devices.of(one, env=env, policy=policy, storing=storing)
+    return replace(base, devices=devices, **given)
+
+
+def _check_names(given: Mapping[str, Any], where: str) -> None:
+    known = WorkerOptions.__annotations__
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise TypeError(
+            f"{where} got {', '.join(map(repr, unknown))}; what each worker may have of its own "
+            f"is {', '.join(known)}"
+        )

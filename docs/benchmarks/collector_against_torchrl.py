@@ -1,0 +1,63 @@
+"""Our collector and TorchRL's, in turn, in one run, with the same environments and policy.
+
+    python -m venv /tmp/compare
+    /tmp/compare/bin/pip install -c constraints.txt torchrl==0.14.1 gymnasium -e core -e plugins
+    /tmp/compare/bin/python docs/benchmarks/collector_against_torchrl.py
+
+Prints a Markdown table of median frames per second. TorchRL's ``single``, ``sync`` and
+``first-ready`` are `Collector`, `MultiSyncCollector` and `MultiAsyncCollector`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+
+import torchrl_collect
+
+from sync_core.bench.collector import ENVS, MODES, measure_collector
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--envs", nargs="+", choices=ENVS, default=ENVS)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--frames", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--turns", type=int, default=2)
+    arguments = parser.parse_args()
+    options = {
+        "workers": arguments.workers,
+        "frames_per_batch": arguments.frames,
+        "rounds": arguments.rounds,
+    }
+    print("| environment | mode | ours | TorchRL | ratio | sync ms | bare ms |")
+    print("|---|---|--:|--:|--:|--:|--:|")
+    for env in arguments.envs:
+        for mode in arguments.modes:
+            _compare(env, mode, arguments.turns, options)
+
+
+def _compare(env: str, mode: str, turns: int, options: dict[str, int]) -> None:
+    ours: list[float] = []
+    theirs: list[float] = []
+    sync: list[float] = []
+    bare: list[float] = []
+    for _ in range(turns):
+        theirs += torchrl_collect.measure(env, mode, **options)
+        measured = measure_collector(env, mode, **options)
+        ours += measured.frames_per_second
+        sync += measured.sync_seconds
+        bare += measured.bare_seconds
+    print(
+        f"| {env} | {mode} | {median(ours):.0f} | {median(theirs):.0f} "
+        f"| {median(ours) / median(theirs):.1f} | {1e3 * median(sync):.2f} "
+        f"| {1e3 * median(bare):.2f} |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

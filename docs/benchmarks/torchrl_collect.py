@@ -1,0 +1,45 @@
+"""Times TorchRL's own collectors on what `sync_core.bench.collector` measures.
+
+Written against torchrl 0.14.1. The same policy, frames per batch and updates; one torch thread in
+each worker, as ours have.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.envs import GymEnv
+
+from sync_core.bench.collector import BenchPolicy
+
+_WARM_UP = 2
+_BATCHES = 3
+
+
+def measure(
+    env: str, mode: str, *, workers: int, frames_per_batch: int, rounds: int
+) -> list[float]:
+    """Frames per second of each round, in a mode of `sync_core.bench.collector.MODES`."""
+    policy = TensorDictModule(BenchPolicy(env), in_keys=["observation"], out_keys=["action"])
+    make = partial(GymEnv, env)
+    options: dict[str, Any] = {"frames_per_batch": frames_per_batch, "total_frames": -1}
+    if mode == "single":
+        collector = Collector(make, policy, **options)
+    else:
+        kind = MultiSyncCollector if mode == "sync" else MultiAsyncCollector
+        collector = kind([make] * workers, policy, num_threads=1, num_sub_threads=1, **options)
+    speeds = []
+    try:
+        batches = iter(collector)
+        for _ in range(_WARM_UP + rounds):
+            begin = time.perf_counter()
+            frames = sum(next(batches).numel() for _ in range(_BATCHES))
+            collector.update_policy_weights_()
+            speeds.append(frames / (time.perf_counter() - begin))
+    finally:
+        collector.shutdown()
+    return speeds[_WARM_UP:]

@@ -1,0 +1,337 @@
+"""Workers of a collector come, die, are replaced and go; and it ends itself, from any state."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from sync_core import (
+    ClosedError,
+    Collector,
+    RemoteCallError,
+    SendReport,
+    UnknownWorkerError,
+    WorkerLostError,
+)
+from sync_core.collector.trajectories import PER_WORKER
+from sync_core.envs import CountingEnv
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Scale(nn.Module):
+    """Acts with its weight, whatever it sees."""
+
+    def __init__(self, weight: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([weight]))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.weight.expand(observation.shape)
+
+    def set(self, weight: float) -> None:
+        self.weight.data.fill_(weight)
+
+
+class Pid(CountingEnv):
+    """Knows the id of its process."""
+
+    def __init__(self) -> None:
+        super().__init__(100_000)
+        self.pid = os.getpid()
+
+
+class Fatal(CountingEnv):
+    """Kills its process in its fourth step."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        if self._steps.item() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(tensordict)
+
+
+def long_episodes() -> CountingEnv:
+    return CountingEnv(100_000)
+
+
+def values(batch: TensorDictBase, *key: str) -> list[Any]:
+    return list(batch[key].squeeze(-1).tolist())
+
+
+def seat(batch: TensorDictBase) -> int:
+    (found,) = (batch["collector", "traj_ids"] // PER_WORKER).unique().tolist()
+    return int(found)
+
+
+def children() -> list[Any]:
+    return list(psutil.Process().children(recursive=True))
+
+
+def kill(made: Collector, worker_id: int) -> None:
+    """Kill the process that steps a `Pid`, and wait for its end."""
+    pids = dict(zip(made.worker_ids, made.cascade_execute("env.pid"), strict=True))
+    process = psutil.Process(pids[worker_id])
+    assert process in children()
+    process.kill()
+    process.wait(10)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_process() -> Iterator[None]:
+    before = set(children())
+    yield
+    assert not set(children()) - before
+
+
+def collector(env: Any = long_episodes, policy: Any = None, **options: Any) -> Collector:
+    options = {"scheme": "thread", "workers": "inline", "frames_per_batch": 4, **options}
+    return Collector(env, policy, **options)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_number_of_batches(sync: bool) -> None:
+    with collector(num_workers=2, sync=sync, total_frames=10) as made:
+        assert len(made) == 3
+        next(made)
+        assert len(made) == len(list(made)) + 1 == 3
+    with collector() as made:
+        assert made
+        with pytest.raises(TypeError, match="give it total_frames"):
+            len(made)
+    envs = [long_episodes, lambda: CountingEnv(9, num_envs=5)]
+    with pytest.warns(UserWarning, match="5 frames"):
+        made = collector(envs, total_frames=9)
+    with made, pytest.raises(TypeError, match="different sizes"):
+        len(made)
+
+
+def test_workers_end_with_the_last_batch() -> None:
+    policy = Scale()
+    with collector(policy=policy, workers="process", scheme="shm", total_frames=8) as made:
+        seen = []
+        for batch in made:
+            seen.append(len(children()))
+            policy.set(1.0)
+            # The last round of a training loop is like the others.
+            report = made.update_policy_weights_(worker_ids=0)
+            assert isinstance(report, SendReport)
+            assert report.updated == ((0,) if batch["observation"][0] == 0 else ())
+        assert seen[0] > 0
+        assert seen[1] == 0
+        with pytest.raises(ClosedError):
+            made.add_workers()
+    assert made.stats().frames == 8
+
+
+@pytest.mark.parametrize(("scheme", "workers"), [("thread", "inline"), ("mp", "process")])
+def test_more_workers(scheme: str, workers: str) -> None:
+    policy = Scale(1.0)
+    options: dict[str, Any] = {"scheme": scheme, "workers": workers, "sync": True}
+    with collector(policy=policy, frames_per_batch=2, total_frames=11, **options) as made:
+        next(made)
+        made.update_policy_weights_(Scale(3.0))
+        assert len(made) == 6
+        assert made.add_workers(create_env_fn=[long_episodes, lambda: CountingEnv(1)]) == (1, 2)
+        assert made.worker_ids == (0, 1, 2)
+        assert len(made) == 3
+        batch = next(made)
+        assert batch.batch_size == torch.Size([3, 2])
+        assert values(batch, "observation") == [[2, 3], [0, 1], [0, 0]]
+        assert values(batch, "action") == [[3.0] * 2] * 3
+        assert batch["policy_version"].unique().tolist() == [1]
+        report = made.update_policy_weights_()
+        assert isinstance(report, SendReport)
+        assert report.updated == (0, 1, 2)
+        made.remove_workers([0, 1])
+        report = made.update_policy_weights_()
+        assert isinstance(report, SendReport)
+        assert report.updated == (2,)
+        assert values(next(made), "observation") == [[0, 0]]
+        with pytest.raises(ValueError, match=r"type shutdown\(\)"):
+            made.remove_workers(2)
+        with pytest.raises(UnknownWorkerError):
+            made.remove_workers(0)
+        assert made.stats().frames == 10
+
+
+def test_a_worker_that_joins_after_updates_of_some() -> None:
+    with collector(policy=Scale(), num_workers=2) as made:
+        made.update_policy_weights_(Scale(1.0))
+        made.update_policy_weights_(Scale(2.0), worker_ids=1)
+        assert made.add_collectors(long_episodes, 1) == (2,)
+        batches = [next(made) for _ in range(3)]
+    assert [values(batch, "action")[0] for batch in batches] == [1.0, 2.0, 2.0]
+    assert [batch["policy_version"][0].item() for batch in batches] == [1, 2, 3]
+
+
+def test_a_worker_that_cannot_be_added() -> None:
+    def broken() -> CountingEnv:
+        raise ValueError("no pole")
+
+    with collector(policy=Scale()) as made:
+        with pytest.raises(RemoteCallError, match="no pole"):
+            made.add_workers(create_env_fn=broken)
+        assert made.worker_ids == (0,)
+        next(made)
+
+
+def test_workers_that_work_ahead_are_removed() -> None:
+    with collector(num_workers=3, workers="thread") as made:
+        next(made)
+        made.remove_workers([0, 2])
+        seen = [seat(next(made)) for _ in range(3)]
+    assert seen == [1, 1, 1]
+
+
+def test_a_dead_worker_is_an_error() -> None:
+    options: dict[str, Any] = {"scheme": "shm", "workers": "process"}
+    with collector(Pid, Scale(), num_workers=2, **options) as made:
+        next(made)
+        kill(made, 1)
+        with pytest.raises(WorkerLostError, match="worker 1"):
+            list(made)
+        assert not children()
+        assert list(made) == []
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_dead_worker_is_replaced(sync: bool) -> None:
+    policy = Scale()
+    options: dict[str, Any] = {"scheme": "shm", "workers": "process", "sync": sync}
+    options |= {"on_worker_failure": "restart", "total_frames": 40, "num_workers": 2}
+    with collector(Pid, policy, **options) as made:
+        frames = 0
+        made.update_policy_weights_(Scale(1.0))
+        seats = set()
+        for count, batch in enumerate(made):
+            frames += batch.numel()
+            ids = batch["collector", "traj_ids"] // PER_WORKER
+            seats.update(ids.flatten().tolist())
+            # Who came later has never acted with less than this.
+            assert (batch["policy_version"][ids > 1] >= 1).all()
+            assert torch.equal(batch["action"].squeeze(-1).long(), batch["policy_version"])
+            if count == 1:
+                kill(made, 1)
+                if sync:
+                    assert made.state_dict()["frames_per_worker"] == [2, 2]
+                    kill(made, 1)
+                    report = made.update_policy_weights_(Scale(2.0))
+                    assert isinstance(report, SendReport)
+                    assert report.updated == (0, 1)
+        assert frames == made.stats().frames == 40
+        assert seats == ({0, 1, 3} if sync else {0, 1, 2})
+
+
+def test_a_place_that_is_lost_again_and_again() -> None:
+    options: dict[str, Any] = {"scheme": "shm", "workers": "process", "frames_per_batch": 8}
+    with collector(Fatal, on_worker_failure="restart", **options) as made:
+        with pytest.raises(WorkerLostError, match="worker 0: died, and so did the 3"):
+            next(made)
+        assert not children()
+
+
+def test_what_can_be_done_about_a_dead_worker() -> None:
+    with pytest.raises(ValueError, match="give 'raise' or 'restart'"):
+        collector(on_worker_failure="ignore")
+
+
+@pytest.mark.parametrize("workers", ["inline", "thread"])
+def test_seeds(workers: str) -> None:
+    options: dict[str, Any] = {"workers": workers, "num_workers": 2, "frames_per_batch": 2}
+    with collector(**options) as made:
+        next(made)
+        assert made.set_seed(100) == 102
+        # Nothing that was made before is delivered.
+        firsts = {values(next(made), "observation")[0] for _ in range(2)}
+        assert firsts <= {100, 101, 102, 103}
+        assert made.set_seed(7, static_seed=True) == 7
+        assert values(next(made), "observation") == [7, 8]
+
+
+def test_the_same_seed_gives_the_same_batches_and_workers_differ() -> None:
+    options: dict[str, Any] = {"scheme": "shm", "workers": "process", "num_workers": 2}
+    with collector(sync=True, **options) as made:
+        runs = []
+        for _ in range(2):
+            made.set_seed(3)
+            runs.append(next(made).exclude("collector"))
+        assert (runs[0] == runs[1]).all()
+        assert values(runs[0], "action")[0] != values(runs[0], "action")[1]
+        made.set_seed(4)
+        assert values(next(made), "action") != values(runs[0], "action")
+
+
+def test_shutdown_in_an_event_loop_and_again() -> None:
+    made = collector(workers="thread", num_workers=2)
+    next(made)
+    asyncio.run(made.async_shutdown())
+    made.shutdown()
+    assert list(made) == []
+
+
+def test_a_shutdown_of_workers_that_hang_is_bounded() -> None:
+    class Hanging(CountingEnv):
+        def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+            time.sleep(30)
+            return super().step(tensordict)
+
+    options: dict[str, Any] = {"scheme": "shm", "workers": "process", "timeout": 20.0}
+    made = collector(Hanging, Scale(), **options)
+    made._requests.ask(0)
+    made.update_policy_weights_(blocking=False)
+    began = time.monotonic()
+    made.shutdown(timeout=1.0)
+    assert time.monotonic() - began < 5
+    assert not children()
+
+
+SCRIPT = """
+    import os, sys, time
+    from sync_core import Collector
+    from sync_core.envs import CountingEnv
+
+    class Slow(CountingEnv):
+        def step(self, tensordict):
+            time.sleep(0.2)
+            return super().step(tensordict)
+
+    def slow():
+        return Slow(100)
+
+    with Collector(slow, scheme="shm", workers="process", num_workers=2, frames_per_batch=50) as c:
+        print("ready", flush=True)
+        list(c)
+"""
+
+
+def test_ctrl_c_and_another_leave_nothing_behind() -> None:
+    script = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
+    with subprocess.Popen(
+        script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert len(workers) >= 2
+        for _ in range(2):
+            time.sleep(0.5)
+            os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert "KeyboardInterrupt" in errors
+    assert not psutil.wait_procs(workers, 5)[1]

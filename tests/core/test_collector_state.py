@@ -1,0 +1,216 @@
+"""A collector that is saved, and another that goes on from there."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from sync_core import Collector
+from sync_core.collector.trajectories import PER_WORKER
+from sync_core.envs import CountingEnv, GymEnv
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Scale(nn.Module):
+    """Acts with its weight, whatever it sees."""
+
+    def __init__(self, weight: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([weight]))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.weight.expand(observation.shape)
+
+
+class Recurrent(nn.Module):
+    """Balances a pole, and counts its own steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, td: TensorDictBase) -> TensorDictBase:
+        count = td.get("count", torch.zeros(*td.batch_size, 1))
+        index = (td["observation"][..., 2] + self.bias > 0).long()
+        td["count"] = count
+        td["action"] = nn.functional.one_hot(index, 2)
+        td["next"] = TensorDict({"count": count + 1}, batch_size=td.batch_size)
+        return td
+
+
+class Unsaved:
+    """A `CountingEnv` that cannot be saved."""
+
+    batch_size = torch.Size()
+
+    def __init__(self) -> None:
+        self._env = CountingEnv(7)
+
+    def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
+        return self._env.reset(tensordict)
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        return self._env.step(tensordict)
+
+
+def cart_pole() -> GymEnv:
+    return GymEnv("CartPole-v1")
+
+
+def two_cart_poles() -> GymEnv:
+    return GymEnv("CartPole-v1", num_envs=2)
+
+
+def collector(env: Any, policy: Any = None, **options: Any) -> Collector:
+    options = {"scheme": "thread", "workers": "inline", "frames_per_batch": 12, **options}
+    return Collector(env, policy, **options)
+
+
+def saved(made: Collector) -> Mapping[str, Any]:
+    """The state of a collector, as it comes back from a file."""
+    file = io.BytesIO()
+    torch.save(made.state_dict(), file)
+    file.seek(0)
+    state: Mapping[str, Any] = torch.load(file, weights_only=False)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("env", "policy", "options"),
+    [
+        (lambda: CountingEnv(5), Scale, {"num_workers": 3}),
+        (lambda: CountingEnv([2, 7], num_envs=2), Scale, {"workers": "thread"}),
+        (cart_pole, Recurrent, {"num_workers": 2, "sync": True}),
+        (two_cart_poles, Recurrent, {"workers": "thread", "max_frames_per_traj": 9}),
+        (cart_pole, lambda: None, {"num_workers_per_collector": 2, "init_random_frames": 30}),
+        (cart_pole, Scale, {"init_random_frames": 1000, "update_after_each_batch": True}),
+        (cart_pole, lambda: None, {"workers": "process"}),
+    ],
+)
+def test_going_on_is_exact(
+    env: Callable[[], Any], policy: Callable[[], Any], options: dict[str, Any]
+) -> None:
+    if options.get("workers") == "process":
+        options = {"scheme": "shm", **options}
+    with collector(env, policy(), **options) as made:
+        made.set_seed(11)
+        for _ in range(3):
+            next(made)
+            made.update_policy_weights_()
+        state = saved(made)
+        expected = [next(made) for _ in range(4)]
+        stats = made.stats()
+    with collector(env, policy(), **options) as made:
+        next(made)
+        made.load_state_dict(state)
+        found = [next(made) for _ in range(4)]
+        assert made.stats().frames == stats.frames
+        assert made.stats().batches == stats.batches == 7
+        assert made.stats().version == stats.version
+    for one, other in zip(expected, found, strict=True):
+        assert (one == other).all()
+
+
+def test_weights_and_versions() -> None:
+    with collector(CountingEnv, Scale(), num_workers=2, frames_per_batch=1) as made:
+        made.update_policy_weights_(Scale(1.0))
+        made.increment_version()
+        made.update_policy_weights_(Scale(3.0), worker_ids=1)
+        state = saved(made)
+        assert made.stats().version == 3
+    policy = Scale(9.0)
+    with collector(CountingEnv, policy, num_workers=2, frames_per_batch=1) as made:
+        made.update_policy_weights_()
+        made.load_state_dict(state)
+        assert policy.weight.item() == 9.0
+        seen = [next(made) for _ in range(2)]
+        assert [batch["action"].item() for batch in seen] == [1.0, 3.0]
+        assert [batch["policy_version"].item() for batch in seen] == [2, 3]
+        assert made.stats().version == 3
+        made.update_policy_weights_()
+        made.add_workers()
+        seen = [next(made) for _ in range(3)]
+        assert [batch["action"].item() for batch in seen] == [9.0] * 3
+        assert [batch["policy_version"].item() for batch in seen] == [4] * 3
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 2, "sync": True}])
+def test_the_state_of_another_kind_of_collector(options: dict[str, Any]) -> None:
+    with collector(CountingEnv, num_workers=2) as made:
+        state = saved(made)
+    with collector(CountingEnv, **options) as made:
+        with pytest.raises(ValueError, match=r"num_workers=2|give it the same frames_per_batch"):
+            made.load_state_dict(state)
+        assert next(made)["observation"].flatten()[0] == 0
+
+
+def test_an_environment_that_cannot_be_saved() -> None:
+    with collector(Unsaved, Scale(), frames_per_batch=3) as made:
+        next(made)
+        with pytest.warns(UserWarning, match=r"workers \[0\] cannot be saved"):
+            state = saved(made)
+        following = next(made)
+    with collector(Unsaved, Scale(), frames_per_batch=3) as made:
+        made.load_state_dict(state)
+        batch = next(made)
+    assert following["observation"].flatten().tolist() == [3, 4, 5]
+    assert batch["observation"].flatten().tolist() == [0, 1, 2]
+    assert batch["collector", "traj_ids"].tolist() == [1, 1, 1]
+
+
+def test_gym_environments_that_do_not_pickle_what_they_are_doing() -> None:
+    class Reconstructed(gymnasium.Env[Any, Any], gymnasium.utils.EzPickle):
+        observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+        action_space = gymnasium.spaces.Discrete(2)
+
+    class Local(gymnasium.Env[Any, Any]):
+        observation_space = Reconstructed.observation_space
+        action_space = Reconstructed.action_space
+
+    assert GymEnv(Reconstructed).save_state() is None
+    assert GymEnv(Local).save_state() is None
+    assert cart_pole().save_state() is not None
+
+
+def test_after_the_last_batch() -> None:
+    with collector(CountingEnv, Scale(), total_frames=24) as made:
+        assert len(list(itertools.islice(made, 2))) == 2
+        state = saved(made)
+    with collector(CountingEnv, Scale(), total_frames=24) as made:
+        made.load_state_dict(state)
+        assert list(made) == []
+    with collector(CountingEnv, Scale(), total_frames=48) as made:
+        made.load_state_dict(state)
+        assert len(made) == 4
+        first, _ = made
+        assert int(first["collector", "traj_ids"].min()) == PER_WORKER
+
+
+def test_after_ctrl_c() -> None:
+    calls = itertools.count()
+
+    class Interrupted(CountingEnv):
+        def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+            if next(calls) == 5:
+                raise KeyboardInterrupt
+            return super().step(tensordict)
+
+    with collector(lambda: Interrupted(100), Scale(), frames_per_batch=8) as made:
+        with pytest.raises(KeyboardInterrupt):
+            next(made)
+        state = saved(made)
+        first = next(made)["observation"].flatten().tolist()
+    with collector(lambda: CountingEnv(100), Scale(), frames_per_batch=8) as made:
+        made.load_state_dict(state)
+        assert next(made)["observation"].flatten().tolist() == first == list(range(8))
+        assert next(made)["observation"].flatten().tolist() == list(range(8, 16))

@@ -1,0 +1,284 @@
+"""Whatever a function makes becomes an environment: Gymnasium's kinds, and several as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from sync_core.collector.rollout import Rollout, RolloutOptions
+from sync_core.envs import ArrayEnv, CountingEnv, GymEnv
+from sync_core.envs.adapt import as_env
+from sync_core.envs.limit import limit_frames
+from sync_core.envs.stacked import stack_envs
+from sync_core.envs.vector import VectorGymEnv
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Count(gymnasium.Env[Any, Any]):
+    """Observes how many steps its episode has, and ends after some."""
+
+    observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, length: int = 3) -> None:
+        self._length = length
+        self._steps = 0
+        self.closed = False
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        seen = np.full(1, self._steps, np.float32)
+        return seen, float(action), self._steps >= self._length, False, {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Dicts(Count):
+    """The same with an observation in parts, one of them discrete."""
+
+    observation_space = gymnasium.spaces.Dict(  # type: ignore[assignment]
+        {
+            "count": gymnasium.spaces.Box(0, 100, (1,), np.float32),
+            "odd": gymnasium.spaces.Discrete(2),
+        }
+    )
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return self._parts(super().reset(seed=seed)[0]), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        seen, *rest = super().step(action)
+        return (self._parts(seen), *rest)  # type: ignore[return-value]
+
+    def _parts(self, seen: Any) -> dict[str, Any]:
+        return {"count": seen, "odd": self._steps % 2}
+
+
+class Plain:
+    """An environment of the user's own, with what has to be there and nothing else."""
+
+    batch_size = torch.Size([2])
+
+    def __init__(self) -> None:
+        self._steps = torch.zeros(2, 1)
+
+    def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
+        where = ... if tensordict is None else tensordict["_reset"]
+        self._steps[where] = 0
+        return TensorDict({"observation": self._steps.clone()}, batch_size=[2])
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        self._steps += 1
+        outcome = {
+            "observation": self._steps.clone(),
+            "reward": torch.zeros(2, 1),
+            "done": self._steps >= torch.tensor([[2.0], [3.0]]),
+        }
+        return tensordict.set("next", TensorDict(outcome, batch_size=[2]))
+
+
+class Left(nn.Module):
+    """Chooses the first of two actions, everywhere."""
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return torch.tensor([1, 0]).expand(*observation.shape[:-1], 2)
+
+
+class Zero(nn.Module):
+    """Acts with zeros."""
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return torch.zeros_like(observation)
+
+
+def collect(env: Any, policy: Any, frames: int, **options: Any) -> TensorDictBase:
+    return Rollout(env, policy, 0, RolloutOptions(frames_per_batch=frames, **options)).collect()
+
+
+def seen(batch: TensorDictBase, *key: str) -> list[Any]:
+    return list(batch[key].squeeze(-1).tolist())
+
+
+def three(count: type[Count] = Count) -> list[Callable[[], Count]]:
+    return [lambda: count(2), lambda: count(3), lambda: count(100)]
+
+
+def test_kinds_are_told_by_their_members() -> None:
+    assert isinstance(as_env(Count()), GymEnv)
+    assert isinstance(as_env(gymnasium.make("CartPole-v1")), GymEnv)
+    assert isinstance(as_env(SyncVectorEnv(three())), VectorGymEnv)
+    for own in (CountingEnv(), Plain(), GymEnv(Count)):
+        assert as_env(own) is own
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        (7, TypeError, "made a int, which has no reset"),
+        (CountingEnv(num_envs=0), ValueError, "no environment at all"),
+        (type("Bare", (), {"reset": print, "step": print})(), TypeError, "batch_size = torch.Size"),
+    ],
+)
+def test_what_is_no_environment(made: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        as_env(made)
+
+
+def test_an_environment_with_the_least_members() -> None:
+    batch = collect(Plain(), Zero(), 8)
+    assert seen(batch, "observation") == [[0, 1, 0, 1], [0, 1, 2, 0]]
+    assert seen(batch, "next", "observation") == [[1, 2, 1, 2], [1, 2, 3, 1]]
+    assert not batch["done"].any()
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("longest", [-1, 2])
+def test_vector_environments(mode: AutoresetMode, longest: int) -> None:
+    vector = as_env(SyncVectorEnv(three(), autoreset_mode=mode))
+    batch = collect(vector, Left(), 18, max_frames_per_traj=longest)
+    if longest == 2:
+        assert seen(batch, "observation") == [[0, 1] * 3] * 3
+        assert seen(batch, "next", "observation") == [[1, 2] * 3] * 3
+        assert batch["next", "truncated"].sum() == 9
+        return
+    assert seen(batch, "observation") == [[0, 1] * 3, [0, 1, 2] * 2, [0, 1, 2, 3, 4, 5]]
+    assert seen(batch, "next", "observation") == [[1, 2] * 3, [1, 2, 3] * 2, [1, 2, 3, 4, 5, 6]]
+    assert seen(batch, "next", "done") == [[False, True] * 3, [False, False, True] * 2, [False] * 6]
+    assert batch["action"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_vector_environments_with_parts(mode: AutoresetMode) -> None:
+    vector = as_env(SyncVectorEnv(three(Dicts), autoreset_mode=mode))
+    batch = collect(vector, None, 12)
+    assert seen(batch, "next", "count") == [[1, 2, 1, 2], [1, 2, 3, 1], [1, 2, 3, 4]]
+    odd = torch.tensor([[1, 0, 1, 0], [1, 0, 1, 1], [1, 0, 1, 0]])
+    assert torch.equal(batch["next", "odd"], nn.functional.one_hot(odd))
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_a_vector_environment_is_several_single_ones(mode: AutoresetMode) -> None:
+    made = [lambda: gymnasium.make("CartPole-v1")] * 2
+    vector, single = (
+        VectorGymEnv(SyncVectorEnv(made, autoreset_mode=mode)),
+        GymEnv(made[0], num_envs=2),
+    )
+    assert vector.set_seed(3) == single.set_seed(3)
+    ours, theirs = (collect(env, Left(), 60) for env in (vector, single))
+    assert (ours == theirs).all()
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_vector_environments_in_processes(mode: AutoresetMode) -> None:
+    env = VectorGymEnv(AsyncVectorEnv(three()[:2], autoreset_mode=mode))
+    try:
+        batch = collect(env, Left(), 8, max_frames_per_traj=3)
+        assert seen(batch, "next", "observation") == [[1, 2, 1, 2], [1, 2, 3, 1]]
+    finally:
+        env.close()
+
+
+def test_a_vector_environment_that_resets_when_it_likes() -> None:
+    entry = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point")
+    with pytest.raises(TypeError, match="autoreset_mode"):
+        as_env(entry)
+
+
+def test_a_vector_environment_is_no_single_one() -> None:
+    with pytest.raises(TypeError, match="give the vector environment itself"):
+        GymEnv(lambda: SyncVectorEnv(three()))
+
+
+@pytest.mark.parametrize("by_arrays", [True, False])
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_several_as_one(by_arrays: bool, num_envs: int | None) -> None:
+    lengths = (2, 3)
+    if by_arrays:
+        made: list[Any] = [GymEnv(partial(Count, n), num_envs=num_envs) for n in lengths]
+    else:
+        made = [CountingEnv(n, num_envs=num_envs) for n in lengths]
+    env = stack_envs(made)
+    assert isinstance(env, ArrayEnv) is by_arrays
+    assert env.batch_size == torch.Size([2] if num_envs is None else [2, 2])
+    batch = collect(env, None, 4 * env.batch_size.numel())
+    expected: list[Any] = [[1, 2, 1, 2], [1, 2, 3, 1]]
+    if num_envs is not None:
+        expected = [[row, row] for row in expected]
+    assert seen(batch, "next", "observation") == expected
+    assert batch.names == [*[None] * len(env.batch_size), "time"]
+
+
+def test_several_as_one_are_seeded_in_line_and_closed() -> None:
+    made = [CountingEnv(3), CountingEnv(3)]
+    env: Any = stack_envs(made)
+    assert env.set_seed(5) == 7
+    assert env.reset()["observation"].flatten().tolist() == [5, 6]
+    env.close()
+    assert all(one.is_closed for one in made)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        [CountingEnv(), CountingEnv(num_envs=2)],
+        [GymEnv("CartPole-v1"), GymEnv("Pendulum-v1")],
+    ],
+)
+def test_several_that_differ(made: list[Any]) -> None:
+    with pytest.raises(ValueError, match="make them alike"):
+        stack_envs(made)
+
+
+@pytest.mark.parametrize("env", [CountingEnv(3), GymEnv(lambda: Count(3))])
+def test_a_limit(env: Any) -> None:
+    batch = collect(env, None, 6, max_frames_per_traj=2)
+    assert seen(batch, "next", "observation") == [1, 2] * 3
+    assert seen(batch, "step_count") == [0, 1] * 3
+    assert seen(batch, "next", "step_count") == [1, 2] * 3
+    assert seen(batch, "next", "truncated") == seen(batch, "next", "done") == [False, True] * 3
+    assert not batch["next", "terminated"].any()
+    assert batch["step_count"].dtype == batch["next", "step_count"].dtype == torch.int64
+    assert batch["collector", "traj_ids"].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("by_arrays", [True, False])
+def test_a_limit_counts_for_each_environment(by_arrays: bool) -> None:
+    lengths = (1, 3, 100)
+    arrays = stack_envs([GymEnv(partial(Count, n)) for n in lengths])
+    made = arrays if by_arrays else CountingEnv(lengths, num_envs=3)
+    batch = collect(made, None, 18, max_frames_per_traj=4)
+    assert seen(batch, "next", "step_count") == [[1] * 6, [1, 2, 3] * 2, [1, 2, 3, 4, 1, 2]]
+    assert seen(batch, "next", "observation") == seen(batch, "next", "step_count")
+    assert batch["next", "truncated"].sum() == 1
+
+
+def test_a_limit_needs_its_name() -> None:
+    env = limit_frames(CountingEnv(), 2)
+    with pytest.raises(ValueError, match="'step_count' of its own"):
+        limit_frames(env, 3).reset()
+    with pytest.raises(ValueError, match="'step_count' of its own"):
+        limit_frames(limit_frames(GymEnv("CartPole-v1"), 2), 3)
+
+
+def test_a_policy_may_use_the_count() -> None:
+    def act(tensordict: TensorDictBase) -> TensorDictBase:
+        return tensordict.set("action", tensordict["step_count"].float())
+
+    batch = collect(CountingEnv(100), act, 5, max_frames_per_traj=3)
+    assert seen(batch, "action") == [0, 1, 2, 0, 1]
