@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import pytest
 
 from sync_core.testing import SchemeConformance
@@ -11,3 +14,8 @@ pytestmark = pytest.mark.timeout(90)
 
 class TestDist(SchemeConformance):
     scheme = "dist"
+
+
+class TestDistBroadcast(SchemeConformance):
+    scheme = "dist"
+    options: ClassVar[Mapping[str, Any]] = {"topology": "broadcast"}

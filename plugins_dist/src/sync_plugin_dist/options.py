@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
+from ipaddress import ip_address
+from math import inf
 from typing import Any
 
 import torch
@@ -11,8 +14,6 @@ from torch import distributed
 from sync_core import OptionError, TransportContext
 from sync_plugin_dist.protocol import Endpoint
 from sync_plugin_dist.wire import Link
-
-_ANY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104 - to be refused
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ class DistOptions:
     def __post_init__(self) -> None:
         _check_one_of("topology", self.topology, ("p2p", "broadcast"))
         _check_one_of("backend", self.backend, ("gloo", "nccl"))
-        if self.host in _ANY_ADDRESS:
+        if not isinstance(self.host, str) or _is_any(self.host):
             raise OptionError(
                 f"host={self.host!r} is no address to connect to; give the one of this machine "
                 "that workers can reach, such as host=socket.gethostbyname(socket.gethostname())"
             )
-        if not isinstance(self.port, int) or not 0 <= self.port < 1 << 16:
+        if type(self.port) is not int or not 0 <= self.port < 1 << 16:
             raise OptionError(f"port={self.port!r} is no port; leave it out for a free one")
-        if not self.bucket_mb > 0 or self.part_nbytes < 1:
+        if not isinstance(self.bucket_mb, int | float) or not 1 <= self.bucket_mb * 1e6 < inf:
             raise OptionError(f"bucket_mb={self.bucket_mb!r} holds nothing; give a size in MB")
         if self.backend == "nccl" and not _has_nccl():
             raise OptionError(
@@ -77,6 +78,15 @@ def _check_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         names = " or ".join(map(repr, allowed))
         raise OptionError(f"{name}={value!r} is not known; type {name}={names}")
+
+
+def _is_any(host: str) -> bool:
+    """Whether to listen there is to listen on every address, in whatever way it is written."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return not host
+    return any(ip_address(str(address[0])).is_unspecified for *_, address in found)
 
 
 def _has_nccl() -> bool:

@@ -65,7 +65,7 @@ class DistReceiver(ReceiverTransport):
                     return None
                 self._note(message)
             payload = self._fetch()
-            if payload is not None:
+            if payload is not None or time.monotonic() > deadline:
                 return payload
 
     def acknowledge(self, version: int, error: str | None) -> None:
@@ -95,11 +95,12 @@ class DistReceiver(ReceiverTransport):
         return any(message["type"] in ("again", "gone") for message in self._messages)
 
     def _fetch(self) -> Payload | None:
-        """What was offered; None when that was taken back."""
+        """What was offered; None when that was taken back, or did not come in time."""
         self._send({"type": "take"})
         deadline = time.monotonic() + self._timeout
         while True:
-            message = self._next(max(0.0, deadline - time.monotonic()))
+            # A process that was stopped for longer finds a sender that lives, and may tell.
+            message = self._next(max(self._timeout / 4, deadline - time.monotonic()))
             if message["type"] == "wire":
                 self._open_wire(message)
             elif message["type"] == "data":
@@ -111,6 +112,8 @@ class DistReceiver(ReceiverTransport):
                 return None
             elif message["type"] == "again":
                 self._end_wire()
+                if time.monotonic() > deadline:
+                    return None
                 self._send({"type": "take"})
             else:
                 self._note(message)

@@ -132,9 +132,9 @@ def _make_receiver(order: Order, address: Address) -> Receiver:
     if not order.models:
         module, path = _split(order.model_id)
         return Receiver(address, path, context=module)
-    found = {name: _split(name) for name in order.models}
-    paths = {name: f"['{name}'].{path}" for name, (_, path) in found.items()}
-    return Receiver(address, paths, context={name: module for name, (module, _) in found.items()})
+    found = [_split(name) for name in order.models]
+    paths = {name: f"[{i}].{found[i][1]}" for i, name in enumerate(order.models)}
+    return Receiver(address, paths, context=[module for module, _ in found])
 
 
 def _split(name: str) -> tuple[Any, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import threading
@@ -165,6 +166,8 @@ class Wire:
             poll = select.poll()
             poll.register(alarm.reader, select.POLLIN)
             poll.register(control.fileno(), select.POLLIN)
+            if control.interrupts():  # which may have been read already, along with the rest
+                raise BrokenWireError("the sender begins again")
             while missing:
                 ready = poll.poll(self._link.timeout * 1000)
                 if not ready:
@@ -191,8 +194,10 @@ class Wire:
 
 def _connect(link: Link, number: int, rank: int, size: int) -> Any:
     timeout = timedelta(seconds=link.timeout)
+    # Whoever can reach the store can list its keys, and must not learn the token from them.
+    secret = hashlib.sha256(link.token.encode()).hexdigest()
     store = PrefixStore(
-        f"{link.token}/{number}",
+        f"{secret}/{number}",
         TCPStore(link.host, link.port, is_master=False, wait_for_workers=False, timeout=timeout),
     )
     if link.backend == "nccl":

@@ -1,0 +1,105 @@
+"""TorchRL's weight updates over process groups and RPC, both sides, without its collectors.
+
+Written against torchrl 0.14.1. Its schemes take any object for a collector that has the attributes
+they look up, and use the default process group, in which the trainer has rank 0. Either scheme
+receives into the model's own memory, and then copies the model onto itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDict
+from torch import nn
+from torchrl.weight_update import DistributedWeightSyncScheme, RPCWeightSyncScheme
+
+_MODEL_ID = "policy"
+
+
+@dataclass(eq=False)
+class Collector:
+    """What a scheme takes for the collector in a worker.
+
+    Args:
+        policy: the model to update; a scheme looks for it under this name.
+        rank: the worker's, in the default process group.
+        scheme: a copy of the sender's, or one like it.
+    """
+
+    policy: nn.Module
+    rank: int
+    scheme: Any
+
+    def __post_init__(self) -> None:
+        self.scheme.init_on_receiver(model_id=_MODEL_ID, context=self, worker_idx=self.rank)
+        self.scheme.connect(worker_idx=self.rank)
+
+    def _receive_weights_scheme(self) -> None:
+        """Called by the sender of the RPC scheme."""
+        self.scheme.receive()
+
+    def close(self) -> None:
+        """End the thread that receives, which the sender has told to stop."""
+        self.scheme.shutdown()
+
+
+@dataclass(eq=False)
+class _Collectors:
+    """What the RPC scheme takes for the collector in the trainer."""
+
+    collector_infos: list[Any]
+    collector_rrefs: list[Any]
+    collector_class: type = Collector
+
+
+class DistSending:
+    """The trainer's side of DistributedWeightSyncScheme.
+
+    Args:
+        model: the trainer's.
+        workers: how many.
+        sync: the scheme's own option: one tensor after the other, or all in flight at once.
+        timeout: deadline in seconds.
+    """
+
+    def __init__(self, model: nn.Module, workers: int, *, sync: bool, timeout: float) -> None:
+        self.scheme = DistributedWeightSyncScheme(sync=sync, timeout=timeout)
+        self.scheme.init_on_sender(model_id=_MODEL_ID, num_workers=workers, model=model)
+        self._weights = TensorDict.from_module(model).data
+
+    def connect(self) -> None:
+        """Send the first weights, while the workers make their `Collector`."""
+        self.scheme.connect()
+
+    def send(self) -> None:
+        """Return when every worker has acknowledged, which it does after it has applied."""
+        self.scheme.send(self._weights)
+
+    def close(self) -> None:
+        """Tell the threads that receive to stop."""
+        self.scheme._send_instruction("stop")
+        self.scheme.shutdown()
+
+
+def rpc_sending(model: nn.Module, infos: list[Any], rrefs: list[Any]) -> Callable[[], None]:
+    """The trainer's side of RPCWeightSyncScheme: a function that sends.
+
+    Args:
+        model: the trainer's.
+        infos: the workers, as RPC knows them, in the order of their ranks.
+        rrefs: the `Collector` of each.
+    """
+    collectors = _Collectors(infos, rrefs)
+    scheme = RPCWeightSyncScheme()
+    scheme.init_on_sender(model_id=_MODEL_ID, context=collectors, num_workers=len(infos))
+    scheme.connect()
+    weights = TensorDict.from_module(model).data
+
+    def send() -> None:
+        # The scheme itself keeps only a weak reference to these.
+        assert scheme.context is collectors
+        scheme.send(weights)
+
+    return send

@@ -1,0 +1,370 @@
+"""Schemes `dist` and `rpc` beside what gloo itself can do, and TorchRL's two schemes over it.
+
+    python -m venv /tmp/compare
+    /tmp/compare/bin/pip install -c constraints.txt torchrl==0.14.1 -e core -e plugins_dist
+    /tmp/compare/bin/python docs/benchmarks/dist_send.py
+
+All ways have the same worker processes to update, in turn, round by round, in one run. The limit is
+the faster of two ways that use the default gloo group and nothing else: ``gloo tensors``, every
+tensor by a send of its own, all in flight at once and received into the model, and ``gloo flat``,
+as many bytes in one buffer, with nothing to pack. In both, the workers wait in their receives when
+the clock starts, and it stops when all have said over a pipe that they have everything.
+Prints medians in milliseconds.
+
+All ways of ``large`` together take 17 GB with four workers; ``--only`` chooses some. What torch
+says about RPC at the end goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from statistics import median
+from typing import Any
+
+import _torchrl_dist as torchrl
+import torch
+from torch import distributed, multiprocessing, nn
+from torch.distributed import rpc
+
+import sync_core
+import sync_core.bench as ours
+from sync_core.bench.measure import SETTLE_SECONDS
+from sync_core.bench.models import is_marked, make_model, mark
+
+_WARM_UP = 3
+_TIMEOUT = 120.0
+
+_DIST, _ZERO_COPY, _RPC = "dist, copy", "dist, zero-copy", "rpc, copy"
+_DIST_OPTIONS: dict[str, dict[str, Any]] = {
+    _DIST: {},
+    _ZERO_COPY: {"zero_copy": True},
+    "dist, broadcast": {"topology": "broadcast"},
+}
+_GLOO = ["gloo tensors", "gloo flat"]
+_TORCHRL_DIST, _TORCHRL_RPC = ["torchrl dist", "torchrl dist, sync=False"], "torchrl rpc"
+_TORCHRL = [*_TORCHRL_DIST, _TORCHRL_RPC]
+_WAYS = [*_DIST_OPTIONS, _RPC, *_GLOO, *_TORCHRL]
+# The median of the fastest of some ways over another's.
+_RATIOS = {
+    "torchrl dist / dist": (_TORCHRL_DIST, _DIST),
+    "torchrl rpc / rpc": ([_TORCHRL_RPC], _RPC),
+    "limit / dist": (_GLOO, _DIST),
+    "limit / dist, zero-copy": (_GLOO, _ZERO_COPY),
+    "limit / rpc": (_GLOO, _RPC),
+}
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of updating the workers; only `send` is timed.
+
+    Args:
+        send: returns when every worker has the weights.
+        before: sets the workers to waiting.
+        after: learns that they wait no longer.
+    """
+
+    send: Callable[[], object]
+    before: Callable[[], object] = _nothing
+    after: Callable[[], object] = _nothing
+
+
+class Worker:
+    """The worker's side of every way; there is one in each worker process.
+
+    The model of the zero-copy way has views for parameters. All other ways copy into one model.
+
+    Args:
+        rank: in the default process group, where the trainer has 0.
+    """
+
+    here: Worker
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.collectors: dict[str, torchrl.Collector] = {}
+        self._targets: dict[str, list[torch.Tensor]] = {}
+        self._receivers: dict[str, sync_core.Receiver] = {}
+        self._posted: list[Any] = []
+
+    def open(self, model: str) -> None:
+        """Begin with a model of this name."""
+        self.net = self.lent_net = make_model(model)
+        self._targets["gloo tensors"] = [p.data for p in self.net.parameters()]
+
+    def connect(self, way: str, model: str, addresses: list[sync_core.Address]) -> None:
+        """Be a receiver of ours."""
+        if way == _ZERO_COPY:
+            self.lent_net = make_model(model)
+        net = self.lent_net if way == _ZERO_COPY else self.net
+        self._receivers[way] = sync_core.Receiver(addresses[self.rank - 1], net)
+
+    def receive(self, way: str) -> None:
+        """Wait for a version of ours and commit it."""
+        if self._receivers[way].receive() is None:
+            raise TimeoutError(f"nothing came by {way}")
+
+    def join(self, way: str, scheme: Any) -> None:
+        """Be a receiver of TorchRL's."""
+        self.collectors[way] = torchrl.Collector(self.net, self.rank, scheme)
+
+    def make_flat(self, nbytes: int) -> None:
+        """Make room for as many bytes."""
+        self._targets["gloo flat"] = [torch.zeros(nbytes, dtype=torch.uint8)]
+
+    def post(self, way: str) -> None:
+        """Post every receive of a way of gloo."""
+        targets = self._targets[way]
+        self._posted = [distributed.irecv(t, 0, tag=tag) for tag, t in enumerate(targets)]
+
+    def wait(self) -> None:
+        """Wait for what was posted."""
+        for work in self._posted:
+            work.wait()
+
+    def has_arrived(self, way: str, version: int) -> bool:
+        """Whether everything is of this version."""
+        if way == "gloo flat":
+            return bool((self._targets[way][0] == version % 256).all())
+        return is_marked(self.lent_net if way == _ZERO_COPY else self.net, version)
+
+    def close(self) -> None:
+        """End all that `open` began."""
+        for each in (*self._receivers.values(), *self.collectors.values()):
+            each.close()
+        for kept in (self._receivers, self.collectors, self._targets, self._posted):
+            kept.clear()
+
+
+class World:
+    """The worker processes, which are in one gloo group and one RPC world with this process.
+
+    Args:
+        pipes: to each worker.
+    """
+
+    def __init__(self, pipes: list[Any]) -> None:
+        self._pipes = pipes
+        self.ranks = range(1, len(pipes) + 1)
+        self.infos = [rpc.get_worker_info(_name(rank)) for rank in self.ranks]
+
+    def tell(self, method: Callable[..., Any], *arguments: Any) -> None:
+        """Let every worker begin to run a method of `Worker`."""
+        for pipe in self._pipes:
+            pipe.send((method.__name__, arguments))
+
+    def hear(self) -> list[Any]:
+        """What each of them returned."""
+        return [_answer(pipe) for pipe in self._pipes]
+
+    def ask(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Both."""
+        self.tell(method, *arguments)
+        return self.hear()
+
+    def rrefs(self, function: Callable[[], Any]) -> list[Any]:
+        """References to what a function returns in each."""
+        return [rpc.remote(info, function) for info in self.infos]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    models = ["small", "many", "large"]
+    parser.add_argument("--models", nargs="+", choices=ours.MODELS, default=models)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", choices=_WAYS, default=_WAYS, metavar="NAME")
+    arguments = parser.parse_args()
+    with _start(arguments.workers) as world:
+        columns = [_measure(world, m, arguments.only, arguments.rounds) for m in arguments.models]
+    print("| ms | " + " | ".join(arguments.models) + " |")
+    print("|---|" + "--:|" * len(arguments.models))
+    for way in columns[0]:
+        print(f"| {way} | " + " | ".join(f"{1e3 * column[way]:.2f}" for column in columns) + " |")
+    for name, (others, own) in _RATIOS.items():
+        compared = [way for way in others if way in columns[0]]
+        if compared and own in columns[0]:
+            ratios = [min(column[way] for way in compared) / column[own] for column in columns]
+            print(f"| {name} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+
+
+def _measure(world: World, model: str, names: list[str], rounds: int) -> dict[str, float]:
+    source = make_model(model)
+    flat = torch.zeros(sum(p.nbytes for p in source.parameters()), dtype=torch.uint8)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    version = 0
+    world.ask(Worker.open, model)
+    with ExitStack() as stack:
+        ways = {name: _torchrl(stack, world, name, source) for name in names if name in _TORCHRL}
+        for name in names:
+            if name in _GLOO:
+                ways[name] = _gloo(world, name, source, flat)
+            elif name not in _TORCHRL:
+                ways[name] = _ours(stack, world, name, model, source)
+        for _ in range(_WARM_UP + rounds):
+            for name in names:
+                version += 1
+                mark(source, version)
+                flat.fill_(version % 256)
+                seconds[name].append(_round(ways[name]))
+                if not all(world.ask(Worker.has_arrived, name, version)):
+                    raise RuntimeError(f"a worker has not what was sent by {name}")
+    world.ask(Worker.close)
+    return {name: median(each[_WARM_UP:]) for name, each in seconds.items()}
+
+
+def _round(way: Way) -> float:
+    way.before()
+    time.sleep(SETTLE_SECONDS)
+    begin = time.perf_counter()
+    way.send()
+    seconds = time.perf_counter() - begin
+    way.after()
+    return seconds
+
+
+def _ours(stack: ExitStack, world: World, name: str, model: str, source: nn.Module) -> Way:
+    if name == _RPC:
+        workers = list(zip(world.infos, world.rrefs(_here), strict=True))
+        sender = sync_core.Sender("rpc", source, workers=workers, model_id="net")
+        return Way(stack.enter_context(sender).send)
+    sender = sync_core.Sender("dist", source, num_workers=len(world.ranks), **_DIST_OPTIONS[name])
+    stack.enter_context(sender)
+    addresses = [sender.address(worker_id) for worker_id in sender.all_worker_ids()]
+    world.ask(Worker.connect, name, model, addresses)
+    return Way(sender.send, partial(world.tell, Worker.receive, name), world.hear)
+
+
+def _torchrl(stack: ExitStack, world: World, name: str, source: nn.Module) -> Way:
+    if name == _TORCHRL_RPC:
+        world.ask(Worker.join, name, torchrl.RPCWeightSyncScheme())
+        return Way(torchrl.rpc_sending(source, world.infos, world.rrefs(_torchrl_rpc_here)))
+    sending = torchrl.DistSending(
+        source, len(world.ranks), sync=name == "torchrl dist", timeout=_TIMEOUT
+    )
+    world.tell(Worker.join, name, sending.scheme)
+    sending.connect()
+    world.hear()
+    stack.callback(sending.close)
+    return Way(sending.send)
+
+
+def _gloo(world: World, name: str, source: nn.Module, flat: torch.Tensor) -> Way:
+    tensors = [flat] if name == "gloo flat" else [p.data for p in source.parameters()]
+    world.ask(Worker.make_flat, flat.nbytes)
+    sent: list[Any] = []
+
+    def before() -> None:
+        world.ask(Worker.post, name)
+        world.tell(Worker.wait)
+
+    def send() -> None:
+        for tag, tensor in enumerate(tensors):
+            sent.extend(distributed.isend(tensor, rank, tag=tag) for rank in world.ranks)
+        world.hear()
+
+    def after() -> None:
+        for work in sent:
+            work.wait()
+        sent.clear()
+
+    return Way(send, before, after)
+
+
+def _here() -> Worker:
+    return Worker.here
+
+
+def _torchrl_rpc_here() -> torchrl.Collector:
+    return Worker.here.collectors[_TORCHRL_RPC]
+
+
+@contextmanager
+def _start(workers: int) -> Iterator[World]:
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(1, workers + 1):
+                mine, theirs = context.Pipe()
+                arguments = (rank, workers + 1, folder, theirs)
+                processes.append(context.Process(target=_work, args=arguments, daemon=True))
+                processes[-1].start()
+                theirs.close()
+                pipes.append(mine)
+            _join_world(0, workers + 1, folder)
+            yield World(pipes)
+        finally:
+            if distributed.is_initialized():
+                rpc.shutdown(graceful=False)
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _work(rank: int, world_size: int, folder: str, pipe: Any) -> None:
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    Worker.here = worker = Worker(rank)
+    _join_world(rank, world_size, folder)
+    while True:
+        method, arguments = pipe.recv()
+        try:
+            pipe.send((getattr(worker, method)(*arguments), None))
+        except Exception:
+            pipe.send((None, traceback.format_exc()))
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _answer(pipe: Any) -> Any:
+    if not pipe.poll(_TIMEOUT):
+        raise TimeoutError("a worker does not answer")
+    value, error = pipe.recv()
+    if error is not None:
+        raise RuntimeError(f"in a worker:\n{error}")
+    return value
+
+
+def _join_world(rank: int, world_size: int, folder: str) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=_TIMEOUT),
+    )
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{folder}/rpc", rpc_timeout=_TIMEOUT
+    )
+    rpc.init_rpc(_name(rank), rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
+def _name(rank: int) -> str:
+    return f"worker{rank}" if rank else "trainer"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""The scheme `rpc`: models of RPC workers that run no code of ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from sync_core import (
+    AddressError,
+    ApplyError,
+    OptionError,
+    Sender,
+    SendError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+from sync_core.testing.worker_groups import eventually
+from sync_plugin_dist.rpc_join import initialised
+
+pytestmark = pytest.mark.timeout(90)
+
+NAMES = ("trainer", "left", "middle", "right")
+
+WORKER = """
+import os, sys
+import sync_core  # the first call would take as long
+from torch import nn
+from torch.distributed import rpc
+
+name, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+policy = nn.Linear(3, 2)
+nets = {"critic": nn.Linear(3, 2)}
+options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=30)
+rpc.init_rpc(name, rank=rank, world_size=4, rpc_backend_options=options)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+class World:
+    """This process as the trainer, and three workers."""
+
+    def __init__(self, store: Path) -> None:
+        self.processes = {
+            name: subprocess.Popen(
+                [sys.executable, "-c", WORKER, name, str(rank), str(store)],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            for rank, name in enumerate(NAMES)
+            if rank
+        }
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=30)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's own, about its own
+            rpc.init_rpc("trainer", rank=0, world_size=4, rpc_backend_options=options)
+
+    def run(self, name: str, expression: str) -> Any:
+        """The value of an expression in a worker's main module."""
+        code = f"eval({expression!r}, vars(__import__('__main__')))"
+        return rpc.rpc_sync(name, eval, args=(code,))
+
+    def values(self, name: str, module: str = "policy") -> set[float]:
+        """The values that a module of a worker's main module holds."""
+        return values_in(self.run(name, f"{module}.state_dict()"))
+
+    def hold(self, name: str) -> Any:
+        """An object in a worker that holds models."""
+        nets = {"critic": linear(0.0)}
+        return rpc.remote(name, SimpleNamespace, kwargs={"policy": linear(0.0), "nets": nets})
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self.processes[name].send_signal(number)
+
+    def end(self) -> None:
+        if initialised():
+            rpc.shutdown(graceful=False)
+        for process in self.processes.values():
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("rpc") / "store")
+    yield world
+    world.end()
+
+
+def linear(value: float) -> nn.Linear:
+    """A model of one value."""
+    module = nn.Linear(3, 2)
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, value)
+    return module
+
+
+def values_in(state: dict[str, Tensor]) -> set[float]:
+    return {value for tensor in state.values() for value in tensor.flatten().tolist()}
+
+
+def held(rref: Any) -> tuple[set[float], set[float]]:
+    """The values in the policy and in the critic that an object holds."""
+    there = rref.to_here()
+    return values_in(there.policy.state_dict()), values_in(there.nets["critic"].state_dict())
+
+
+def to(*workers: Any, value: float = 1.0, **options: Any) -> Sender:
+    options = {"model_id": "__main__:policy", "timeout": 30.0, **options}
+    return Sender("rpc", linear(value), workers=workers, **options)
+
+
+def test_rpc_that_is_not_initialised() -> None:
+    with pytest.raises(OptionError, match=r"RPC is not initialised .* call torch.distributed.rpc"):
+        to("left")
+
+
+class TestPlaces:
+    def test_a_path_in_a_module(self, world: World) -> None:
+        with to("left", rpc.get_worker_info("middle"), value=2.0) as sender:
+            assert sender.send().updated == (0, 1)
+            assert [world.values(name) for name in ("left", "middle")] == [{2.0}] * 2
+            with pytest.raises(AddressError, match="is called over RPC, and needs no address"):
+                sender.address(0)
+        with to("left", value=3.0, model_id="__main__:nets['critic']") as sender:
+            sender.send()
+        assert world.values("left", "nets['critic']") == {3.0}
+        assert world.values("left") == {2.0}
+
+    def test_a_path_in_an_object(self, world: World) -> None:
+        rrefs = [world.hold("left"), world.hold("right")]
+        workers = [(rpc.get_worker_info("left"), rrefs[0]), ("right", rrefs[1])]
+        with to(*workers, value=4.0, model_id="policy") as sender:
+            assert sender.send().updated == (0, 1)
+        with to(workers[1], value=5.0, model_id="nets['critic']") as sender:
+            sender.send()
+        assert [held(rref) for rref in rrefs] == [({4.0}, {0.0}), ({4.0}, {5.0})]
+
+    def test_several_models_at_once(self, world: World) -> None:
+        rref = world.hold("left")
+        for worker, names in (
+            (("left", rref), ("policy", "nets['critic']")),
+            ("middle", ("__main__:policy", "__main__:nets['critic']")),
+        ):
+            models = {name: linear(value) for value, name in enumerate(names, start=6)}
+            with Sender("rpc", models, workers=[worker]) as sender:
+                assert sender.send().updated == (0,)
+                weights = {name: linear(value) for value, name in enumerate(names, start=8)}
+                assert sender.send(weights_dict=weights).version == 2
+        assert held(rref) == ({8.0}, {9.0})
+        assert world.values("middle") == {8.0}
+        assert world.values("middle", "nets['critic']") == {9.0}
+
+    @pytest.mark.parametrize(
+        ("model_id", "message"),
+        [
+            ("policy", "'policy' says not in which module the model is; type"),
+            ("no.such.module:policy", "the worker cannot import 'no.such.module': No module"),
+            ("__main__:nobody", "nobody"),
+            ("__main__:nets['actor']", "actor"),
+        ],
+    )
+    def test_places_that_are_none(self, world: World, model_id: str, message: str) -> None:
+        with to("left", "middle", model_id=model_id) as sender:
+            with pytest.raises(SendError, match=message) as failure:
+                sender.send()
+            error = failure.value.report.workers[1].error
+            assert isinstance(error, ApplyError)
+            assert "Traceback (most recent call last):" in str(error)
+
+    def test_workers_that_are_none(self, world: World) -> None:
+        rref = world.hold("left")
+        for worker, message in (
+            ("nobody", r"no worker 'nobody'; it knows: 'left', 'middle', 'right'"),
+            (("right", rref), r"the rref is of 'left', and not of 'right'"),
+            (("left", "policy"), r"is no RPC worker; workers= takes names, or pairs"),
+            (3, r"3 is no RPC worker"),
+        ):
+            with pytest.raises(OptionError, match=message):
+                to(worker)
+        with to("left") as sender:
+            with pytest.raises(OptionError, match="knows no worker 'nobody'"):
+                sender.add_worker(worker="nobody")
+            assert sender.all_worker_ids() == (0,)
+            assert sender.send().updated == (0,)
+
+
+class TestWorkers:
+    def test_come_and_go(self, world: World) -> None:
+        with to("left", value=11.0) as sender:
+            sender.send()
+            assert sender.add_worker(worker="right") == 1
+            assert eventually(lambda: world.values("right") == {11.0}, 10)
+            assert sender.send(linear(12.0)).updated == (0, 1)
+            sender.remove_worker(0)
+            assert sender.send(linear(13.0)).updated == (1,)
+            assert [world.values(name) for name in ("left", "right")] == [{12.0}, {13.0}]
+        world.run("right", "[parameter.data.add_(1) for parameter in policy.parameters()] and 0")
+        assert world.values("right") == {14.0}
+
+    def test_the_newer_of_two_senders_takes_over(self, world: World) -> None:
+        with to("left", value=21.0) as old, to("left", value=22.0) as new:
+            old.send()
+            assert new.send().updated == (0,)
+            with pytest.raises(SendError, match=r"another sender has|closed the connection"):
+                old.send()
+            old.close()
+            assert new.send(linear(23.0)).updated == (0,)
+        assert world.values("left") == {23.0}
+
+    def test_an_apply_that_raises(self, world: World) -> None:
+        world.run("left", "nets.update(critic=nn.Linear(1, 1))")
+        with to("left", "middle", value=31.0, model_id="__main__:nets['critic']") as sender:
+            with pytest.raises(SendError) as failure:
+                sender.send()
+            report = failure.value.report
+            assert report.updated == (1,)
+            assert isinstance(report.workers[0].error, ApplyError)
+            said = str(report.workers[0].error)
+            assert "LayoutMismatchError" in said
+            assert "Traceback (most recent call last):" in said
+            world.run("left", "nets.update(critic=nn.Linear(3, 2))")
+            assert sender.send().updated == (0, 1)
+
+    def test_one_that_is_stopped_for_a_while(self, world: World) -> None:
+        with to("left", "right", value=41.0) as sender:
+            sender.send()
+            world.signal("left", signal.SIGSTOP)
+            try:
+                for value in (42.0, 43.0, 44.0):
+                    begin = time.monotonic()
+                    with pytest.raises(SendError) as failure:
+                        sender.send(linear(value), timeout=1.0)
+                    assert time.monotonic() - begin < 2
+                    report = failure.value.report
+                    assert report.updated == (1,)
+                    assert isinstance(report.workers[0].error, WorkerTimeoutError)
+            finally:
+                world.signal("left", signal.SIGCONT)
+            assert eventually(lambda: world.values("left") == {44.0}, 10)
+            assert sender.send(linear(45.0)).updated == (0, 1)
+
+    def test_a_worker_whose_call_has_timed_out(self, world: World) -> None:
+        with to("left", value=51.0, timeout=1.0) as sender:
+            sender.send(timeout=10)
+            world.signal("left", signal.SIGSTOP)
+            try:
+                for _ in range(2):
+                    with pytest.raises(SendError, match="did not confirm version"):
+                        sender.send(linear(52.0))
+                time.sleep(1.5)
+            finally:
+                world.signal("left", signal.SIGCONT)
+            assert sender.send(linear(53.0), timeout=10).updated == (0,)
+            assert world.values("left") == {53.0}
+
+    def test_newer_versions_overtake(self, world: World) -> None:
+        with to("left", "middle", value=61.0) as sender:
+            for value in range(62, 72):
+                pending = sender.send_async(linear(float(value)))
+                with pytest.raises(SendError):
+                    pending.wait(0)
+            assert eventually(lambda: world.values("left") == world.values("middle") == {71.0}, 10)
+            assert sender.send(linear(72.0)).updated == (0, 1)
+
+
+class TestEnd:
+    """The world does not outlive these."""
+
+    def test_a_worker_that_is_killed(self, world: World) -> None:
+        with to("left", "right") as sender:
+            sender.send()
+            world.signal("right", signal.SIGKILL)
+            begin = time.monotonic()
+            with pytest.raises(SendError, match=r"worker 1: .*right|worker 1: its process") as lost:
+                sender.send(linear(81.0))
+            assert time.monotonic() - begin < 8
+            report = lost.value.report
+            assert report.updated == (0,)
+            assert isinstance(report.workers[1].error, WorkerLostError)
+            sender.remove_worker(1)
+            assert sender.send(linear(82.0)).updated == (0,)
+
+    def test_rpc_is_shut_down_before_the_sender_is_closed(self, world: World) -> None:
+        sender = to("left", "middle", timeout=3.0)
+        sender.send()
+        unused = to("left", timeout=3.0)
+        threads = len(os.listdir("/proc/self/task"))
+        rpc.shutdown(graceful=False)
+        for each in (sender, unused):
+            with pytest.raises(SendError, match="RPC") as failure:
+                each.send()
+            assert all(
+                isinstance(result.error, WorkerLostError)
+                for result in failure.value.report.failed.values()
+            )
+            each.close()
+        assert len(os.listdir("/proc/self/task")) < threads
+        with pytest.raises(OptionError, match="not initialised"):
+            to("left")
