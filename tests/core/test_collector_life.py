@@ -139,7 +139,7 @@ def test_workers_end_with_the_last_batch() -> None:
     assert made.stats().frames == 8
 
 
-@pytest.mark.parametrize(("scheme", "workers"), [("thread", "inline"), ("mp", "process")])
+@pytest.mark.parametrize(("scheme", "workers"), [("thread", "inline"), ("mp", "thread")])
 def test_more_workers(scheme: str, workers: str) -> None:
     policy = Scale(1.0)
     options: dict[str, Any] = {"scheme": scheme, "workers": workers, "sync": True}

@@ -215,12 +215,7 @@ class Life:
     @property
     def _state(self) -> State:
         return State(
-            self._crew,
-            self._requests,
-            self._delivery,
-            self._weights,
-            self._warmup,
-            self._timeout,
+            self._crew, self._requests, self._delivery, self._weights, self._warmup, self._timeout
         )
 
     @contextmanager
