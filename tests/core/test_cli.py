@@ -78,6 +78,7 @@ def test_bench_collector_measures_frames_and_updates(capsys: pytest.CaptureFixtu
     assert "Pendulum-v1" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("without_dist")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

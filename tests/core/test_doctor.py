@@ -179,6 +179,7 @@ def test_80_columns_are_enough(
     assert "…" not in out
 
 
+@pytest.mark.usefixtures("without_dist")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

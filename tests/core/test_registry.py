@@ -80,6 +80,7 @@ def test_only_the_plugin_that_was_named_is_loaded(site: Site) -> None:
     assert "broken_plugin" not in sys.modules
 
 
+@pytest.mark.usefixtures("without_dist")
 @pytest.mark.parametrize(
     ("group", "name", "message"),
     [

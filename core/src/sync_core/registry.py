@@ -36,7 +36,11 @@ KNOWN = MappingProxyType(
             **dict.fromkeys(("dist", "rpc"), _DIST),
         },
         LAYERS: dict.fromkeys(("bf16", "fp16", "interval"), _STD),
-        WORKERS: {**dict.fromkeys(("inline", "thread", "process"), _STD), "ray": _RAY},
+        WORKERS: {
+            **dict.fromkeys(("inline", "thread", "process"), _STD),
+            "ray": _RAY,
+            "rpc": _DIST,
+        },
     }
 )
 

@@ -84,10 +84,11 @@ class RpcSender(SenderTransport):
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Call the workers that are not busy, and pack meanwhile."""
+        deliveries = self._wires.send(payload, worker_ids, self._announced)
         with self._lock:
-            if set(worker_ids) == set(self._workers):
+            if deliveries.keys() == self._workers.keys():
                 self._newest_for_all = payload.version
-        return self._wires.send(payload, worker_ids, self._announced)
+        return deliveries
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker, and give it the newest version that went to all."""
@@ -121,7 +122,9 @@ class RpcSender(SenderTransport):
     def _announced(self, deliveries: dict[int, Delivery]) -> None:
         with self._lock:
             for worker_id, delivery in deliveries.items():
-                worker = self._workers[worker_id]
+                worker = self._workers.get(worker_id)
+                if worker is None:
+                    continue  # closed by another thread
                 worker.delivery, worker.newest = delivery, delivery.version
                 if not worker.called:
                     self._call(worker)
