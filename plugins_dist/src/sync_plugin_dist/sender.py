@@ -44,8 +44,8 @@ class DistSender(ServingTransport[DistPeer], Office):
         assert context.layout is not None
         self.part_nbytes = options.part_nbytes
         self.collective = options.topology == "broadcast"
-        # Three of them may follow each other: for who is late, for a transfer that stands still, and
-        # for who does not come back after it.
+        # Three may follow each other: for who is late, for a transfer that stands still, and for
+        # who does not come back after it.
         self.patience = context.timeout / 8
         self._numbers = itertools.count(1)
         self._lanes: dict[int, Lane] = {}
