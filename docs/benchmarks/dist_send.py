@@ -86,7 +86,8 @@ class Way:
 class Worker:
     """The worker's side of every way; there is one in each worker process.
 
-    The model of the zero-copy way has views for parameters. All other ways copy into one model.
+    Each of our ways has a model of its own, as it would outside: a receiver that finds other users
+    of its parameters' memory leaves it where it is. The other ways share one.
 
     Args:
         rank: in the default process group, where the trainer has 0.
@@ -96,6 +97,7 @@ class Worker:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.nets: dict[str, nn.Module] = {}
         self.collectors: dict[str, torchrl.Collector] = {}
         self._targets: dict[str, list[torch.Tensor]] = {}
         self._receivers: dict[str, sync_core.Receiver] = {}
@@ -103,15 +105,17 @@ class Worker:
 
     def open(self, model: str) -> None:
         """Begin with a model of this name."""
-        self.net = self.lent_net = make_model(model)
+        self.net = make_model(model)
         self._targets["gloo tensors"] = [p.data for p in self.net.parameters()]
 
     def connect(self, way: str, model: str, addresses: list[sync_core.Address]) -> None:
         """Be a receiver of ours."""
-        if way == _ZERO_COPY:
-            self.lent_net = make_model(model)
-        net = self.lent_net if way == _ZERO_COPY else self.net
-        self._receivers[way] = sync_core.Receiver(addresses[self.rank - 1], net)
+        self.make_net(way, model)
+        self._receivers[way] = sync_core.Receiver(addresses[self.rank - 1], self.nets[way])
+
+    def make_net(self, way: str, model: str) -> None:
+        """Make a model for one of our ways."""
+        self.nets[way] = make_model(model)
 
     def receive(self, way: str) -> None:
         """Wait for a version of ours and commit it."""
@@ -140,13 +144,13 @@ class Worker:
         """Whether everything is of this version."""
         if way == "gloo flat":
             return bool((self._targets[way][0] == version % 256).all())
-        return is_marked(self.lent_net if way == _ZERO_COPY else self.net, version)
+        return is_marked(self.nets.get(way, self.net), version)
 
     def close(self) -> None:
         """End all that `open` began."""
         for each in (*self._receivers.values(), *self.collectors.values()):
             each.close()
-        for kept in (self._receivers, self.collectors, self._targets, self._posted):
+        for kept in (self._receivers, self.collectors, self._targets, self._posted, self.nets):
             kept.clear()
 
 
@@ -240,8 +244,9 @@ def _round(way: Way) -> float:
 
 def _ours(stack: ExitStack, world: World, name: str, model: str, source: nn.Module) -> Way:
     if name == _RPC:
+        world.ask(Worker.make_net, name, model)
         workers = list(zip(world.infos, world.rrefs(_here), strict=True))
-        sender = sync_core.Sender("rpc", source, workers=workers, model_id="net")
+        sender = sync_core.Sender("rpc", source, workers=workers, model_id=f"nets[{name!r}]")
         return Way(stack.enter_context(sender).send)
     sender = sync_core.Sender("dist", source, num_workers=len(world.ranks), **_DIST_OPTIONS[name])
     stack.enter_context(sender)
