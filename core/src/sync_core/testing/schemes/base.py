@@ -38,7 +38,7 @@ class SchemeCases:
     @classmethod
     def pool(cls) -> Iterator[Pool]:
         """The workers, as the last case has left them."""
-        with borrow_pool(choose_group(cls.scheme, cls.group)) as pool:
+        with borrow_pool(choose_group([cls.scheme], cls.group)) as pool:
             yield pool
 
     @pytest.fixture
