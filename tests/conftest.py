@@ -1,12 +1,27 @@
-"""Which tests may run at the same time, when there are several processes to run them."""
+"""How the tests share the machine, when several processes run them at the same time."""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 
 
+def pytest_configure() -> None:
+    """Let what tests start be interrupted, which shells forbid to what runs in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file together, as its tests share workers; and all that share one Ray."""
+    """Keep a file together, as its tests share workers, and all that share one Ray.
+
+    Those over Ray take longest, and begin first.
+    """
+    items.sort(key=lambda item: not _is_over_ray(item))
     for item in items:
-        group = "ray" if "plugins_ray" in item.path.parts else str(item.path)
+        group = "ray" if _is_over_ray(item) else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _is_over_ray(item: pytest.Item) -> bool:
+    return "plugins_ray" in item.path.parts

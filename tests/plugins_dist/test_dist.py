@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import pytest
 
 from sync_core.testing import SchemeConformance
+from sync_core.testing.schemes.delivery import DeliveryCases
+from sync_core.testing.schemes.faults import FaultCases
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -16,6 +18,6 @@ class TestDist(SchemeConformance):
     scheme = "dist"
 
 
-class TestDistBroadcast(SchemeConformance):
+class TestDistBroadcast(DeliveryCases, FaultCases):
     scheme = "dist"
     options: ClassVar[Mapping[str, Any]] = {"topology": "broadcast"}
