@@ -13,15 +13,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file together, as its tests share workers, and all that share one Ray.
-
-    Those over Ray take longest, and begin first.
-    """
-    items.sort(key=lambda item: not _is_over_ray(item))
+    """Keep a file together, as its tests share workers, and all that share one Ray."""
     for item in items:
-        group = "ray" if _is_over_ray(item) else str(item.path)
+        group = "ray" if "plugins_ray" in item.path.parts else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
-
-
-def _is_over_ray(item: pytest.Item) -> bool:
-    return "plugins_ray" in item.path.parts
