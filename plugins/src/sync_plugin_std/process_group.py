@@ -20,7 +20,7 @@ _TERMINATING = 2.0
 
 
 class ProcessGroup(LocalGroup[Child]):
-    """Objects that live in processes of their own, which have run nothing else, so safe with CUDA and threads.
+    """Objects in processes of their own, which have run nothing else: safe with CUDA and threads.
 
     The caller's ``__main__`` is not run again in the workers: scripts without a main guard,
     notebooks and ``python -`` work. The factory, functions, arguments, results and exceptions
