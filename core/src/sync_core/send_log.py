@@ -1,12 +1,24 @@
-"""One line of the standard log for every send: logger ``sync_core``, text ``key=value``."""
+"""Tells of every send: a line of the standard log (``sync_core``, ``key=value``), `on_report`."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from sync_core.report import SendReport
 
 _logger = logging.getLogger("sync_core")
+
+
+def tell(report: SendReport, on_report: Callable[[SendReport], object] | None) -> None:
+    """Log a send that has ended, and call whoever wants to know of it."""
+    log_send(report)
+    if on_report is None:
+        return
+    try:
+        on_report(report)
+    except Exception:
+        _logger.exception("on_report=%r raised about version %d", on_report, report.version)
 
 
 def log_send(report: SendReport) -> None:
@@ -19,7 +31,7 @@ def log_send(report: SendReport) -> None:
     level = logging.WARNING if failures else logging.INFO
     if not _logger.isEnabledFor(level):
         return
-    values = fields(report)
+    values = _fields(report)
     text = " ".join(f"{name}={_written(value)}" for name, value in values.items())
     if failures:
         text += f" errors={'; '.join(failures)!r}"
@@ -27,7 +39,7 @@ def log_send(report: SendReport) -> None:
     _logger.log(level, "send %s", text, extra=extra | {"sync_errors": failures})
 
 
-def fields(report: SendReport) -> dict[str, str | int | float]:
+def _fields(report: SendReport) -> dict[str, str | int | float]:
     """A report as single values."""
     workers = report.workers.values()
     return {

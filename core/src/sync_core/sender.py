@@ -22,7 +22,7 @@ from sync_core.models import either, names_of
 from sync_core.payload import Payload
 from sync_core.pending import PendingSend
 from sync_core.report import SendReport
-from sync_core.send_log import log_send
+from sync_core.send_log import tell
 from sync_core.source import Source
 from sync_core.stack import Stack
 from sync_core.transport import Delivery, SenderTransport
@@ -56,6 +56,8 @@ class Sender(Updater):
             that does not match them. ``"readback"``: also, after the commit, the worker reads its
             model and compares it with what was written, and the sender with what it sent where no
             layer changes values. Needs ``pip install "sync-core[verify]"``, here and there.
+        on_report: called with the report at the end of every send, also where workers failed;
+            what it raises is logged, and changes nothing.
         timeout: deadline of blocking calls, in seconds.
         **options: options of the scheme.
 
@@ -90,6 +92,7 @@ class Sender(Updater):
         partial: bool = False,
         on_failure: Literal["raise", "drop"] = "raise",
         verify: Verify | None = None,
+        on_report: Callable[[SendReport], object] | None = None,
         timeout: float = 60.0,
         **options: Any,
     ) -> None:
@@ -111,6 +114,7 @@ class Sender(Updater):
         self._zero_copy = zero_copy
         self._partial = partial
         self._verify: Verify | None = verify
+        self._on_report = on_report
         self._on_failure = on_failure
         self._timeout = timeout
         self._worker_ids = list(range(count_workers(num_workers, workers)))
@@ -371,7 +375,7 @@ class Sender(Updater):
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
         report = replace(report, scheme=self._backend.name, model_id=self.model_id)
         report = self._finish(report, waited=waited)
-        log_send(report)
+        tell(report, self._on_report)
         return report
 
     def _finish(self, report: SendReport, *, waited: bool) -> SendReport:
