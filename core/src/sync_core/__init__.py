@@ -40,6 +40,7 @@ from sync_core.layout import Layout, TensorSpec
 from sync_core.payload import Payload
 from sync_core.pending import PendingSend
 from sync_core.point_to_point import PointToPointTransport
+from sync_core.processes import WorkerProcess, start_process
 from sync_core.publisher import Publisher, Slot
 from sync_core.receiver import Receiver
 from sync_core.report import SendReport, WorkerResult
@@ -105,9 +106,11 @@ __all__ = [
     "WorkerError",
     "WorkerGroup",
     "WorkerLostError",
+    "WorkerProcess",
     "WorkerResult",
     "WorkerTimeoutError",
     "__version__",
     "hello",
     "hookimpl",
+    "start_process",
 ]
