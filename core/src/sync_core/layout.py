@@ -55,6 +55,8 @@ _RAW_DTYPES = {
 }
 # The format allows no holes, so the bytes between aligned tensors belong to filler tensors.
 _FILLER = "__filler__."
+#: The name of the tensor in which checksums travel; see `sync_core.checksums`.
+CHECKSUMS = "__checksums__"
 _METADATA = "__metadata__"
 
 
@@ -233,7 +235,7 @@ def check_tensor(name: object, tensor: object) -> None:
     """Raise `ModelError`, naming the tensor, unless it can travel."""
     if not isinstance(name, str):
         raise ModelError(f"weights need names that are strings, not {name!r}")
-    if name == _METADATA or name.startswith(_FILLER):
+    if name in (_METADATA, CHECKSUMS) or name.startswith(_FILLER):
         raise ModelError(f"the name {name!r} is reserved by the payload's format")
     if not isinstance(tensor, Tensor):
         raise ModelError(f"{name!r} is a {type(tensor).__name__}; only tensors travel")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from sync_core.errors import SendError, WorkerTimeoutError
+from sync_core.answer import Answer
+from sync_core.errors import SendError, WorkerError, WorkerTimeoutError
 from sync_core.report import SendReport, WorkerResult
 from sync_core.transport import Delivery
 
@@ -28,6 +29,9 @@ class PendingSend:
         timeout: seconds after ``started`` by which every worker must have answered.
         finish: called once with the report before it is returned or raised, and with whether
             the workers were given the time that they had.
+        check: why the worker of a delivery that was acknowledged does not have the version.
+        prepare_seconds: see `SendReport`.
+        publish_seconds: see `SendReport`.
     """
 
     def __init__(
@@ -39,6 +43,9 @@ class PendingSend:
         started: float,
         timeout: float,
         finish: Finish,
+        check: Callable[[Delivery], WorkerError | None] = lambda _delivery: None,
+        prepare_seconds: float = 0.0,
+        publish_seconds: float = 0.0,
     ) -> None:
         self.version = version
         self._deliveries = deliveries
@@ -46,6 +53,9 @@ class PendingSend:
         self._started = started
         self._timeout = timeout
         self._finish = finish
+        self._check = check
+        self._prepare_seconds = prepare_seconds
+        self._publish_seconds = publish_seconds
         self._report: SendReport | None = None
 
     @property
@@ -107,16 +117,36 @@ class PendingSend:
                         "is it alive, and does it call receive()?",
                     )
                 )
-        results = {
-            worker_id: WorkerResult(
-                version=None if delivery.error else self.version,
-                seconds=(delivery.ended_at or now) - self._started,
-                nbytes=0 if delivery.error else delivery.nbytes,
-                error=delivery.error,
-            )
-            for worker_id, delivery in self._deliveries.items()
-        }
+        results = {i: self._result(d, now) for i, d in self._deliveries.items()}
         for worker_id in self._skipped:
             results[worker_id] = WorkerResult(None, 0.0, 0, skipped=True)
         ordered = {worker_id: results[worker_id] for worker_id in sorted(results)}
-        return SendReport(self.version, now - self._started, ordered)
+        return SendReport(
+            self.version,
+            now - self._started,
+            ordered,
+            prepare_seconds=self._prepare_seconds,
+            publish_seconds=self._publish_seconds,
+        )
+
+    def _result(self, delivery: Delivery, now: float) -> WorkerResult:
+        error = delivery.error or self._check(delivery)
+        seconds = (delivery.ended_at or now) - self._started
+        answer = delivery.answer or Answer(version=self.version)
+        accounted = (
+            self._prepare_seconds
+            + self._publish_seconds
+            + answer.stage_seconds
+            + answer.commit_seconds
+        )
+        return WorkerResult(
+            version=None if error else self.version,
+            seconds=seconds,
+            nbytes=0 if error else delivery.nbytes,
+            error=error,
+            stage_seconds=answer.stage_seconds,
+            commit_seconds=answer.commit_seconds,
+            # A worker may begin before all of it is published.
+            acknowledge_seconds=max(0.0, seconds - accounted),
+            pause_seconds=answer.pause_seconds,
+        )

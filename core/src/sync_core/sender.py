@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn, Self
 
@@ -21,11 +22,13 @@ from sync_core.models import either, names_of
 from sync_core.payload import Payload
 from sync_core.pending import PendingSend
 from sync_core.report import SendReport
+from sync_core.send_log import tell
 from sync_core.source import Source
 from sync_core.stack import Stack
 from sync_core.transport import Delivery, SenderTransport
 from sync_core.update import Update
 from sync_core.updater import Updater
+from sync_core.verify import Verification, Verify
 from sync_core.worker_ids import count_workers, normalize
 
 
@@ -49,6 +52,12 @@ class Sender(Updater):
         partial: accept updates that lack some of the model's tensors.
         on_failure: ``"raise"`` a `SendError` after the other workers were updated, or ``"drop"``
             the worker that failed and carry on without it.
+        verify: ``"checksum"``: checksums travel with the weights, and a worker applies nothing
+            that does not match them. ``"readback"``: also, after the commit, the worker reads its
+            model and compares it with what was written, and the sender with what it sent where no
+            layer changes values. Needs ``pip install "sync-core[verify]"``, here and there.
+        on_report: called with the report at the end of every send, also where workers failed;
+            what it raises is logged, and changes nothing.
         timeout: deadline of blocking calls, in seconds.
         **options: options of the scheme.
 
@@ -82,6 +91,8 @@ class Sender(Updater):
         zero_copy: bool = False,
         partial: bool = False,
         on_failure: Literal["raise", "drop"] = "raise",
+        verify: Verify | None = None,
+        on_report: Callable[[SendReport], object] | None = None,
         timeout: float = 60.0,
         **options: Any,
     ) -> None:
@@ -102,6 +113,8 @@ class Sender(Updater):
         self._strategy: Strategy = strategy
         self._zero_copy = zero_copy
         self._partial = partial
+        self._verify: Verify | None = verify
+        self._on_report = on_report
         self._on_failure = on_failure
         self._timeout = timeout
         self._worker_ids = list(range(count_workers(num_workers, workers)))
@@ -111,7 +124,8 @@ class Sender(Updater):
         if zero_copy and "zero_copy" not in self._backend.capabilities:
             raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
         found = [registry.find("sync.layers", layer) for layer in layers]
-        self._stack = Stack(Defaults(strategy), self._backend, found)
+        self._verification = Verification(verify, self._backend, found, strategy)
+        self._stack = Stack(Defaults(strategy), self._backend, self._verification.layers)
         self._source = Source(context, strategy, partial=partial)
         self._cadence = Cadence(self._stack, model_id)
         self._token = secrets.token_hex(16)
@@ -198,6 +212,9 @@ class Sender(Updater):
             update = self._source.read(given)
             self._start(update, given)
             due = self._cadence.due(addressed, self._version)
+            if due:
+                update = self._prepare(update, self._version + 1, due)
+            prepared = time.perf_counter()
             deliveries = self._deliver(update, due) if due else {}
             self._pending = PendingSend(
                 self._version,
@@ -205,7 +222,10 @@ class Sender(Updater):
                 [worker_id for worker_id in addressed if worker_id not in due],
                 started=started,
                 timeout=self._timeout if timeout is None else timeout,
-                finish=self._finish,
+                finish=self._end,
+                check=self._verification.check(),
+                prepare_seconds=prepared - started,
+                publish_seconds=time.perf_counter() - prepared,
             )
             return self._pending
 
@@ -319,6 +339,7 @@ class Sender(Updater):
             strategy=self._strategy,
             zero_copy=self._zero_copy,
             partial=self._partial,
+            verify=self._verify,
             timeout=self._timeout,
             layout=update.layout,
         )
@@ -347,10 +368,15 @@ class Sender(Updater):
         return self._stack.prepare_weights(update, context)
 
     def _deliver(self, update: Update, worker_ids: tuple[int, ...]) -> dict[int, Delivery]:
-        update = self._prepare(update, self._version + 1, worker_ids)
         self._version += 1
         payload = Payload(self._version, update.layout, update.tensors)
         return dict(self._started().send(payload, worker_ids))
+
+    def _end(self, report: SendReport, *, waited: bool) -> SendReport:
+        report = replace(report, scheme=self._backend.name, model_id=self.model_id)
+        report = self._finish(report, waited=waited)
+        tell(report, self._on_report)
+        return report
 
     def _finish(self, report: SendReport, *, waited: bool) -> SendReport:
         self._pending = None
