@@ -15,6 +15,18 @@ from rich.table import Table
 from sync_core.bench.collector import ENVS, MODES, CollectorMeasurement, measure_collector
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the arguments that only this command has."""
+    parser = argparse.ArgumentParser(prog="sync-core bench collector", description=__doc__)
+    parser.add_argument("--scheme", default="shm", help="how weights travel (shm)")
+    parser.add_argument("--envs", nargs="+", choices=ENVS, default=ENVS, help="environments (both)")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=MODES, help="how batches are made (all)"
+    )
+    parser.add_argument("--frames", type=int, default=1000, help="frames per batch (1000)")
+    return parser
+
+
 def run(rest: Sequence[str], *, workers: int, rounds: int, as_json: bool) -> int:
     """Measure and print.
 
@@ -24,12 +36,7 @@ def run(rest: Sequence[str], *, workers: int, rounds: int, as_json: bool) -> int
         rounds: how many rounds count.
         as_json: print JSON.
     """
-    parser = argparse.ArgumentParser(prog="sync-core bench collector", description=__doc__)
-    parser.add_argument("--scheme", default="shm", help="how weights travel (shm)")
-    parser.add_argument("--envs", nargs="+", choices=ENVS, default=ENVS, help="(both)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="(all)")
-    parser.add_argument("--frames", type=int, default=1000, help="frames per batch (1000)")
-    own = parser.parse_args(rest)
+    own = make_parser().parse_args(rest)
     measured = (
         measure_collector(
             env,

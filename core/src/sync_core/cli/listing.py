@@ -51,7 +51,11 @@ class Listed:
 
 def add_to(subparsers: Any) -> None:
     """Add the command to the parser."""
-    parser = subparsers.add_parser("list", help="schemes, layers and worker groups installed here")
+    parser = subparsers.add_parser(
+        "list",
+        help="schemes, layers and worker groups installed here",
+        description="Shows where each one comes from and what it can do, or why it does not load.",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 

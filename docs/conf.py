@@ -1,0 +1,39 @@
+"""How Sphinx builds these pages; `make docs` runs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import reference_pages  # noqa: E402
+import sync_core  # noqa: E402
+
+project = "sync-core"
+author = "the sync-core maintainers"
+release = version = sync_core.__version__
+html_theme = "furo"
+html_title = f"sync-core {release}"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "examples/**/*.md", "examples/**/*.rst", "benchmarks"]
+myst_heading_anchors = 3
+# These have no highlighter, or too strict a one.
+suppress_warnings = ["misc.highlighting_failure"]
+
+# In docstrings a name stands in single backticks, whether or not a page describes it.
+default_role = "py:obj"
+nitpicky = True
+nitpick_ignore_regex = [("py:(obj|class|exc|meth|data|attr|func)", ".*")]
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+
+def setup(app: Sphinx) -> None:
+    """Write the pages that come from the code before Sphinx looks for pages."""
+    reference_pages.write(Path(app.srcdir) / "reference" / "generated")

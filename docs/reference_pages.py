@@ -1,0 +1,276 @@
+"""Writes the reference from the code itself: nothing in it is kept by hand."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import sync_core
+import sync_core.envs
+import sync_core.testing
+import sync_plugin_std
+from sync_core import cli, errors, registry
+from sync_core.cli import bench_collector
+from sync_core.capabilities import SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core.hook_check import HOOKS
+
+_CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext")
+_WIDTH = 96
+
+
+def write(folder: Path) -> None:
+    """Write every page into a folder, and leave those as they are that say the same already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        page = folder / f"{name}.rst"
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+
+
+def pages() -> dict[str, str]:
+    """The text of every page, by its name."""
+    return {
+        "interface": _interface(),
+        "hooks": _hooks(),
+        "plugins": _plugins(),
+        "capabilities": _capabilities(),
+        "errors": _errors(),
+        "commands": _commands(),
+        "testing": _testing(),
+        "environments": _environments(),
+    }
+
+
+def error_names() -> list[str]:
+    """The classes of `sync_core.errors`, in the order in which they are written there."""
+    return [
+        name
+        for name, found in vars(errors).items()
+        if inspect.isclass(found) and found.__module__ == errors.__name__
+    ]
+
+
+def installed(group: str) -> dict[str, Any]:
+    """The plugins of this project by name, loaded."""
+    entries = {name: registry.entry_point(group, name) for name in registry.KNOWN[group]}
+    return {name: registry.load(group, entry) for name, entry in entries.items()}
+
+
+def options_of(scheme: Any) -> type:
+    """The dataclass that a scheme's module gives to `TransportContext.parse_options`."""
+    module = inspect.getmodule(type(scheme))
+    assert module is not None
+    parsed = {
+        node.args[0].id
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "parse_options"
+        and isinstance(node.args[0], ast.Name)
+    }
+    (name,) = parsed
+    options: type = vars(module)[name]
+    return options
+
+
+def arguments_of(described: Any) -> dict[str, str]:
+    """What a docstring says of each argument."""
+    text = inspect.getdoc(described) or ""
+    _, found, rest = text.partition("Args:\n")
+    if not found:
+        return {}
+    block = re.split(r"\n(?=\S)", rest)[0]
+    entries = re.split(r"\n(?=\S)", textwrap.dedent(block).strip())
+    pairs = (entry.partition(":") for entry in entries)
+    return {name.strip("*"): " ".join(told.split()) for name, _, told in pairs}
+
+
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every command of ``sync-core``, by what is typed."""
+    (action,) = (a for a in cli.make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return {f"sync-core {name}": parser for name, parser in action.choices.items()} | {
+        "sync-core bench collector": bench_collector.make_parser()
+    }
+
+
+def _interface() -> str:
+    elsewhere = {*_CONTEXTS, *error_names(), "__version__"}
+    names = [name for name in sync_core.__all__ if name not in elsewhere]
+    return _page(
+        "Interface",
+        "What ``import sync_core`` offers. Errors and the contexts of hooks have pages of their own.",
+        *(_automatic("sync_core", name) for name in names),
+        ".. data:: sync_core.__version__\n\n   The version, a string.\n",
+    )
+
+
+def _hooks() -> str:
+    functions = (
+        f".. autofunction:: sync_core.hookspecs.{hook}\n   :no-index-entry:\n" for hook in HOOKS
+    )
+    return _page(
+        "Hooks",
+        "A plugin is an object with one or more of these methods, each marked with "
+        "``@sync_core.hookimpl``. A method may leave out arguments that it does not need. "
+        "Hooks get one frozen context; new versions only add fields to it.",
+        *functions,
+        "Contexts\n--------\n",
+        *(_automatic("sync_core", name) for name in _CONTEXTS),
+    )
+
+
+def _plugins() -> str:
+    parts = ["Schemes\n-------\n", "Options are given to `Sender` by name.\n"]
+    for name, scheme in installed(registry.SCHEMES).items():
+        parts += [_heading(name, registry.KNOWN[registry.SCHEMES][name])]
+        parts += [f"{_first_paragraph(type(scheme))}\n", _can(scheme.capabilities)]
+        parts += [_option_table(options_of(scheme))]
+    parts += ["Layers\n------\n"]
+    for name, layer in installed(registry.LAYERS).items():
+        parts += [_heading(name, registry.KNOWN[registry.LAYERS][name])]
+        parts += [_class(_type_of(layer))]
+    parts += ["Worker groups\n-------------\n"]
+    parts += ["Options are given to `Collector` as ``worker_options``.\n"]
+    for name, group in installed(registry.WORKERS).items():
+        parts += [_heading(name, registry.KNOWN[registry.WORKERS][name])]
+        parts += [_can(group.capabilities), _class(group)]
+    parts += ["Also in sync-plugin-std\n-----------------------\n"]
+    layers = {cls.__name__ for cls in map(_type_of, installed(registry.LAYERS).values())}
+    parts += [
+        _automatic("sync_plugin_std", name)
+        for name in sync_plugin_std.__all__
+        if name not in layers
+    ]
+    return _page("Schemes, layers and worker groups", "Those that this project publishes.", *parts)
+
+
+def _capabilities() -> str:
+    return _page(
+        "Capabilities",
+        "What a plugin declares that it can do. The conformance suite skips what it does not.",
+        _capability_table("Schemes", SCHEME_CAPABILITIES, installed(registry.SCHEMES)),
+        _capability_table("Worker groups", WORKER_CAPABILITIES, installed(registry.WORKERS)),
+    )
+
+
+def _errors() -> str:
+    return _page(
+        "Errors",
+        "All of them are importable from ``sync_core``.",
+        *(
+            f".. autoexception:: sync_core.{name}\n   :members:\n   :show-inheritance:\n"
+            for name in error_names()
+        ),
+    )
+
+
+def _commands() -> str:
+    return _page(
+        "Commands",
+        "``python -m sync_core`` is the same as ``sync-core``.",
+        *(
+            f"{command}\n{'-' * len(command)}\n\n.. code-block:: text\n\n"
+            + textwrap.indent(_help(parser), "   ")
+            for command, parser in subcommands().items()
+        ),
+    )
+
+
+def _testing() -> str:
+    return _page(
+        "Conformance classes",
+        "``pip install 'sync-core[testing]'`` brings what ``sync_core.testing`` needs.",
+        *(
+            f".. autoclass:: sync_core.testing.{name}\n"
+            for name in sorted(sync_core.testing.__all__)
+        ),
+    )
+
+
+def _environments() -> str:
+    return _page(
+        "Environments",
+        "What ``sync_core.envs`` offers to a `Collector`.",
+        *(_automatic("sync_core.envs", name) for name in sync_core.envs.__all__),
+    )
+
+
+def _page(title: str, about: str, *parts: str) -> str:
+    return "\n".join([f"{title}\n{'=' * len(title)}\n", f"{about}\n", *parts])
+
+
+def _heading(name: str, distribution: str) -> str:
+    return f"{name}\n{'~' * len(name)}\n\n``pip install {distribution}``\n"
+
+
+def _automatic(module: str, name: str) -> str:
+    found = getattr(sys.modules[module], name)
+    if inspect.isclass(found):
+        return f".. autoclass:: {module}.{name}\n   :members:\n   :show-inheritance:\n"
+    if inspect.isfunction(found):
+        return f".. autofunction:: {module}.{name}\n"
+    return f".. data:: {module}.{name}\n\n   An alias of ``{found}``.\n"
+
+
+def _type_of(plugin: Any) -> type:
+    return plugin if inspect.isclass(plugin) else type(plugin)
+
+
+def _class(found: type) -> str:
+    return f".. autoclass:: {found.__module__}.{found.__qualname__}\n"
+
+
+def _first_paragraph(described: Any) -> str:
+    return " ".join((inspect.getdoc(described) or "").partition("\n\n")[0].split())
+
+
+def _can(capabilities: Iterable[str]) -> str:
+    return f"Capabilities: {', '.join(f'``{name}``' for name in sorted(capabilities)) or 'none'}.\n"
+
+
+def _option_table(options: type) -> str:
+    told = arguments_of(options)
+    rows = [
+        (f"``{field.name}``", f"``{field.type}``", f"``{_default(field)}``", told[field.name])
+        for field in dataclasses.fields(options)
+    ]
+    return _table(("option", "type", "default", "what it is"), rows) if rows else "No options.\n"
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    return "required" if field.default is dataclasses.MISSING else repr(field.default)
+
+
+def _capability_table(title: str, told: Mapping[str, str], plugins: Mapping[str, Any]) -> str:
+    rows = [
+        (f"``{name}``", meaning, _having(name, plugins)) for name, meaning in sorted(told.items())
+    ]
+    return f"{title}\n{'-' * len(title)}\n\n" + _table(("name", "meaning", "who can"), rows)
+
+
+def _having(capability: str, plugins: Mapping[str, Any]) -> str:
+    names = [name for name, plugin in plugins.items() if capability in plugin.capabilities]
+    return ", ".join(names) or "none of ours"
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join([".. list-table::", "   :header-rows: 1", "", *_rows([header, *rows]), ""])
+
+
+def _rows(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    for first, *others in rows:
+        yield f"   * - {first}"
+        yield from (f"     - {other}" for other in others)
+
+
+def _help(parser: argparse.ArgumentParser) -> str:
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=_WIDTH)  # type: ignore[assignment]
+    return parser.format_help()

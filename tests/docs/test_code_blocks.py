@@ -1,0 +1,89 @@
+"""Every code block of the README and of the pages runs, or says why not.
+
+Blocks of a page run in its order and in one namespace. What a page takes for granted, such as a
+policy, stands in the page, in a comment that no reader sees:
+
+    <!--- invisible-code-block: python
+    policy = torch.nn.Linear(4, 2)
+    --->
+
+A block that cannot run says why in the comment before it: <!--- skip: next "needs a GPU" -->.
+A Python block whose first line is `# name.py` is a file of that name, which later blocks import.
+Commands are not run: their programs, files, targets and options have to exist.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import SkipTest
+
+import pytest
+from sybil import Document, Example
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser, SkipParser
+
+ROOT = Path(__file__).parents[2]
+_LANGUAGES = {"python", "bash", "toml"}
+# What programs print, and diagrams: nothing that anybody would run.
+_NO_CODE = {"text", "{toctree}"}
+_FENCE = re.compile(r"^ *```(.*)", re.MULTILINE)
+_FILE = re.compile(r"# (\w+\.py)\n")
+
+_PAGES = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    if not {"_build", "examples"} & {*path.relative_to(ROOT).parts} and "```" in path.read_text()
+)
+_each_page = pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+_run = PythonEvaluator()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to write files in, from which modules are imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("folder")
+@_each_page
+def test_page(page: Path, check_commands: Callable[[str], None]) -> None:
+    parsers = [
+        SkipParser(),
+        CodeBlockParser("python", _run_python),
+        CodeBlockParser("bash", lambda example: check_commands(example.parsed)),
+        CodeBlockParser("toml", _read_toml),
+    ]
+    document = Document.parse(str(page), *parsers)
+    document.namespace["__name__"] = "__main__"
+    for example in document.examples():
+        try:
+            example.evaluate()
+        except SkipTest as reason:
+            assert str(reason), f"{page}:{example.line}: why is it not run?"
+
+
+@_each_page
+def test_each_block_has_a_language(page: Path) -> None:
+    opened = _FENCE.findall(page.read_text(encoding="utf-8"))[::2]
+    assert set(opened) <= _LANGUAGES | _NO_CODE
+
+
+def _run_python(example: Example) -> None:
+    if name := _FILE.match(example.parsed):
+        Path(name[1]).write_text(example.parsed, encoding="utf-8")
+    else:
+        _run(example)
+
+
+def _read_toml(example: Example) -> None:
+    tomllib.loads(example.parsed)
