@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests soak demo format install clean
+.PHONY: help test check tests soak demo docs format install clean
 
 help:
 	@echo "make test                        every check and every test"
@@ -16,6 +16,7 @@ help:
 	@echo "make check                       linters, types and import contracts"
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
 	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
+	@echo "make docs                        these pages and the reference, into docs/_build"
 	@echo "make format                      let ruff put the code into shape"
 	@echo "make install                     make .venv and install everything (the others do too)"
 	@echo "make clean                       remove .venv, caches and output"
@@ -37,6 +38,10 @@ soak: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/python docs/examples/cartpole.py --scheme $(SCHEME) --workers $(WORKERS)
 
+docs: $(INSTALLED)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r docs/requirements.txt
+	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
+
 format: $(INSTALLED)
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
@@ -53,5 +58,6 @@ $(INSTALLED): requirements-dev.txt constraints.txt $(wildcard */pyproject.toml)
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out docs/_build \
+	    docs/reference/generated
 	find core plugins plugins_ray tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,8 +9,9 @@ from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import reference_pages  # noqa: E402
-import sync_core  # noqa: E402
+import reference_pages
+
+import sync_core
 
 project = "sync-core"
 author = "the sync-core maintainers"

@@ -18,8 +18,8 @@ import sync_core.envs
 import sync_core.testing
 import sync_plugin_std
 from sync_core import cli, errors, registry
-from sync_core.cli import bench_collector
 from sync_core.capabilities import SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core.cli import bench_collector
 from sync_core.hook_check import HOOKS
 
 _CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext")
@@ -106,7 +106,8 @@ def _interface() -> str:
     names = [name for name in sync_core.__all__ if name not in elsewhere]
     return _page(
         "Interface",
-        "What ``import sync_core`` offers. Errors and the contexts of hooks have pages of their own.",
+        "What ``import sync_core`` offers. Errors and the contexts of hooks have pages of their "
+        "own.",
         *(_automatic("sync_core", name) for name in names),
         ".. data:: sync_core.__version__\n\n   The version, a string.\n",
     )
