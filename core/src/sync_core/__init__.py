@@ -34,11 +34,14 @@ from sync_core.errors import (
 )
 from sync_core.hookspecs import hookimpl
 from sync_core.layout import Layout, TensorSpec
+from sync_core.membership import MembershipEvent, WorkerState, WorkerStatus
+from sync_core.notice import Notice
 from sync_core.payload import Payload
 from sync_core.pending import PendingSend
 from sync_core.point_to_point import PointToPointTransport
 from sync_core.publisher import Publisher, Slot
 from sync_core.receiver import Receiver
+from sync_core.remedies import WorkerFailure
 from sync_core.report import SendReport, WorkerResult
 from sync_core.sender import Sender
 from sync_core.serving import Peer, ServingTransport, hello
@@ -62,10 +65,12 @@ __all__ = [
     "HookResultError",
     "Layout",
     "LayoutMismatchError",
+    "MembershipEvent",
     "Message",
     "ModelError",
     "ModelPathError",
     "NotAPluginError",
+    "Notice",
     "OptionError",
     "Payload",
     "PayloadError",
@@ -97,9 +102,12 @@ __all__ = [
     "UnknownWorkerError",
     "Update",
     "WorkerError",
+    "WorkerFailure",
     "WorkerGroup",
     "WorkerLostError",
     "WorkerResult",
+    "WorkerState",
+    "WorkerStatus",
     "WorkerTimeoutError",
     "__version__",
     "hello",

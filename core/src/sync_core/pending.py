@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from types import MappingProxyType
+from typing import Literal, Protocol
 
 from sync_core.errors import SendError, WorkerTimeoutError
 from sync_core.report import SendReport, WorkerResult
@@ -28,6 +29,7 @@ class PendingSend:
         timeout: seconds after ``started`` by which every worker must have answered.
         finish: called once with the report before it is returned or raised, and with whether
             the workers were given the time that they had.
+        unwaited: workers that get the version, and are not waited for; and why.
     """
 
     def __init__(
@@ -39,10 +41,13 @@ class PendingSend:
         started: float,
         timeout: float,
         finish: Finish,
+        unwaited: Mapping[int, Literal["quarantine", "restart"]] = MappingProxyType({}),
     ) -> None:
         self.version = version
         self._deliveries = deliveries
+        self._waited = {i: d for i, d in deliveries.items() if i not in unwaited}
         self._skipped = skipped
+        self._unwaited = unwaited
         self._started = started
         self._timeout = timeout
         self._finish = finish
@@ -60,12 +65,12 @@ class PendingSend:
 
     @property
     def unanswered(self) -> Mapping[int, Delivery]:
-        """The deliveries, by worker, that have not ended."""
-        return {i: d for i, d in self._deliveries.items() if not d.wait(0)}
+        """The deliveries waited for, by worker, that have not ended."""
+        return {i: d for i, d in self._waited.items() if not d.wait(0)}
 
     def done(self) -> bool:
         """Whether every worker has answered, or the send was waited for already."""
-        return self._report is not None or all(d.wait(0) for d in self._deliveries.values())
+        return self._report is not None or all(d.wait(0) for d in self._waited.values())
 
     def wait(self, timeout: float | None = None) -> SendReport:
         """Wait until every worker has committed the version, and end the send.
@@ -83,7 +88,7 @@ class PendingSend:
             limit = self._started + self._timeout
             if timeout is not None:
                 limit = time.perf_counter() + timeout
-            for delivery in self._deliveries.values():
+            for delivery in self._waited.values():
                 delivery.wait(max(0.0, limit - time.perf_counter()))
             self._report = self._finish(self._make_report(), waited=True)
         if self._report.failed:
@@ -97,7 +102,7 @@ class PendingSend:
 
     def _make_report(self) -> SendReport:
         now = time.perf_counter()
-        for worker_id, delivery in self._deliveries.items():
+        for worker_id, delivery in self._waited.items():
             if not delivery.wait(0):
                 waited = now - self._started
                 delivery.fail(
@@ -116,6 +121,10 @@ class PendingSend:
             )
             for worker_id, delivery in self._deliveries.items()
         }
+        for worker_id, remedy in self._unwaited.items():
+            delivery = self._deliveries[worker_id]
+            if delivery.error is not None or not delivery.wait(0):
+                results[worker_id] = WorkerResult(None, 0.0, 0, delivery.error, remedy=remedy)
         for worker_id in self._skipped:
             results[worker_id] = WorkerResult(None, 0.0, 0, skipped=True)
         ordered = {worker_id: results[worker_id] for worker_id in sorted(results)}

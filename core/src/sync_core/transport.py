@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sync_core.errors import WorkerError
@@ -35,6 +35,7 @@ class Delivery:
         self.ended_at: float | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._watcher: Callable[[Delivery, WorkerError | None], None] | None = None
 
     def acknowledge(self) -> None:
         """The worker has committed the version."""
@@ -48,13 +49,27 @@ class Delivery:
         """Wait for the end, at most ``timeout`` seconds; whether it has ended."""
         return self._ended.wait(timeout)
 
+    def watch(self, watcher: Callable[[Delivery, WorkerError | None], None]) -> None:
+        """Tell ``watcher`` of every outcome, also of one that comes after the end and changes none.
+
+        Args:
+            watcher: called with this delivery and the error, if any; it must not block.
+        """
+        with self._lock:
+            self._watcher = watcher
+            ended = self._ended.is_set()
+        if ended:
+            watcher(self, self.error)
+
     def _end(self, error: WorkerError | None) -> None:
         with self._lock:
-            if self._ended.is_set():
-                return
-            self.error = error
-            self.ended_at = time.perf_counter()
-            self._ended.set()
+            if not self._ended.is_set():
+                self.error = error
+                self.ended_at = time.perf_counter()
+                self._ended.set()
+            watcher = self._watcher
+        if watcher is not None:
+            watcher(self, error)
 
 
 class SenderTransport(ABC):
