@@ -56,7 +56,7 @@ class Announcer(Generic[Event]):
 
     def announce(self, event: Event) -> None:
         """Tell everybody, soon; may be called with locks held."""
-        if self._callbacks:
+        if self._callbacks and not self._closed:
             self._events.put(event)
 
     def close(self) -> None:

@@ -294,9 +294,9 @@ class Sender(Updater):
         self._closed = True
         if self._pending is not None:
             self._pending.abandon()
+        self._close_members()
         if self._close_transport is not None:
             self._close_transport()
-        self._close_members()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
