@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sync_core.errors import OptionError
+from sync_core.notice import Notice, unheard
 
 if TYPE_CHECKING:
     from sync_core.address import Address
@@ -33,6 +34,8 @@ class TransportContext:
         layout: (sender) the layout of every payload that is not ``partial``.
         make_address: (sender) makes the `Address` of a worker, for a transport that makes the
             receiver itself: ``make_address(worker_id=…, endpoint=…)``.
+        notify: (sender) tells the sender what the transport knows of a worker between sends; it
+            may be called from any thread, with locks held, or never.
         worker_id: (receiver) which worker this is.
         endpoint: (receiver) what `SenderTransport.address` gave for this worker.
     """
@@ -49,6 +52,7 @@ class TransportContext:
     workers: tuple[Any, ...] = ()
     layout: Layout | None = None
     make_address: Callable[..., Address] | None = None
+    notify: Callable[[int, Notice], None] = unheard
     worker_id: int = -1
     endpoint: Any = None
 

@@ -68,6 +68,7 @@ class SharedSender(ServingTransport[SharedPeer]):
                 slots,
                 context.worker_ids,
                 timeout=context.timeout,
+                notify=context.notify,
                 revoke=self._revoke_all,
             )
         except BaseException:

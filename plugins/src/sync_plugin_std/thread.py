@@ -63,6 +63,7 @@ class ThreadSender(SenderTransport):
             options.slots,
             context.worker_ids,
             timeout=context.timeout,
+            notify=context.notify,
         )
         self._name = secrets.token_hex(8)
         _publishers[self._name] = self._publisher

@@ -72,6 +72,7 @@ class DistSender(ServingTransport[DistPeer], Office):
             _SLOTS,
             context.worker_ids,
             timeout=context.timeout,
+            notify=context.notify,
             revoke=self._revoke_old,
         )
         super().__init__(context.token, self.publisher, DistPeer, listener)
