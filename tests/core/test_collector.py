@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from tensordict import TensorDictBase
@@ -28,6 +27,7 @@ from sync_core.collector import Collector, CollectorStats
 from sync_core.envs import CountingEnv
 from sync_core.testing import CollectorConformance
 from sync_core.testing.collectors import Scale, long_episodes, values
+from sync_core.testing.processes import descendants
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,15 +48,11 @@ class Broken(CountingEnv):
         return super().step(tensordict)
 
 
-def children() -> list[Any]:
-    return list(psutil.Process().children(recursive=True))
-
-
 @pytest.fixture(autouse=True)
 def leaves_no_process() -> Iterator[None]:
-    before = set(children())
+    before = descendants()
     yield
-    assert not set(children()) - before
+    assert not descendants() - before
 
 
 class TestInline(CollectorConformance):
@@ -96,17 +92,17 @@ class TestProcess(CollectorConformance):
         with self.collector(envs, Scale(), frames_per_batch=8, sync=True) as collector:
             with pytest.raises(WorkerLostError, match="worker 1"):
                 next(collector)
-            assert not children()
+            assert not descendants()
             assert list(collector) == []
 
     def test_workers_draw_different_numbers_and_end_with_the_collector(self) -> None:
         collector = self.collector(long_episodes, sync=True)
         first, second = values(next(collector), "action")
         assert first != second
-        assert len(children()) == 2
+        assert len(descendants()) == 2
         del collector
         gc.collect()
-        assert not children()
+        assert not descendants()
 
 
 def test_the_trainers_own_policy_with_scheme_none() -> None:

@@ -28,6 +28,7 @@ from sync_core import (
 )
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv
+from sync_core.testing.processes import descendants
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -79,24 +80,20 @@ def seat(batch: TensorDictBase) -> int:
     return int(found)
 
 
-def children() -> list[Any]:
-    return list(psutil.Process().children(recursive=True))
-
-
 def kill(made: Collector, worker_id: int) -> None:
     """Kill the process that steps a `Pid`, and wait for its end."""
     pids = dict(zip(made.worker_ids, made.cascade_execute("env.pid"), strict=True))
     process = psutil.Process(pids[worker_id])
-    assert process in children()
+    assert process.pid in descendants()
     process.kill()
     process.wait(10)
 
 
 @pytest.fixture(autouse=True)
 def leaves_no_process() -> Iterator[None]:
-    before = set(children())
+    before = descendants()
     yield
-    assert not set(children()) - before
+    assert not descendants() - before
 
 
 def collector(env: Any = long_episodes, policy: Any = None, **options: Any) -> Collector:
@@ -126,7 +123,7 @@ def test_workers_end_with_the_last_batch() -> None:
     with collector(policy=policy, workers="process", scheme="shm", total_frames=8) as made:
         seen = []
         for batch in made:
-            seen.append(len(children()))
+            seen.append(len(descendants()))
             policy.set(1.0)
             # The last round of a training loop is like the others.
             report = made.update_policy_weights_(worker_ids=0)
@@ -206,7 +203,7 @@ def test_a_dead_worker_is_an_error() -> None:
         kill(made, 1)
         with pytest.raises(WorkerLostError, match="worker 1"):
             list(made)
-        assert not children()
+        assert not descendants()
         assert list(made) == []
 
 
@@ -243,7 +240,7 @@ def test_a_place_that_is_lost_again_and_again() -> None:
     with collector(Fatal, on_worker_failure="restart", **options) as made:
         with pytest.raises(WorkerLostError, match="worker 0: died, and so did the 3"):
             next(made)
-        assert not children()
+        assert not descendants()
 
 
 def test_what_can_be_done_about_a_dead_worker() -> None:
@@ -298,7 +295,7 @@ def test_a_shutdown_of_workers_that_hang_is_bounded() -> None:
     began = time.monotonic()
     made.shutdown(timeout=1.0)
     assert time.monotonic() - began < 5
-    assert not children()
+    assert not descendants()
 
 
 SCRIPT = """

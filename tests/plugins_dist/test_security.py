@@ -130,9 +130,8 @@ OFFER = {"type": "offer", "version": 1}
 def test_a_receiver_refuses_messages_that_are_none(
     false_sender: FalseSender, messages: tuple[object, ...]
 ) -> None:
-    with pytest.raises(SenderLostError):
-        with closing(false_sender.receiver(*messages)) as receiver:
-            receiver.receive(1.0)
+    with pytest.raises(SenderLostError), closing(false_sender.receiver(*messages)) as receiver:
+        receiver.receive(1.0)
     assert exploded == []
 
 

@@ -31,6 +31,7 @@ from tensordict import TensorDictBase
 from sync_core import Collector
 from sync_core.envs import CountingEnv
 from sync_core.testing.collectors import Scale
+from sync_core.testing.processes import descendants
 
 _WORKERS = 3
 _FRAMES_PER_BATCH = 200
@@ -120,7 +121,7 @@ def main() -> None:
     arguments = parser.parse_args()
     ledger = Ledger()
     samples = list(_soak(arguments, ledger))
-    if psutil.Process().children(recursive=True):
+    if descendants():
         ledger.complaints.append("processes are left over")
     ledger.complaints += _grown(samples)
     if ledger.processes <= _WORKERS:

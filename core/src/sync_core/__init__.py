@@ -42,6 +42,7 @@ from sync_core.notice import Notice
 from sync_core.payload import Payload
 from sync_core.pending import PendingSend
 from sync_core.point_to_point import PointToPointTransport
+from sync_core.processes import WorkerProcess, start_process
 from sync_core.publisher import Publisher, Slot
 from sync_core.receiver import Receiver
 from sync_core.remedies import WorkerFailure
@@ -111,6 +112,7 @@ __all__ = [
     "WorkerFailure",
     "WorkerGroup",
     "WorkerLostError",
+    "WorkerProcess",
     "WorkerResult",
     "WorkerState",
     "WorkerStatus",
@@ -118,4 +120,5 @@ __all__ = [
     "__version__",
     "hello",
     "hookimpl",
+    "start_process",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from sync_core.extract import Strategy
 from sync_core.layout import Layout
+from sync_core.verify import Verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Address:
         strategy: how weights are read and written.
         zero_copy: whether the receiver's parameters become views of what arrives.
         partial: whether updates may lack some of the model's tensors.
+        verify: what is proved of every update; see `Sender`.
         timeout: the default deadline of blocking calls, in seconds.
         layout: the layout of the sender's model, before any layer changes it.
     """
@@ -38,5 +40,6 @@ class Address:
     strategy: Strategy
     zero_copy: bool
     partial: bool
+    verify: Verify | None
     timeout: float
     layout: Layout = field(repr=False)

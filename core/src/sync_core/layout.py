@@ -59,6 +59,8 @@ _FILLER = "__filler__."
 # Of what a tensor of torch can have: sizes in 64 bits, also without the dimensions that are 0.
 _TOO_LARGE = 1 << 63
 _MAX_RANK = 64
+#: The name of the tensor in which checksums travel; see `sync_core.checksums`.
+CHECKSUMS = "__checksums__"
 _METADATA = "__metadata__"
 
 
@@ -240,7 +242,7 @@ def check_tensor(name: object, tensor: object) -> None:
     """Raise `ModelError`, naming the tensor, unless it can travel."""
     if not isinstance(name, str):
         raise ModelError(f"weights need names that are strings, not {name!r}")
-    if name == _METADATA or name.startswith(_FILLER):
+    if name in (_METADATA, CHECKSUMS) or name.startswith(_FILLER):
         raise ModelError(f"the name {name!r} is reserved by the payload's format")
     if not isinstance(tensor, Tensor):
         raise ModelError(f"{name!r} is a {type(tensor).__name__}; only tensors travel")

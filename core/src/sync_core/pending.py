@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, Protocol
 
+from sync_core.answer import Answer
 from sync_core.errors import SendError, WorkerTimeoutError
 from sync_core.report import SendReport, WorkerResult
 from sync_core.transport import Delivery
@@ -30,6 +31,8 @@ class PendingSend:
         finish: called once with the report before it is returned or raised, and with whether
             the workers were given the time that they had.
         unwaited: workers that get the version, and are not waited for; and why.
+        prepare_seconds: see `SendReport`.
+        publish_seconds: see `SendReport`.
     """
 
     def __init__(
@@ -42,6 +45,8 @@ class PendingSend:
         timeout: float,
         finish: Finish,
         unwaited: Mapping[int, Literal["quarantine", "restart"]] = MappingProxyType({}),
+        prepare_seconds: float = 0.0,
+        publish_seconds: float = 0.0,
     ) -> None:
         self.version = version
         self._deliveries = deliveries
@@ -51,6 +56,8 @@ class PendingSend:
         self._started = started
         self._timeout = timeout
         self._finish = finish
+        self._prepare_seconds = prepare_seconds
+        self._publish_seconds = publish_seconds
         self._report: SendReport | None = None
 
     @property
@@ -112,15 +119,7 @@ class PendingSend:
                         "is it alive, and does it call receive()?",
                     )
                 )
-        results = {
-            worker_id: WorkerResult(
-                version=None if delivery.error else self.version,
-                seconds=(delivery.ended_at or now) - self._started,
-                nbytes=0 if delivery.error else delivery.nbytes,
-                error=delivery.error,
-            )
-            for worker_id, delivery in self._deliveries.items()
-        }
+        results = {i: self._result(d, now) for i, d in self._deliveries.items()}
         for worker_id, remedy in self._unwaited.items():
             delivery = self._deliveries[worker_id]
             if delivery.error is not None or not delivery.wait(0):
@@ -128,4 +127,32 @@ class PendingSend:
         for worker_id in self._skipped:
             results[worker_id] = WorkerResult(None, 0.0, 0, skipped=True)
         ordered = {worker_id: results[worker_id] for worker_id in sorted(results)}
-        return SendReport(self.version, now - self._started, ordered)
+        return SendReport(
+            self.version,
+            now - self._started,
+            ordered,
+            prepare_seconds=self._prepare_seconds,
+            publish_seconds=self._publish_seconds,
+        )
+
+    def _result(self, delivery: Delivery, now: float) -> WorkerResult:
+        error = delivery.error
+        seconds = (delivery.ended_at or now) - self._started
+        answer = delivery.answer or Answer(version=self.version)
+        accounted = (
+            self._prepare_seconds
+            + self._publish_seconds
+            + answer.stage_seconds
+            + answer.commit_seconds
+        )
+        return WorkerResult(
+            version=None if error else self.version,
+            seconds=seconds,
+            nbytes=0 if error else delivery.nbytes,
+            error=error,
+            stage_seconds=answer.stage_seconds,
+            commit_seconds=answer.commit_seconds,
+            # A worker may begin before all of it is published.
+            acknowledge_seconds=max(0.0, seconds - accounted),
+            pause_seconds=answer.pause_seconds,
+        )

@@ -21,12 +21,14 @@ from sync_core.defaults import Defaults
 from sync_core.errors import AddressError, ClosedError, ModelError, SenderLostError, SyncError
 from sync_core.extract import Strategy, named_tensors
 from sync_core.getter import GetterScheme
+from sync_core.hook_check import implemented
 from sync_core.lease import Lease, vacate
 from sync_core.models import look_up, refers
 from sync_core.payload import Payload
 from sync_core.stack import Stack
 from sync_core.transport import ReceiverTransport
 from sync_core.update import Update
+from sync_core.verify import Verification
 
 
 class Receiver:
@@ -74,7 +76,11 @@ class Receiver:
         self._backend = registry.find("sync.schemes", address.scheme)
         layers = [registry.find("sync.layers", layer) for layer in address.layers]
         defaults = Defaults(address.strategy)
-        self._stack = Stack(defaults, self._backend, layers)
+        self._verification = Verification(address.verify, self._backend, layers, address.strategy)
+        self._stack = Stack(defaults, self._backend, self._verification.layers)
+        self._reshapes = any(
+            "apply_weights" in implemented(plugin.object) for plugin in (self._backend, *layers)
+        )
         self._stack_without_layers = Stack(defaults, self._backend, ())
         self._model: Any = None
         self._found: Any = None
@@ -133,6 +139,7 @@ class Receiver:
             strategy=strategy,
             zero_copy=False,
             partial=False,
+            verify=None,
             timeout=60.0,
             layout=Binding(model, strategy).layout,
         )
@@ -157,7 +164,7 @@ class Receiver:
         if refers(model):
             if self._context is None:
                 raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
-        elif not self._stack.implements("apply_weights"):
+        elif not self._reshapes:
             layout = Binding(model, self._address.strategy).layout
             check_match(self._address.layout, layout, partial=self._address.partial)
         self._model = model
@@ -258,6 +265,7 @@ class Receiver:
                 stage_seconds=payload.stage_seconds,
                 commit_seconds=self._load_ended - self._load_began,
                 pause_seconds=time.perf_counter() - self._load_began,
+                digest=self._verification.digest,
             )
         )
         return payload.version

@@ -17,6 +17,13 @@ class WorkerResult:
         version: the version that the worker acknowledged in this send, or None.
         seconds: from the call to the acknowledgement (or to the failure).
         nbytes: bytes delivered.
+        stage_seconds: of these, what its transport took to get the version, once it knew of it,
+            as the worker measured; 0 where that is nothing, or is not measured.
+        commit_seconds: what loading it into the model took, as the worker measured.
+        acknowledge_seconds: the rest after the send was published: until the worker asked for
+            the version, and until its answer was here.
+        pause_seconds: how long the version held up the thread in the worker that called
+            `receive`, from when it was there until it was answered for, as the worker measured.
         error: why the worker does not have the new version, or None.
         skipped: True when a `skip_update` hook held this worker back; that is no error.
         remedy: what was done about a worker that failed, or was done before and still holds: it
@@ -24,6 +31,8 @@ class WorkerResult:
             wait for the last two if they were so before it began.
         returned: True when the worker has come back from quarantine: it has committed the newest
             version since the last report.
+
+    What a worker measures is 0 where the scheme brings no answers back, and where it failed.
     """
 
     version: int | None
@@ -33,6 +42,10 @@ class WorkerResult:
     skipped: bool = False
     remedy: Literal["drop", "quarantine", "restart"] | None = None
     returned: bool = False
+    stage_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    acknowledge_seconds: float = 0.0
+    pause_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +56,21 @@ class SendReport:
         version: the version sent; the newest one before it when nobody was to get it.
         seconds: from the call to its end.
         workers: a result for each worker that was addressed, by id.
+        scheme: the name of the scheme.
+        model_id: the model's name.
+        prepare_seconds: of these, until it was known what to send: the model was read, and the
+            layers had changed it.
+        publish_seconds: until the transport's `send` returned: the weights were packed, and
+            published or on their way. The trainer may change them from then on.
     """
 
     version: int
     seconds: float
     workers: Mapping[int, WorkerResult]
+    scheme: str = ""
+    model_id: str = ""
+    prepare_seconds: float = 0.0
+    publish_seconds: float = 0.0
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, Self
 
 from sync_core import registry
@@ -21,12 +22,14 @@ from sync_core.payload import Payload
 from sync_core.pending import PendingSend
 from sync_core.remedies import OnFailure, Remedies
 from sync_core.report import SendReport
+from sync_core.send_log import tell
 from sync_core.source import Source
 from sync_core.stack import Stack
 from sync_core.terms import Terms
 from sync_core.transport import Delivery, SenderTransport
 from sync_core.update import Update
 from sync_core.updater import Updater
+from sync_core.verify import Verification, Verify
 from sync_core.worker_ids import check_handle, count_workers, normalize
 from sync_core.workers import WorkerGroup
 
@@ -56,6 +59,12 @@ class Sender(Updater):
         group: the worker group in which the workers run, for ``"restart"``.
         on_restart: run in the worker started anew, ``on_restart(hosted, address)``, to make its
             `Receiver`; None where the group's factory does.
+        verify: ``"checksum"``: checksums travel with the weights, and a worker applies nothing
+            that does not match them. ``"readback"``: also, after the commit, the worker reads its
+            model and compares it with what was written, and the sender with what it sent where no
+            layer changes values. Needs ``pip install "sync-core[verify]"``, here and there.
+        on_report: called with the report at the end of every send, also where workers failed;
+            what it raises is logged, and changes nothing.
         timeout: deadline of blocking calls, in seconds.
         **options: options of the scheme.
 
@@ -91,6 +100,8 @@ class Sender(Updater):
         on_failure: OnFailure = "raise",
         group: WorkerGroup | None = None,
         on_restart: Callable[[Any, Address], object] | None = None,
+        verify: Verify | None = None,
+        on_report: Callable[[SendReport], object] | None = None,
         timeout: float = 60.0,
         **options: Any,
     ) -> None:
@@ -104,8 +115,10 @@ class Sender(Updater):
             strategy=strategy,
             zero_copy=zero_copy,
             partial=partial,
+            verify=verify,
             timeout=timeout,
         )
+        self._on_report = on_report
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)
         self._handles = dict(enumerate(workers or ()))
         self._remedies = Remedies(
@@ -115,7 +128,8 @@ class Sender(Updater):
         if zero_copy and "zero_copy" not in self._backend.capabilities:
             raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
         found = [registry.find("sync.layers", layer) for layer in layers]
-        self._stack = Stack(Defaults(strategy), self._backend, found)
+        self._verification = Verification(verify, self._backend, found, strategy)
+        self._stack = Stack(Defaults(strategy), self._backend, self._verification.layers)
         self._source = Source(context, strategy, partial=partial)
         self._cadence = Cadence(self._stack, model_id)
         self._version = 0
@@ -219,6 +233,9 @@ class Sender(Updater):
             update = self._source.read(given)
             self._start(update, given)
             due = self._cadence.due(addressed, self._version)
+            if due:
+                update = self._prepare(update, self._version + 1, due)
+            prepared = time.perf_counter()
             deliveries = self._deliver(update, due) if due else {}
             self._pending = PendingSend(
                 self._version,
@@ -226,8 +243,10 @@ class Sender(Updater):
                 [worker_id for worker_id in addressed if worker_id not in due],
                 started=started,
                 timeout=self._terms.timeout if timeout is None else timeout,
-                finish=self._finish,
+                finish=self._end,
                 unwaited=self._members.sent(self._version, deliveries),
+                prepare_seconds=prepared - started,
+                publish_seconds=time.perf_counter() - prepared,
             )
             return self._pending
 
@@ -351,10 +370,17 @@ class Sender(Updater):
         return self._stack.prepare_weights(update, context)
 
     def _deliver(self, update: Update, worker_ids: tuple[int, ...]) -> dict[int, Delivery]:
-        update = self._prepare(update, self._version + 1, worker_ids)
         self._version += 1
         payload = Payload(self._version, update.layout, update.tensors)
-        return dict(self._started().send(payload, worker_ids))
+        deliveries = dict(self._started().send(payload, worker_ids))
+        self._verification.guard(deliveries.values())
+        return deliveries
+
+    def _end(self, report: SendReport, *, waited: bool) -> SendReport:
+        report = replace(report, scheme=self._backend.name, model_id=self.model_id)
+        report = self._finish(report, waited=waited)
+        tell(report, self._on_report)
+        return report
 
     def _finish(self, report: SendReport, *, waited: bool) -> SendReport:
         self._pending = None

@@ -13,6 +13,7 @@ from sync_core.contexts import TransportContext
 from sync_core.errors import OptionError
 from sync_core.extract import Strategy, check_strategy
 from sync_core.layout import Layout
+from sync_core.verify import Verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Terms:
     strategy: Strategy
     zero_copy: bool
     partial: bool
+    verify: Verify | None
     timeout: float
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
@@ -52,6 +54,7 @@ class Terms:
             strategy=self.strategy,
             zero_copy=self.zero_copy,
             partial=self.partial,
+            verify=self.verify,
             timeout=self.timeout,
             layout=layout,
         )

@@ -37,6 +37,7 @@ class Delivery:
         self.ended_at: float | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._check: Callable[[Delivery, Answer | None], WorkerError | None] = _accept
         self._watcher: Callable[[Delivery, WorkerError | None], None] | None = None
 
     def acknowledge(self, answer: Answer | None = None) -> None:
@@ -69,6 +70,13 @@ class Delivery:
         """Wait for the end, at most ``timeout`` seconds; whether it has ended."""
         return self._ended.wait(timeout)
 
+    def require(self, check: Callable[[Delivery, Answer | None], WorkerError | None]) -> None:
+        """Take no acknowledgement that ``check`` has an error for, not one that came before."""
+        with self._lock:
+            self._check = check
+            if self._ended.is_set() and self.error is None:
+                self.error = check(self, self.answer)
+
     def watch(self, watcher: Callable[[Delivery, WorkerError | None], None]) -> None:
         """Tell ``watcher`` of every outcome, also of one that comes after the end and changes none.
 
@@ -83,6 +91,8 @@ class Delivery:
 
     def _end(self, error: WorkerError | None, answer: Answer | None) -> None:
         with self._lock:
+            if error is None:
+                error = self._check(self, answer)
             if not self._ended.is_set():
                 self.error, self.answer = error, answer
                 self.ended_at = time.perf_counter()
@@ -90,6 +100,10 @@ class Delivery:
             watcher = self._watcher
         if watcher is not None:
             watcher(self, error)
+
+
+def _accept(delivery: Delivery, answer: Answer | None) -> None:
+    del delivery, answer
 
 
 class SenderTransport(ABC):

@@ -6,17 +6,15 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import current_process
-from pathlib import Path
 from typing import Any
 
+from sync_core import start_process
 from sync_plugin_std._frames import receive_message
 from sync_plugin_std._outbox import Outbox
 from sync_plugin_std._outcome import Failed, Outcome, name_of
@@ -24,12 +22,7 @@ from sync_plugin_std._pending import PendingCalls, settle
 from sync_plugin_std._pickling import dumps_copy, loads
 from sync_plugin_std.process_worker import Startup
 
-# `-m` would import from the current directory first, and could not find a package that only this
-# process's sys.path leads to.
-_BOOT = (
-    "import sys; fds = map(int, sys.argv[1:3]); sys.path[:] = sys.argv[3:]; del sys.argv[1:]; "
-    "from sync_plugin_std.process_worker import main; main(*fds)"
-)
+_MAIN = "sync_plugin_std.process_worker:main"
 
 # From the end of its connection to the end of a process: closing a GPU takes a moment.
 _BURIAL = 5.0
@@ -58,7 +51,8 @@ class Child:
         self._lifeline, lifeline = socket.socketpair()
         with calls, lifeline:
             try:
-                self._process = _spawn(calls, lifeline)
+                fds = [calls.fileno(), lifeline.fileno()]
+                self._process = start_process(_MAIN, fds=fds)
             except BaseException:
                 self._calls.close()
                 self._lifeline.close()
@@ -77,7 +71,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        return not self._ending and self._process.poll() is None
+        return not self._ending and not self._process.exited(0)
 
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -101,19 +95,15 @@ class Child:
 
     def terminate(self) -> None:
         """Send SIGTERM, which a stopped process (SIGSTOP) does not feel."""
-        self._process.terminate()
+        self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL."""
-        self._process.kill()
+        self._process.send_signal(signal.SIGKILL)
 
     def exited(self, timeout: float) -> bool:
-        """Whether the process has ended, at the latest after ``timeout`` seconds; reaps it."""
-        try:
-            self._process.wait(max(0.0, timeout))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        """Whether the process has ended, at the latest after ``timeout`` seconds."""
+        return self._process.exited(timeout)
 
     def join(self, timeout: float) -> None:
         """After the process has ended: wait until every call has ended too and nothing is left."""
@@ -127,15 +117,15 @@ class Child:
         while self._read_next():
             pass
         if not self.exited(_BURIAL):
-            self._process.kill()
-            self._process.wait()
+            self.kill()
+            self._process.exited(_BURIAL)
         self._outbox.join()
         self._calls.close()
         self._lifeline.close()
-        code = self._process.returncode
-        reason = "was stopped" if self._ending else _epitaph(code)
+        reason = "was stopped" if self._ending else self._process.epitaph()
         # A worker that was asked to end and did so has finished what it was running.
-        self._pending.lose(reason, running=not (self._ending and code == 0))
+        finished = self._ending and self._process.returncode == 0
+        self._pending.lose(reason, running=not finished)
 
     def _read_next(self) -> bool:
         parts = receive_message(self._calls)
@@ -143,18 +133,6 @@ class Child:
             return False
         self._pending.finish(_outcome(parts))
         return True
-
-
-def _spawn(calls: socket.socket, lifeline: socket.socket) -> subprocess.Popen[bytes]:
-    fds = [calls.fileno(), lifeline.fileno()]
-    path = [str(Path(entry).absolute()) for entry in sys.path]
-    command = [sys.executable, "-c", _BOOT, *map(str, fds), *path]
-    # Blocked, and inherited so, until the child ignores it: Ctrl-C is for the parent to act on.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _outcome(parts: list[bytearray]) -> Outcome:
@@ -170,15 +148,6 @@ def _outcome(parts: list[bytearray]) -> Outcome:
         # An exception class need not be able to travel; the text says it all.
         cause = None
     return Failed(outcome.verdict, outcome.traceback, cause)
-
-
-def _epitaph(returncode: int) -> str:
-    if returncode >= 0:
-        return f"exited with code {returncode}"
-    try:
-        return f"killed by {signal.Signals(-returncode).name}"
-    except ValueError:
-        return f"killed by signal {-returncode}"
 
 
 # A process forked from this one must not keep the workers alive after this one has died.

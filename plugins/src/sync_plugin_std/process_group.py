@@ -1,4 +1,4 @@
-"""Worker group `process`: each worker is a fresh interpreter, reached over a socket pair."""
+"""Worker group `process`: each worker is a process, reached over a socket pair."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TERMINATING = 2.0
 
 
 class ProcessGroup(LocalGroup[Child]):
-    """Objects that live in processes of their own, started afresh, so safe with CUDA and threads.
+    """Objects in processes of their own, which have run nothing else: safe with CUDA and threads.
 
     The caller's ``__main__`` is not run again in the workers: scripts without a main guard,
     notebooks and ``python -`` work. The factory, functions, arguments, results and exceptions

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
-import signal
 import socket
-import sys
 import threading
 from dataclasses import dataclass, replace
 from multiprocessing import current_process
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -43,8 +40,6 @@ def main(calls_fd: int, lifeline_fd: int) -> None:
         lifeline_fd: this end of a connection that the parent keeps open as long as it lives, and
             writes to when it is about to hang up.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     calls = socket.socket(fileno=calls_fd)
     lifeline = socket.socket(fileno=lifeline_fd)
     closing = threading.Event()
@@ -59,22 +54,12 @@ def main(calls_fd: int, lifeline_fd: int) -> None:
     startup = receive_message(calls)
     if startup is not None:
         _serve(calls, closing, pickle.loads(startup[0]))
-    _leave()
 
 
 def _watch(lifeline: socket.socket, closing: threading.Event) -> None:
     while lifeline.recv(1):
         closing.set()
     os._exit(1)
-
-
-def _leave() -> NoReturn:
-    # What a program is promised at its end, without taking its modules apart: that does nobody
-    # any good, and takes torch half a second. No public function runs the exit handlers.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _serve(calls: socket.socket, closing: threading.Event, startup: Startup) -> None:

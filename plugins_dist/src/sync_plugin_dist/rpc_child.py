@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import signal
-import sys
 import threading
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,14 +22,11 @@ class Place:
         seat: its place in the world.
         port: where the trainer's store listens.
         torch_threads: at most so many threads for torch.
-        lifeline: a file descriptor; the trainer keeps its other end open as long as it lives, and
-            writes to it when this process is to end.
     """
 
     seat: Seat
     port: int
     torch_threads: int
-    lifeline: int = -1
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -43,30 +37,24 @@ class Place:
         return cls(**{**fields, "seat": Seat(**fields["seat"])})
 
 
-def main(place: str) -> None:
+def main(lifeline: int, place: str) -> None:
     """Serve until the trainer says otherwise, or dies.
 
     Args:
+        lifeline: a file descriptor; the trainer keeps its other end open as long as it lives, and
+            writes to it when this process is to end.
         place: a `Place` as JSON.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _serve(Place.from_json(place))
-    # What a program is promised at its end, without taking its modules apart: that does nobody
-    # any good, and takes torch half a second. No public function runs the exit handlers.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    _serve(lifeline, Place.from_json(place))
 
 
-def _serve(place: Place) -> None:
+def _serve(lifeline: int, place: Place) -> None:
     # What this process starts must not hold it.
-    os.set_inheritable(place.lifeline, False)
+    os.set_inheritable(lifeline, False)
     ending = threading.Event()
     # A thread, so that not even joining keeps this process alive without its parent.
     threading.Thread(
-        target=_watch, args=(place.lifeline, ending), name="sync lifeline", daemon=True
+        target=_watch, args=(lifeline, ending), name="sync lifeline", daemon=True
     ).start()
     # OMP_NUM_THREADS may ask for fewer.
     torch.set_num_threads(min(place.torch_threads, torch.get_num_threads()))

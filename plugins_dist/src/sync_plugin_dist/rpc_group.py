@@ -41,7 +41,7 @@ class RpcGroup(WorkerGroup):
     peer whose machine vanishes without closing its connections is not noticed, as torch RPC does
     not notice it.
 
-    Otherwise fresh interpreters are started on this machine, which die with this process and
+    Otherwise processes are started on this machine, which die with this process and
     ignore Ctrl-C, and RPC runs over loopback until the group is stopped, with this process as
     ``trainer`` and the others as ``worker0``, ``worker1``, …. Stopping asks first: the call in
     progress has half of the timeout (at most 5 s) to finish.

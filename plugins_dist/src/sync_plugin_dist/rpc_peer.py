@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import weakref
 from contextlib import suppress
-from dataclasses import replace
 from io import FileIO
-from pathlib import Path
 
+from sync_core import start_process
 from sync_plugin_dist.rpc_child import Place
 
-# `-m` would import from the current directory first, and could not find a package that only this
-# process's sys.path leads to.
-_BOOT = (
-    "import sys; place = sys.argv[1]; sys.path[:] = sys.argv[2:]; del sys.argv[1:]; "
-    "from sync_plugin_dist.rpc_child import main; main(place)"
-)
+_MAIN = "sync_plugin_dist.rpc_child:main"
 
 # From the end of its connection to the end of a process: closing a GPU takes a moment.
 _BURIAL = 5.0
@@ -46,10 +38,10 @@ class Peer:
 
 
 class ChildPeer(Peer):
-    """A fresh interpreter, which dies with this process.
+    """A process that dies with this one.
 
     Args:
-        place: what it is told when it starts; the lifeline is made here.
+        place: what it is told when it starts.
     """
 
     def __init__(self, place: Place) -> None:
@@ -58,7 +50,7 @@ class ChildPeer(Peer):
         lifeline, write_end = os.pipe()
         self._lifeline = FileIO(write_end, "wb")
         try:
-            self._process = _spawn(replace(place, lifeline=lifeline))
+            self._process = start_process(_MAIN, place.to_json(), fds=[lifeline])
         except BaseException:
             self._lifeline.close()
             raise
@@ -68,20 +60,14 @@ class ChildPeer(Peer):
 
     @property
     def alive(self) -> bool:
-        return not self._ending and self._process.poll() is None
+        return not self._ending and not self._process.exited(0)
 
     def epitaph(self) -> str:
         if self._ending:
             return "was stopped"
         if not self.exited(_BURIAL):
             return super().epitaph()
-        code = self._process.returncode
-        if code >= 0:
-            return f"exited with code {code}"
-        try:
-            return f"killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"killed by signal {-code}"
+        return self._process.epitaph()
 
     def ask_to_end(self) -> None:
         """Let the process run its exit handlers and end, whatever it is doing."""
@@ -92,31 +78,18 @@ class ChildPeer(Peer):
 
     def terminate(self) -> None:
         """Send SIGTERM, which a stopped process (SIGSTOP) does not feel."""
-        self._process.terminate()
+        self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Send SIGKILL."""
-        self._process.kill()
+        self._process.send_signal(signal.SIGKILL)
 
     def exited(self, timeout: float) -> bool:
-        """Whether the process has ended, at the latest after ``timeout`` seconds; reaps it."""
-        try:
-            self._process.wait(max(0.0, timeout))
-        except subprocess.TimeoutExpired:
+        """Whether the process has ended, at the latest after ``timeout`` seconds."""
+        if not self._process.exited(timeout):
             return False
         self._lifeline.close()
         return True
-
-
-def _spawn(place: Place) -> subprocess.Popen[bytes]:
-    path = [str(Path(entry).absolute()) for entry in sys.path]
-    command = [sys.executable, "-c", _BOOT, place.to_json(), *path]
-    # Blocked, and inherited so, until the child ignores it: Ctrl-C is for the parent to act on.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[place.lifeline])
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # A process forked from this one must not keep the workers alive after this one has died.

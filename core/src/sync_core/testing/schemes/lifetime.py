@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from pathlib import Path
 
 import pytest
 
 from sync_core import SenderLostError, UnknownWorkerError
+from sync_core.testing.processes import descendants
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import make_policy
 from sync_core.testing.schemes.pool import Pool, Workers
@@ -100,21 +100,9 @@ def _resources(pool: Pool) -> list[tuple[int, int, int]]:
 
 
 def _own_resources() -> tuple[int, int, int]:
-    """How many descriptors, threads and child processes there are."""
+    """How many descriptors, threads and processes below it there are."""
     gc.collect()
-    return sum(1 for _ in Path("/proc/self/fd").iterdir()), count_threads(), _count_children()
-
-
-def _count_children() -> int:
-    return sum(_parent_of(path) == os.getpid() for path in Path("/proc").glob("[0-9]*/stat"))
-
-
-def _parent_of(stat: Path) -> int | None:
-    try:
-        # The name before it stands in brackets, and may hold anything.
-        return int(stat.read_text().rpartition(")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    return sum(1 for _ in Path("/proc/self/fd").iterdir()), count_threads(), len(descendants())
 
 
 def _shared_memory() -> set[str]:
