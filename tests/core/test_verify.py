@@ -302,6 +302,7 @@ def test_the_sender_compares_what_it_sent_with_what_a_worker_read_back() -> None
         answering(lambda digest: digest[:16] + "0" * 16 + digest[32:])
         with pytest.raises(SendError, match=r"bucket 2 of 3 \('second'\)") as info:
             sender.send()
+        assert sender.workers[0].version == 1
         assert isinstance(only_error(info), ReadbackError)
         answering(lambda digest: digest[:-1])
         with pytest.raises(SendError, match="expected"):
