@@ -31,7 +31,8 @@ class TransportContext:
         options: the options that the user gave to `Sender`; read them with `parse_options`.
         worker_ids: (sender) the workers to serve.
         workers: (sender) handles of the workers, for a scheme that calls into them.
-        layout: (sender) the layout of every payload that is not ``partial``.
+        layout: (sender) the layout of every payload that is not ``partial``; (receiver) the layout
+            of the sender's model, before any layer changes it.
         make_address: (sender) makes the `Address` of a worker, for a transport that makes the
             receiver itself: ``make_address(worker_id=…, endpoint=…)``.
         notify: (sender) tells the sender what the transport knows of a worker between sends; it
@@ -43,7 +44,7 @@ class TransportContext:
     side: Literal["sender", "receiver"]
     scheme: str
     model_id: str
-    token: str
+    token: str = field(repr=False)
     timeout: float
     zero_copy: bool = False
     models: tuple[str, ...] = ()

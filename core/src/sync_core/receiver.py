@@ -101,6 +101,7 @@ class Receiver:
                 options=address.options,
                 worker_id=address.worker_id,
                 endpoint=address.endpoint,
+                layout=address.layout,
             )
         )
         staged = background and "background" in self._backend.capabilities
