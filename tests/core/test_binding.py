@@ -366,3 +366,11 @@ assert target.weight[0, 0].item() == before
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 def test_a_forked_child_writes_to_weights_of_its_own() -> None:
     subprocess.run([sys.executable, "-c", _FORK], check=True, timeout=60)
+
+
+def test_memory_that_was_taken_away() -> None:
+    module = nn.Linear(3, 2)
+    binding = Binding(module)
+    module.weight.untyped_storage().resize_(0)
+    with pytest.raises(ModelError, match="'weight' has no memory"):
+        binding.read()

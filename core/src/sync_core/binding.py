@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -74,8 +74,15 @@ class Binding:
         return self._layout
 
     def read(self) -> Update:
-        """The model's weights as an update that aliases them."""
+        """The model's weights as an update that aliases them.
+
+        Raises:
+            ModelError: a tensor's memory was taken away.
+        """
         layout = self.layout
+        # Such a tensor has no address. To read it would end the process.
+        if not all(map(Tensor.data_ptr, self._named.values())):
+            _check_memory(self._named)
         return Update(layout, self._travelling())
 
     def write(
@@ -198,6 +205,15 @@ class Binding:
             if name in pointed:
                 mine.data = new
         self._lent = lend(pointed, version) if version else None
+
+
+def _check_memory(named: Mapping[str, Tensor]) -> None:
+    for name, tensor in named.items():
+        if tensor.numel() and not tensor.data_ptr():
+            raise ModelError(
+                f"{name!r} has no memory: its storage was resized to nothing, as sharding does "
+                "with parameters that are not in use; send while the model is whole"
+            )
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -9,27 +9,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Self
 
-from sync_core import registry
 from sync_core.address import Address
 from sync_core.cadence import Cadence
-from sync_core.contexts import SendContext
-from sync_core.defaults import Defaults
-from sync_core.errors import ClosedError, ModelError, OptionError, PendingSendError
+from sync_core.errors import ClosedError, PendingSendError
 from sync_core.extract import Strategy
 from sync_core.membership import Membership, MembershipEvent, WorkerStatus
-from sync_core.models import either, names_of
-from sync_core.payload import Payload
+from sync_core.models import either
+from sync_core.outlet import Outlet
 from sync_core.pending import PendingSend
 from sync_core.remedies import OnFailure, Remedies
 from sync_core.report import SendReport
 from sync_core.send_log import tell
 from sync_core.source import Source
-from sync_core.stack import Stack
 from sync_core.terms import Terms
-from sync_core.transport import Delivery, SenderTransport
 from sync_core.update import Update
 from sync_core.updater import Updater
-from sync_core.verify import Verification, Verify
+from sync_core.verify import Verify
 from sync_core.worker_ids import check_handle, count_workers, normalize
 from sync_core.workers import WorkerGroup
 
@@ -124,20 +119,12 @@ class Sender(Updater):
         self._remedies = Remedies(
             on_failure, group, on_restart, called=bool(workers), timeout=timeout
         )
-        self._backend = registry.find("sync.schemes", scheme)
-        if zero_copy and "zero_copy" not in self._backend.capabilities:
-            raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
-        found = [registry.find("sync.layers", layer) for layer in layers]
-        self._verification = Verification(verify, self._backend, found, strategy)
-        self._stack = Stack(Defaults(strategy), self._backend, self._verification.layers)
+        self._outlet = Outlet(self._terms)
         self._source = Source(context, strategy, partial=partial)
-        self._cadence = Cadence(self._stack, model_id)
+        self._cadence = Cadence(self._outlet.stack, model_id)
         self._version = 0
         self._starting = threading.Lock()
         self._pending: PendingSend | None = None
-        self._transport: SenderTransport | None = None
-        self._make_address: Callable[..., Address]
-        self._close_transport: Callable[[], Any] | None = None
         self._close_members = weakref.finalize(self, self._members.close)
         self._closed = False
         if model is None and context is not None:
@@ -148,7 +135,7 @@ class Sender(Updater):
     def register_model(self, model: Any) -> None:
         """Say what is sent when `send` is given nothing; see the argument ``model``."""
         self._source.model = model
-        self._start(self._source.read(), model)
+        self._open(self._source.read(), model)
 
     @property
     def version(self) -> int:
@@ -184,8 +171,8 @@ class Sender(Updater):
             ModelError: the sender knows no model yet.
         """
         (worker_id,) = normalize(worker_id, self._members.ids)
-        transport = self._started()
-        return self._make_address(worker_id=worker_id, endpoint=transport.address(worker_id))
+        self._check_open()
+        return self._outlet.address(worker_id)
 
     def send(
         self,
@@ -231,12 +218,13 @@ class Sender(Updater):
             addressed = normalize(worker_ids, self._members.ids)
             given = either(weights, weights_dict)
             update = self._source.read(given)
-            self._start(update, given)
+            self._open(update, given)
             due = self._cadence.due(addressed, self._version)
             if due:
-                update = self._prepare(update, self._version + 1, due)
+                update = self._outlet.prepare(update, self._version + 1, due)
+                self._version += 1
             prepared = time.perf_counter()
-            deliveries = self._deliver(update, due) if due else {}
+            deliveries = self._outlet.send(update, self._version, due) if due else {}
             self._pending = PendingSend(
                 self._version,
                 deliveries,
@@ -283,9 +271,9 @@ class Sender(Updater):
         if worker_id in self._members:
             raise ValueError(f"there is a worker {worker_id} already")
         self._members.add(worker_id)
-        if self._transport is not None:
+        if self._outlet.transport is not None:
             try:
-                self._transport.add_worker(worker_id, worker)
+                self._outlet.transport.add_worker(worker_id, worker)
             except BaseException:
                 self._members.remove(worker_id)
                 raise
@@ -303,8 +291,8 @@ class Sender(Updater):
         (worker_id,) = normalize(worker_id, self._members.ids)
         self._members.remove(worker_id)
         self._handles.pop(worker_id, None)
-        if self._transport is not None:
-            self._transport.remove_worker(worker_id)
+        if self._outlet.transport is not None:
+            self._outlet.transport.remove_worker(worker_id)
 
     def close(self) -> None:
         """End a pending send and release everything; receivers learn that the sender is gone."""
@@ -314,8 +302,7 @@ class Sender(Updater):
         if self._pending is not None:
             self._pending.abandon()
         self._close_members()
-        if self._close_transport is not None:
-            self._close_transport()
+        self._outlet.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -338,46 +325,12 @@ class Sender(Updater):
         if self._pending is not None:
             raise PendingSendError("a send is pending; call wait_async() before the next one")
 
-    def _started(self) -> SenderTransport:
-        self._check_open()
-        if self._transport is None:
-            raise ModelError("the sender has no model; give it one, or call register_model()")
-        return self._transport
-
-    def _start(self, update: Update, model: Any) -> None:
-        """Make the transport, now that it is known what will travel."""
-        if self._transport is not None:
-            return
-        # No method: the transport keeps it, and must not keep this sender alive.
-        self._make_address = self._terms.address_maker(update.layout)
-        if self._stack.implements("prepare_weights"):
-            update = self._prepare(Update(update.layout, update.tensors), 0, ())
-        self._transport = self._stack.create_sender_transport(
-            self._terms.context(
-                self._backend.name,
-                models=names_of(model),
-                worker_ids=self._members.ids,
-                workers=tuple(self._handles.values()),
-                layout=update.layout,
-                make_address=self._make_address,
-                notify=self._members.notify,
-            )
-        )
-        self._close_transport = weakref.finalize(self, self._transport.close)
-
-    def _prepare(self, update: Update, version: int, worker_ids: tuple[int, ...]) -> Update:
-        context = SendContext(model_id=self.model_id, version=version, worker_ids=worker_ids)
-        return self._stack.prepare_weights(update, context)
-
-    def _deliver(self, update: Update, worker_ids: tuple[int, ...]) -> dict[int, Delivery]:
-        self._version += 1
-        payload = Payload(self._version, update.layout, update.tensors)
-        deliveries = dict(self._started().send(payload, worker_ids))
-        self._verification.guard(deliveries.values())
-        return deliveries
+    def _open(self, update: Update, model: Any) -> None:
+        workers, members = tuple(self._handles.values()), self._members
+        self._outlet.open(update, model, members.ids, workers, members.notify)
 
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
-        report = replace(report, scheme=self._backend.name, model_id=self.model_id)
+        report = replace(report, scheme=self._outlet.scheme, model_id=self.model_id)
         report = self._finish(report, waited=waited)
         tell(report, self._on_report)
         return report
