@@ -118,3 +118,24 @@ def test_a_refusal_of_a_receiver_reaches_the_delivery() -> None:
             receiver.receive()
         with pytest.raises(SendError, match="ValueError: 1"):
             pending.wait()
+
+
+@pytest.mark.parametrize("answer", [None, {}, {"version": 1, "failure": []}, "committed"])
+@pytest.mark.parametrize("scheme", ["shm", "dist"])
+def test_a_peer_that_answers_something_else_is_lost_and_the_sender_lives(
+    scheme: str, answer: object
+) -> None:
+    with Sender(scheme, nn.Linear(2, 2), num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+        pending = sender.send_async()
+        transport: Any = receiver._transport
+        transport._send({"type": "answer", "answer": answer, "held": []})
+        with pytest.raises(SendError) as info:
+            pending.wait()
+        assert isinstance(info.value.report.workers[0].error, WorkerLostError)
+        receiver.close()
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+        pending = sender.send_async()
+        assert receiver.receive() == 2
+        assert pending.wait().updated == (0,)
+        receiver.close()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from sync_core import (
     OptionError,
     Payload,
     PointToPointTransport,
+    Publisher,
     ReadbackError,
     Receiver,
     ReceiverTransport,
@@ -220,7 +221,7 @@ def test_a_bit_that_flips_in_a_slot(scheme: str, zero_copy: bool) -> None:
         with torch.no_grad():
             model.weight.add_(1)
         pending = sender.send_async()
-        publisher = sender._started()._publisher  # type: ignore[attr-defined]
+        publisher: Publisher = cast("Any", sender._outlet.transport)._publisher
         (slot,) = [slot for slot in publisher.slots if slot.version == 2]
         header = int.from_bytes(bytes(slot.block.memory[:8].tolist()), "little")
         slot.block.memory[8 + header] ^= 1
@@ -302,6 +303,7 @@ def test_the_sender_compares_what_it_sent_with_what_a_worker_read_back() -> None
         answering(lambda digest: digest[:16] + "0" * 16 + digest[32:])
         with pytest.raises(SendError, match=r"bucket 2 of 3 \('second'\)") as info:
             sender.send()
+        assert sender.workers[0].version == 1
         assert isinstance(only_error(info), ReadbackError)
         answering(lambda digest: digest[:-1])
         with pytest.raises(SendError, match="expected"):
@@ -347,7 +349,7 @@ def test_a_failed_readback_leaves_no_model_in_memory_that_is_lent_to_nobody() ->
             receiver.receive()
         with pytest.raises(SendError):
             pending.wait()
-        publisher = sender._started()._publisher  # type: ignore[attr-defined]
+        publisher: Publisher = cast("Any", sender._outlet.transport)._publisher
         assert not any(slot.readers for slot in publisher.slots)
         memory = [slot.block.memory.untyped_storage().data_ptr() for slot in publisher.slots]
         assert copy.weight.untyped_storage().data_ptr() not in memory

@@ -92,6 +92,8 @@ def test_opentelemetry_has_the_same() -> None:
         "skipped": 0,
         "failed": 1,
         "dropped": 0,
+        "quarantined": 0,
+        "restarted": 0,
     }
     assert [p.value for p in points["sync_version"]] == [1]
     phases = {p.attributes["phase"]: p.count for p in points["sync_phase_seconds"]}

@@ -37,12 +37,15 @@ from sync_core.errors import (
 )
 from sync_core.hookspecs import hookimpl
 from sync_core.layout import Layout, TensorSpec
+from sync_core.membership import MembershipEvent, WorkerState, WorkerStatus
+from sync_core.notice import Notice
 from sync_core.payload import Payload
 from sync_core.pending import PendingSend
 from sync_core.point_to_point import PointToPointTransport
 from sync_core.processes import WorkerProcess, start_process
 from sync_core.publisher import Publisher, Slot
 from sync_core.receiver import Receiver
+from sync_core.remedies import WorkerFailure
 from sync_core.report import SendReport, WorkerResult
 from sync_core.sender import Sender
 from sync_core.serving import Peer, ServingTransport, hello
@@ -68,10 +71,12 @@ __all__ = [
     "HookResultError",
     "Layout",
     "LayoutMismatchError",
+    "MembershipEvent",
     "Message",
     "ModelError",
     "ModelPathError",
     "NotAPluginError",
+    "Notice",
     "OptionError",
     "Payload",
     "PayloadError",
@@ -104,10 +109,13 @@ __all__ = [
     "UnknownWorkerError",
     "Update",
     "WorkerError",
+    "WorkerFailure",
     "WorkerGroup",
     "WorkerLostError",
     "WorkerProcess",
     "WorkerResult",
+    "WorkerState",
+    "WorkerStatus",
     "WorkerTimeoutError",
     "__version__",
     "hello",

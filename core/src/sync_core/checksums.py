@@ -6,6 +6,7 @@ after the other as if contiguous. It finds accidents, not somebody who changes w
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -111,5 +112,8 @@ def describe_bucket(layout: Layout, number: int) -> str:
 
 
 def _bytes(tensor: Tensor) -> Any:
+    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        # The same as below, several times faster: a model may have thousands of small tensors.
+        return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy()

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sync_core.address import Address
 from sync_core.answer import Answer
+from sync_core.binding import Binding
 from sync_core.contexts import TransportContext
 from sync_core.errors import OptionError
 from sync_core.extract import Strategy, named_tensors
@@ -35,6 +37,25 @@ class GetterScheme:
         if context.side == "sender":
             raise OptionError("a getter is no sender; use it by Receiver.from_getter()")
         return _GetterTransport(self.getter, self.strategy)
+
+
+def address_of(getter: Callable[[], Any], model: Any, strategy: Strategy) -> Address:
+    """The address of a receiver that has a getter, and no sender."""
+    return Address(
+        scheme=GetterScheme(getter, strategy),
+        layers=(),
+        options={},
+        worker_id=0,
+        model_id="policy",
+        endpoint=None,
+        token="",
+        strategy=strategy,
+        zero_copy=False,
+        partial=False,
+        verify=None,
+        timeout=60.0,
+        layout=Binding(model, strategy).layout,
+    )
 
 
 class _GetterTransport(ReceiverTransport):

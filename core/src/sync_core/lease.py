@@ -33,5 +33,7 @@ class Lease:
 
 def vacate(model: Any, payload: Payload) -> None:
     """Release a payload, of which the model keeps what it views in memory of its own."""
-    own_memory(named_tensors(model), payload.tensors)
-    payload.release()
+    try:
+        own_memory(named_tensors(model), payload.tensors)
+    finally:
+        payload.release()

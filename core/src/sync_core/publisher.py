@@ -15,6 +15,7 @@ from sync_core.errors import (
     WorkerError,
     WorkerLostError,
 )
+from sync_core.notice import Notice, unheard
 from sync_core.payload import Payload
 from sync_core.transport import Delivery
 
@@ -60,6 +61,7 @@ class Publisher:
         worker_ids: the workers.
         timeout: how long `publish` waits for a slot, in seconds.
         revoke: takes back what was lent and is not read yet, when no slot is free.
+        notify: see `TransportContext`.
     """
 
     def __init__(
@@ -71,12 +73,14 @@ class Publisher:
         *,
         timeout: float,
         revoke: Callable[[], None] = lambda: None,
+        notify: Callable[[int, Notice], None] = unheard,
     ) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.closed = False
         self.slots: list[Slot] = []
         self._allocate = allocate
         self._revoke = revoke
+        self._notify = notify
         self._limit = limit
         self._timeout = timeout
         self._places = {worker_id: _Place() for worker_id in worker_ids}
@@ -154,14 +158,19 @@ class Publisher:
             if slot.readers.pop(reader, None) is not None:
                 self.changed.notify_all()
 
-    def answer(self, worker_id: int, answer: Answer) -> None:
-        """The worker has committed a version, or could not."""
+    def answer(self, worker_id: int, answer: Answer, reader: object) -> None:
+        """The worker has committed a version, or could not.
+
+        Unless another reader has taken its place: that one has not committed anything by this.
+        """
         with self.changed:
             place = self._places.get(worker_id)
-            if place is None or place.delivery is None:
+            if place is None or place.reader is not reader:
                 return
-            if place.delivery.version == answer.version:
+            if place.delivery is not None and place.delivery.version == answer.version:
                 place.delivery.acknowledge(answer)
+            elif answer.error is None:
+                self._notify(worker_id, Notice("acknowledged", answer.version))
 
     def joined(self, worker_id: int, reader: object) -> bool:
         """The worker is there, as ``reader``; False when there is no such worker."""
@@ -170,6 +179,7 @@ class Publisher:
             if place is None:
                 return False
             place.reader, place.lost = reader, None
+            self._notify(worker_id, Notice("connected"))
             return True
 
     def lost(self, worker_id: int, reader: object, reason: str) -> None:
@@ -183,6 +193,7 @@ class Publisher:
             if place is None or place.reader is not reader:
                 return
             place.lost = reason
+            self._notify(worker_id, Notice("lost", reason=reason))
             if place.delivery is not None:
                 place.delivery.fail(WorkerLostError(worker_id, reason))
 

@@ -16,11 +16,10 @@ from sync_core.answer import Answer
 from sync_core.background import Background
 from sync_core.binding import Binding
 from sync_core.compare import check_match
-from sync_core.contexts import ApplyContext, TransportContext
 from sync_core.defaults import Defaults
 from sync_core.errors import AddressError, ClosedError, ModelError, SenderLostError, SyncError
 from sync_core.extract import Strategy, named_tensors
-from sync_core.getter import GetterScheme
+from sync_core.getter import address_of
 from sync_core.hook_check import implemented
 from sync_core.lease import Lease, vacate
 from sync_core.models import look_up, refers
@@ -91,17 +90,7 @@ class Receiver:
         if model is not None:
             self.register_model(model)
         transport = self._stack.create_receiver_transport(
-            TransportContext(
-                side="receiver",
-                scheme=self._backend.name,
-                model_id=address.model_id,
-                token=address.token,
-                timeout=self._timeout,
-                zero_copy=address.zero_copy,
-                options=address.options,
-                worker_id=address.worker_id,
-                endpoint=address.endpoint,
-            )
+            address.transport_context(self._backend.name, self._timeout)
         )
         staged = background and "background" in self._backend.capabilities
         self._transport = Background(transport) if staged else transport
@@ -127,22 +116,7 @@ class Receiver:
             >>> torch.equal(server.weight, local.weight)
             True
         """
-        address = Address(
-            scheme=GetterScheme(getter, strategy),
-            layers=(),
-            options={},
-            worker_id=0,
-            model_id="policy",
-            endpoint=None,
-            token="",
-            strategy=strategy,
-            zero_copy=False,
-            partial=False,
-            verify=None,
-            timeout=60.0,
-            layout=Binding(model, strategy).layout,
-        )
-        return cls(address, model)
+        return cls(address_of(getter, model, strategy), model)
 
     @property
     def version(self) -> int:
@@ -226,7 +200,7 @@ class Receiver:
         if self._staged is not None:
             self._load_began = time.perf_counter()
             update = Update(self._staged.layout, self._staged.source)
-            context = self._context_of(self._staged.version)
+            context = self._address.apply_context(self._staged.version)
             self._stack.apply_weights(update, self._resolve_model(), context)
             self._load_ended = time.perf_counter()
 
@@ -236,8 +210,9 @@ class Receiver:
         if payload is None:
             return
         if self._address.zero_copy and self._found is not None:
-            # Whatever failed may have done so after the model was pointed at the payload.
-            vacate(self._found, payload)
+            # It may have been pointed at the payload already, unless it cannot be read at all.
+            with suppress(ModelError):
+                vacate(self._found, payload)
         else:
             payload.release()
         self._answer(Answer.refusal(payload.version, error))
@@ -290,7 +265,7 @@ class Receiver:
         if self._address.zero_copy:
             update.replace([tensor.detach().clone() for tensor in update.tensors])
         self._stack_without_layers.apply_weights(
-            update, self._resolve_model(), self._context_of(version=0)
+            update, self._resolve_model(), self._address.apply_context(version=0)
         )
 
     def update_weights(self, weights: Any = None) -> int | None:
@@ -319,16 +294,6 @@ class Receiver:
         # A sender that has gone meanwhile needs no answer; the next receive() says that it went.
         with suppress(SenderLostError):
             self._transport.acknowledge(answer)
-
-    def _context_of(self, version: int) -> ApplyContext:
-        return ApplyContext(
-            model_id=self._address.model_id,
-            version=version,
-            worker_id=self._address.worker_id,
-            zero_copy=self._address.zero_copy,
-            partial=self._address.partial,
-            layout=self._address.layout,
-        )
 
     def _resolve_model(self) -> Any:
         if self._model is None:

@@ -51,6 +51,8 @@ def _fields(report: SendReport) -> dict[str, str | int | float]:
         "skipped": len(report.skipped),
         "failed": len(report.failed),
         "dropped": len(report.dropped),
+        "quarantined": len(report.quarantined),
+        "restarted": len(report.restarted),
         "nbytes": report.nbytes,
         "seconds": report.seconds,
         "prepare_seconds": report.prepare_seconds,

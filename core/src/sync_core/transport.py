@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sync_core.answer import Answer
@@ -37,6 +37,8 @@ class Delivery:
         self.ended_at: float | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._check: Callable[[Delivery, Answer | None], WorkerError | None] = _accept
+        self._watcher: Callable[[Delivery, WorkerError | None], None] | None = None
 
     def acknowledge(self, answer: Answer | None = None) -> None:
         """The worker has answered: it has committed the version, or says why it could not.
@@ -68,13 +70,40 @@ class Delivery:
         """Wait for the end, at most ``timeout`` seconds; whether it has ended."""
         return self._ended.wait(timeout)
 
+    def require(self, check: Callable[[Delivery, Answer | None], WorkerError | None]) -> None:
+        """Take no acknowledgement that ``check`` has an error for, not one that came before."""
+        with self._lock:
+            self._check = check
+            if self._ended.is_set() and self.error is None:
+                self.error = check(self, self.answer)
+
+    def watch(self, watcher: Callable[[Delivery, WorkerError | None], None]) -> None:
+        """Tell ``watcher`` of every outcome, also of one that comes after the end and changes none.
+
+        Args:
+            watcher: called with this delivery and the error, if any; it must not block.
+        """
+        with self._lock:
+            self._watcher = watcher
+            ended = self._ended.is_set()
+        if ended:
+            watcher(self, self.error)
+
     def _end(self, error: WorkerError | None, answer: Answer | None) -> None:
         with self._lock:
-            if self._ended.is_set():
-                return
-            self.error, self.answer = error, answer
-            self.ended_at = time.perf_counter()
-            self._ended.set()
+            if error is None:
+                error = self._check(self, answer)
+            if not self._ended.is_set():
+                self.error, self.answer = error, answer
+                self.ended_at = time.perf_counter()
+                self._ended.set()
+            watcher = self._watcher
+        if watcher is not None:
+            watcher(self, error)
+
+
+def _accept(delivery: Delivery, answer: Answer | None) -> None:
+    del delivery, answer
 
 
 class SenderTransport(ABC):

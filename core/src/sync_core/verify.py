@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 
+from sync_core.answer import Answer
 from sync_core.checksums import (
     check_installed,
     checksum,
@@ -80,13 +82,14 @@ class Verification:
         """The digest of what was last committed here; None where it is not read back."""
         return None if self._readback is None else self._readback.digest
 
-    def check(self) -> Callable[[Delivery], WorkerError | None]:
-        """What tells whether a worker has what was just prepared, once it has answered."""
+    def guard(self, deliveries: Iterable[Delivery]) -> None:
+        """Let no worker count as updated whose model does not hold what was just prepared."""
         if self._readback is None or self._seal is None:
-            return _trust
+            return
         layout, sums = self._seal.sent
-        expected = _digest(sums) if self._unchanged else None
-        return lambda delivery: _compare(delivery, layout, expected)
+        check = partial(_compare, layout, _digest(sums) if self._unchanged else None)
+        for delivery in deliveries:
+            delivery.require(check)
 
 
 class _Seal:
@@ -159,15 +162,11 @@ class _Readback:
         return result
 
 
-def _trust(delivery: Delivery) -> None:
-    del delivery
-
-
-def _compare(delivery: Delivery, layout: Layout, expected: str | None) -> WorkerError | None:
-    if delivery.error is not None:
-        return None
+def _compare(
+    layout: Layout, expected: str | None, delivery: Delivery, answer: Answer | None
+) -> WorkerError | None:
     worker_id = delivery.worker_id
-    digest = None if delivery.answer is None else delivery.answer.digest
+    digest = None if answer is None else answer.digest
     if digest is None:
         return WorkerError(
             worker_id,

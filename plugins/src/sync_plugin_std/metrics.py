@@ -35,7 +35,7 @@ _SENDS = Instrument(
 _WORKERS = Instrument(
     "sync_worker_updates",
     "counter",
-    "Workers addressed, by outcome: updated, skipped, failed or dropped.",
+    "Workers addressed, by what became of them.",
     (*_WHICH, "outcome"),
 )
 _BYTES = Instrument("sync_delivered_bytes", "counter", "Bytes delivered to workers.", _WHICH, "By")
@@ -48,6 +48,7 @@ _PHASES = Instrument(
     (*_WHICH, "phase"),
     "s",
 )
+_OUTCOMES = ("updated", "skipped", "failed", "dropped", "quarantined", "restarted")
 INSTRUMENTS = (_SENDS, _WORKERS, _BYTES, _VERSION, _SECONDS, _PHASES)
 
 #: Takes a value for an instrument, with its labels.
@@ -106,9 +107,9 @@ def _points(report: SendReport) -> Iterator[tuple[Instrument, float, dict[str, s
     if not report.workers.keys() - set(report.skipped):
         yield _WORKERS, len(report.skipped), {"outcome": "skipped"}
         return
-    failed = report.failed or report.dropped
+    failed = any(result.error for result in report.workers.values())
     yield _SENDS, 1, {"outcome": "failed" if failed else "ok"}
-    for outcome in ("updated", "skipped", "failed", "dropped"):
+    for outcome in _OUTCOMES:
         yield _WORKERS, len(getattr(report, outcome)), {"outcome": outcome}
     yield _BYTES, report.nbytes, {}
     yield _VERSION, report.version, {}

@@ -63,7 +63,9 @@ class Board:
     @classmethod
     def create(cls) -> Board:
         """A board without offers."""
-        return cls(memory.create_sparse(_WORKERS * _FIELDS * 8), writable=True)
+        board = cls(memory.create_sparse(_WORKERS * _FIELDS * 8), writable=True)
+        memory.seal(board.descriptor)
+        return board
 
     def __getitem__(self, worker_id: int) -> Offer:
         start = worker_id * _FIELDS

@@ -44,11 +44,10 @@ class SharedReceiver(ReceiverTransport):
         try:
             self._send(hello(context.token, context.worker_id))
             self._handle_next(context.timeout)
-            self._board = Board(channel.pop_descriptor(), writable=False)
+            self._board, self._tokens = self._take_board(channel)
         except BaseException:
             channel.close()
             raise
-        self._tokens = channel.pop_descriptor()
         self._poll = select.poll()
         self._poll.register(self._tokens, select.POLLIN)
         self._poll.register(channel, select.POLLIN)
@@ -105,10 +104,24 @@ class SharedReceiver(ReceiverTransport):
             if timeout > 0:
                 raise SenderLostError(f"the sender did not answer within {timeout:g} s")
             return
-        if message["type"] == "gone":
-            raise SenderLostError(str(message["reason"]))
-        if message["type"] == "slot":
-            self._map_slot(message)
+        try:
+            if message["type"] == "gone":
+                raise SenderLostError(str(message["reason"]))
+            if message["type"] == "slot":
+                self._map_slot(message)
+        except (LookupError, TypeError, ValueError, OSError) as error:
+            if isinstance(error, SenderLostError):
+                raise
+            raise SenderLostError(f"the sender does not keep to the protocol: {error!r}") from error
+
+    def _take_board(self, channel: Channel) -> tuple[Board, int]:
+        """What came with the welcome: the board, and the end of the pipe for tokens."""
+        try:
+            tokens = -1
+            descriptor, tokens = channel.pop_descriptor(), channel.pop_descriptor()
+            return Board(descriptor, writable=False), tokens
+        except (OSError, ValueError) as error:
+            raise SenderLostError(f"the sender does not keep to the protocol: {error}") from error
 
     def _map_slot(self, message: Message) -> None:
         descriptor = self._channel.pop_descriptor()

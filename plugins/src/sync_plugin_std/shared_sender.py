@@ -68,6 +68,7 @@ class SharedSender(ServingTransport[SharedPeer]):
                 slots,
                 context.worker_ids,
                 timeout=context.timeout,
+                notify=context.notify,
                 revoke=self._revoke_all,
             )
         except BaseException:
@@ -100,7 +101,7 @@ class SharedSender(ServingTransport[SharedPeer]):
         answer = Answer.from_message(message["answer"])
         peer.seen = answer.version
         self._publisher.give_back(peer, message["held"])
-        self._publisher.answer(peer.worker_id, answer)
+        self._publisher.answer(peer.worker_id, answer, peer)
         # Not to this peer, whose place another may have taken.
         self.offer_to([peer.worker_id])
 
@@ -151,6 +152,7 @@ class SharedSender(ServingTransport[SharedPeer]):
     def _allocate(self, nbytes: int) -> Block:
         descriptor = memory.create(nbytes, self._directory)
         block = memory.map_block(descriptor, writable=True)
+        memory.seal(descriptor)
         self._descriptors[block] = descriptor
         weakref.finalize(block, os.close, descriptor)
         return block

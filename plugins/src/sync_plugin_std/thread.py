@@ -63,6 +63,7 @@ class ThreadSender(SenderTransport):
             options.slots,
             context.worker_ids,
             timeout=context.timeout,
+            notify=context.notify,
         )
         self._name = secrets.token_hex(8)
         _publishers[self._name] = self._publisher
@@ -131,7 +132,7 @@ class ThreadReceiver(ReceiverTransport):
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer at once."""
-        self._publisher.answer(self._worker_id, answer)
+        self._publisher.answer(self._worker_id, answer, self)
 
     def close(self) -> None:
         """The worker is gone."""

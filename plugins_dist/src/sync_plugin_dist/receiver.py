@@ -7,8 +7,6 @@ import time
 from collections import deque
 from functools import partial
 
-from torch import Tensor
-
 from sync_core import (
     Answer,
     Block,
@@ -19,11 +17,13 @@ from sync_core import (
     PayloadError,
     ReceiverTransport,
     SenderLostError,
+    SyncError,
     TransportContext,
     hello,
 )
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.parts import cut
+from sync_plugin_dist.protocol import Transfer
 from sync_plugin_dist.wire import BrokenWireError, Wire
 
 
@@ -43,6 +43,7 @@ class DistReceiver(ReceiverTransport):
         self._messages: deque[Message] = deque()
         self._blocks: list[Block] = []
         self._layout: Layout | None = None
+        self._model_nbytes = 0 if context.layout is None else context.layout.nbytes
         self._wire: Wire | None = None
         self._offered = 0
         self._seen = 0
@@ -59,16 +60,12 @@ class DistReceiver(ReceiverTransport):
 
     def receive(self, timeout: float) -> Payload | None:
         """The newest version, once there is one that was not seen."""
-        deadline = time.monotonic() + timeout
-        while True:
-            while self._offered <= self._seen:
-                message = self._hear(max(0.0, deadline - time.monotonic()))
-                if message is None:
-                    return None
-                self._note(message)
-            payload = self._fetch()
-            if payload is not None or time.monotonic() > deadline:
-                return payload
+        try:
+            return self._receive(timeout)
+        except (LookupError, TypeError, ValueError) as error:
+            if isinstance(error, SyncError):
+                raise
+            raise SenderLostError(f"the sender does not keep to the protocol: {error!r}") from error
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer."""
@@ -92,7 +89,19 @@ class DistReceiver(ReceiverTransport):
             return True
         while (message := self._channel.pop_message()) is not None:
             self._messages.append(message)
-        return any(message["type"] in ("again", "gone") for message in self._messages)
+        return any(message.get("type") in ("again", "gone") for message in self._messages)
+
+    def _receive(self, timeout: float) -> Payload | None:
+        deadline = time.monotonic() + timeout
+        while True:
+            while self._offered <= self._seen:
+                message = self._hear(max(0.0, deadline - time.monotonic()))
+                if message is None:
+                    return None
+                self._note(message)
+            payload = self._fetch()
+            if payload is not None or time.monotonic() > deadline:
+                return payload
 
     def _fetch(self) -> Payload | None:
         """What was offered; None when that was taken back, or did not come in time."""
@@ -128,17 +137,18 @@ class DistReceiver(ReceiverTransport):
             self._send({"type": "broken", "number": number})
 
     def _read(self, message: Message) -> Payload | None:
-        wire, version = self._wire, message["version"]
-        if wire is None or wire.number != message["number"]:
+        transfer = Transfer.from_message(message, self._model_nbytes)
+        wire, version = self._wire, transfer.version
+        if wire is None or wire.number != transfer.number:
             return None
-        block = self._take_block(message["nbytes"])
+        block = self._take_block(transfer.nbytes)
         release = partial(self._blocks.append, block)
         try:
-            wire.receive(_parts(block, message), version, self)
+            wire.receive(cut(block, transfer.nbytes, transfer.part), version, self)
         except BrokenWireError:
             release()
             self._end_wire()
-            self._send({"type": "broken", "number": message["number"]})
+            self._send({"type": "broken", "number": transfer.number})
             return None
         self._seen = version
         self._send({"type": "received", "version": version})
@@ -146,7 +156,7 @@ class DistReceiver(ReceiverTransport):
             payload = Payload.unpack(
                 block,
                 version,
-                digest=message["digest"],
+                digest=transfer.digest,
                 known=self._layout,
                 release=release,
                 since=self._asked,
@@ -187,7 +197,7 @@ class DistReceiver(ReceiverTransport):
                 return None
             self._messages.append(message)
         message = self._messages.popleft()
-        if message["type"] == "gone":
+        if message.get("type") == "gone":
             raise SenderLostError(str(message["reason"]))
         return message
 
@@ -201,10 +211,6 @@ class DistReceiver(ReceiverTransport):
         if self._wire is not None:
             self._wire.close()
             self._wire = None
-
-
-def _parts(block: Block, message: Message) -> list[Tensor]:
-    return cut(block, message["nbytes"], message["part"])
 
 
 def _connect(context: TransportContext) -> socket.socket:

@@ -29,7 +29,7 @@ class Order:
         address: what a receiver is made from; None when one was made before.
     """
 
-    token: str
+    token: str = field(repr=False)
     model_id: str
     models: tuple[str, ...]
     holder: PyRRef[Any] | None
