@@ -19,7 +19,8 @@ release = version = sync_core.__version__
 html_theme = "furo"
 html_title = f"sync-core {release}"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
+myst_fence_as_directive = ["mermaid"]
 exclude_patterns = ["_build", "examples/**/*.md", "examples/**/*.rst", "benchmarks"]
 myst_heading_anchors = 3
 # These have no highlighter, or too strict a one.

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,6 @@ def _check_requirements(arguments: list[str], line: str) -> None:
 
 
 def _check_modules(arguments: list[str], line: str) -> None:
-    for option, module in zip(arguments, arguments[1:], strict=False):
+    for option, module in pairwise(arguments):
         if option in ("-m", "--pyargs"):
             assert find_spec(module) is not None, line

@@ -1,0 +1,126 @@
+"""The reference lacks nothing: what the code offers is described, and stands on a page."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import sync_core
+from sync_core import errors, hookspecs, registry
+from sync_core.capabilities import SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core.hook_check import HOOKS
+
+ROOT = Path(__file__).parents[2]
+_ASKED = re.compile(r'"(\w+)"\s+(?:not\s+)?in\s+[\w.]*capabilities')
+_CAN = re.compile(r'\.can\(\s*"(\w+)"')
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("r", ROOT / "docs" / "reference_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pages(reference: ModuleType) -> dict[str, str]:
+    written: dict[str, str] = reference.pages()
+    return written
+
+
+def test_every_public_name_has_one_place(pages: dict[str, str]) -> None:
+    text = "\n".join(pages.values())
+    for name in sync_core.__all__:
+        places = re.findall(rf"^\.\. \w+:: sync_core\.{name}$", text, re.MULTILINE)
+        assert len(places) == 1, name
+
+
+def test_every_public_name_is_described() -> None:
+    for name in sync_core.__all__:
+        found = getattr(sync_core, name)
+        if inspect.isclass(found) or inspect.isfunction(found):
+            assert found.__doc__, name
+
+
+def test_every_error_is_public() -> None:
+    defined = {
+        name
+        for name, found in vars(errors).items()
+        if inspect.isclass(found) and issubclass(found, errors.SyncError)
+    }
+    assert defined <= {*sync_core.__all__}
+
+
+def test_every_hook_says_what_it_is_given(reference: ModuleType, pages: dict[str, str]) -> None:
+    for hook in HOOKS:
+        function = getattr(hookspecs, hook)
+        assert {*inspect.signature(function).parameters} == {*reference.arguments_of(function)}
+        assert f"sync_core.hookspecs.{hook}" in pages["hooks"]
+
+
+def test_every_field_of_a_context_is_described(reference: ModuleType) -> None:
+    for name in ("TransportContext", "SendContext", "ApplyContext", "SkipContext"):
+        context: Any = getattr(sync_core, name)
+        assert {f.name for f in dataclasses.fields(context)} == {*reference.arguments_of(context)}
+
+
+@pytest.mark.parametrize("name", registry.KNOWN[registry.SCHEMES])
+def test_every_option_of_a_scheme_is_described(name: str, reference: ModuleType) -> None:
+    scheme = registry.find(registry.SCHEMES, name).object
+    options = reference.options_of(scheme)
+    assert {f.name for f in dataclasses.fields(options)} == {*reference.arguments_of(options)}
+
+
+@pytest.mark.parametrize("name", registry.KNOWN[registry.WORKERS])
+def test_every_option_of_a_worker_group_is_described(name: str, reference: ModuleType) -> None:
+    group = registry.find(registry.WORKERS, name).object
+    told = reference.arguments_of(group) or reference.arguments_of(sync_core.WorkerGroup)
+    assert {*inspect.signature(group).parameters} <= {*told}
+
+
+@pytest.mark.parametrize("group", registry.KNOWN)
+def test_every_plugin_is_on_the_page(group: str, pages: dict[str, str]) -> None:
+    for name in registry.KNOWN[group]:
+        assert re.search(rf"^{name}\n~+$", pages["plugins"], re.MULTILINE), name
+
+
+def test_every_capability_is_explained() -> None:
+    for name in registry.KNOWN[registry.SCHEMES]:
+        declared = registry.find(registry.SCHEMES, name).capabilities
+        assert declared <= SCHEME_CAPABILITIES.keys(), name
+    for name in registry.KNOWN[registry.WORKERS]:
+        declared = registry.find(registry.WORKERS, name).capabilities
+        assert declared <= WORKER_CAPABILITIES.keys(), name
+
+
+def test_nothing_is_asked_for_that_is_no_capability() -> None:
+    known = SCHEME_CAPABILITIES.keys() | WORKER_CAPABILITIES.keys()
+    asked = set()
+    for path in (ROOT / "core" / "src").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        asked |= {*_ASKED.findall(text), *_CAN.findall(text)}
+    assert asked
+    assert asked <= known
+
+
+def test_every_option_of_a_command_is_described(reference: ModuleType) -> None:
+    for command, parser in reference.subcommands().items():
+        assert parser.description, command
+        for action in _arguments(parser):
+            assert action.help, f"{command} {action.option_strings or action.dest}"
+
+
+def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    return (action for action in parser._actions if action.help != argparse.SUPPRESS)
