@@ -19,7 +19,7 @@ def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
 
 def test_a_layer_by_its_name(pytester: pytest.Pytester) -> None:
     result = run(pytester, "--layer", "bf16", "--tolerance", "0.01", "-k", "come_back", "-v")
-    result.assert_outcomes(passed=20)
+    result.assert_outcomes(passed=16)
     result.stdout.fnmatch_lines(["*TestLayerConformance?bf16?::test_shapes_come_back*"])
 
 
@@ -57,9 +57,7 @@ def test_what_is_left_out_is_skipped_with_a_reason(pytester: pytest.Pytester) ->
 
 def test_a_case_cannot_be_overridden_away() -> None:
     for override in (lambda self: None, None, pytest.mark.skip(lambda self: None)):
-        with pytest.raises(
-            TypeError, match=r"TestMine overrides test_it_keeps_no_thread, .* xfail"
-        ):
+        with pytest.raises(TypeError, match=r"TestMine overrides test_it_keeps.*xfail"):
             type("TestMine", (LayerConformance,), {"test_it_keeps_no_thread": override})
 
 

@@ -73,6 +73,6 @@ class CompanyCases(SchemeCases):
                 pool.call(worker_id, Worker.connect, sender.address(0))
             pending = [sender.send_async() for sender in senders]
             calls = [pool.submit(worker_id, Worker.receive) for worker_id in (0, 1)]
-            assert all(send.wait().updated == (0,) for send in pending)
+            assert all(send.wait(5.0).updated == (0,) for send in pending)
             assert [call.result(30) for call in calls] == [1, 1]
             assert [pool.call(i, Worker.values) for i in (0, 1)] == [{1.0}, {2.0}]

@@ -143,6 +143,19 @@ class DeliveryCases(SchemeCases):
         workers.receive(0)
         assert late.wait().updated == (0,)
 
+    def test_an_answer_about_an_older_version_counts_for_no_other(self, start: Start) -> None:
+        policy = make_policy(1.0)
+        workers = start(policy, 1)
+        with pytest.raises(SendError):
+            workers.sender.send_async().wait(0.0)
+        assert workers.pool.call(0, Worker.stage) == 1
+        fill(policy, 2.0)
+        pending = workers.sender.send_async()
+        assert workers.pool.call(0, Worker.commit_staged) == 1
+        assert not eventually(pending.done, 0.2)
+        assert workers.receive(0) == 2
+        assert pending.wait().updated == (0,)
+
     def test_a_sender_waits_no_longer_than_it_was_told(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1, timeout=0.3)
         begin = time.perf_counter()

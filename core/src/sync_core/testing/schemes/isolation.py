@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from sync_core import SendError
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, fingerprints, make_policy, specimens
 from sync_core.testing.schemes.worker import Worker
@@ -31,6 +33,19 @@ class IsolationCases(SchemeCases):
         workers.send()
         fill(policy, 9.0)
         assert workers.values() == [{1.0}, {1.0}]
+
+    def test_what_a_worker_views_is_never_overwritten(self, start: Start) -> None:
+        self.need("zero_copy")
+        policy = make_policy(1.0)
+        workers = start(policy, 1, zero_copy=True)
+        workers.send()
+        for value in range(2, 7):
+            fill(policy, float(value))
+            with pytest.raises(SendError):
+                workers.sender.send_async().wait(0.0)
+            assert workers.values() == [{1.0}]
+        assert workers.receive(0) == 6
+        assert workers.values() == [{6.0}]
 
     def test_the_trainers_module_is_never_altered(self, start: Start) -> None:
         policy = make_policy(1.0)

@@ -24,7 +24,7 @@ class LifetimeCases(SchemeCases):
     @pytest.mark.usefixtures("parallel")
     def test_receivers_learn_that_the_sender_closed(self, start: Start) -> None:
         workers = start(make_policy(), 1)
-        waiting = workers.submit(0, 20.0)
+        waiting = workers.submit(0, 5.0)
         time.sleep(0.2)
         workers.sender.close()
         failure = waiting.exception(30)
@@ -48,7 +48,7 @@ class LifetimeCases(SchemeCases):
         new = workers.sender.add_worker()
         assert new == 1
         workers.connect(new)
-        assert workers.receive(new) == 1
+        assert workers.receive(new, timeout=5.0) == 1
         assert workers.values() == [{8.0}, {8.0}]
         assert workers.send().updated == (0, 1)
 
@@ -131,7 +131,7 @@ class LifetimeCases(SchemeCases):
         before, names = _resources(pool), _shared_memory()
         for _ in range(3):
             self._use(pool)
-        assert eventually(lambda: _resources(pool) == before), (before, _resources(pool))
+        assert eventually(lambda: _resources(pool) == before, 4.0), (before, _resources(pool))
         assert eventually(lambda: _shared_memory() <= names), _shared_memory() - names
 
     def test_what_was_forgotten_is_released(self, pool: Pool) -> None:
@@ -145,7 +145,7 @@ class LifetimeCases(SchemeCases):
         del sender
         for worker_id in (0, 1):
             pool.call(worker_id, Worker.reset)
-        assert eventually(lambda: _own_resources() == before), (before, _own_resources())
+        assert eventually(lambda: _own_resources() == before, 4.0), (before, _own_resources())
 
     def _use(self, pool: Pool) -> None:
         for zero_copy in (False, True) if self.can("zero_copy") else (False,):
