@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import GenericAlias
 from typing import Any
 
 import sync_core
@@ -218,7 +219,8 @@ def _automatic(module: str, name: str) -> str:
         return f".. autoclass:: {module}.{name}\n   :members:\n   :show-inheritance:\n"
     if inspect.isfunction(found):
         return f".. autofunction:: {module}.{name}\n"
-    return f".. data:: {module}.{name}\n\n   An alias of ``{found}``.\n"
+    told = f"``{found}``" if isinstance(found, GenericAlias) else _first_paragraph(found)
+    return f".. data:: {module}.{name}\n\n   {told}\n"
 
 
 def _type_of(plugin: Any) -> type:

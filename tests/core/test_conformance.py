@@ -28,6 +28,13 @@ def test_a_scheme_that_is_not_packaged_with_an_option(pytester: pytest.Pytester)
     run(pytester, "--scheme", name, "--option", "slots=4", "-k", "dtype").assert_outcomes(passed=40)
 
 
+def test_a_module_that_lies_where_pytest_is_started(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(lying_here="from sync_plugin_std.thread import ThreadScheme as Mine")
+    run(pytester, "--scheme", "lying_here:Mine", "-k", "token or late_answer").assert_outcomes(
+        passed=1, skipped=1
+    )
+
+
 def test_a_worker_group_by_its_name(pytester: pytest.Pytester) -> None:
     run(pytester, "--workers", "inline", "-k", "keyword").assert_outcomes(passed=1)
 

@@ -31,7 +31,7 @@ from sybil.typing import Parser
 ROOT = Path(__file__).parents[2]
 _LANGUAGES = {"python", "bash", "toml"}
 # What programs print, and diagrams: nothing that anybody would run.
-_NO_CODE = {"text", "mermaid", "{toctree}"}
+_NO_CODE = {"text", "mermaid", "{include}", "{toctree}"}
 _FENCE = re.compile(r"^ *```(.*)", re.MULTILINE)
 _SKIP = re.compile(r"<!-+ *(skip.*?) *-+>", re.DOTALL)
 _REASON = re.compile(r'skip: next "[^"]{10,}"')

@@ -30,8 +30,8 @@ class PipeOptions:
     """Options of the scheme ``mp``.
 
     Args:
-        slots: see `sync_plugin_std.shm.ShmOptions`.
-        directory: likewise.
+        slots: how many versions may lie in shared memory at a time; see `ShmOptions`.
+        directory: a directory in memory for the slots; None for anonymous memory.
     """
 
     slots: int = 3

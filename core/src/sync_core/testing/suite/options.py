@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +78,8 @@ def _found(name: str) -> Any:
     """The name, or the object that it leads to."""
     if ":" not in name:
         return name
+    # As with python -m; a program of its own, as pytest is, does not look for modules here.
+    sys.path.insert(0, str(Path.cwd()))
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
