@@ -21,7 +21,7 @@ html_title = f"sync-core {release}"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
 myst_fence_as_directive = ["mermaid"]
-exclude_patterns = ["_build", "examples/**/*.md", "examples/**/*.rst", "benchmarks"]
+exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 # These have no highlighter, or too strict a one.
 suppress_warnings = ["misc.highlighting_failure"]
