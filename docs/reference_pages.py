@@ -275,5 +275,5 @@ def _rows(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _help(parser: argparse.ArgumentParser) -> str:
-    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=_WIDTH)  # type: ignore[assignment]
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=_WIDTH)
     return parser.format_help()
