@@ -315,7 +315,7 @@ def test_a_lost_object_is_put_again(large: list[Any]) -> None:
         return publication
 
     with Sender("ray", linear(2.0, width=300), workers=large) as sender:
-        store = cast("Any", sender._transport)._store
+        store = cast("Any", sender._outlet.transport)._store
         put, store.put = store.put, put_and_lose
         assert sender.send(timeout=30).updated == (0, 1, 2)
     assert [policy_of(actor) for actor in large] == [{2.0}] * 3

@@ -1,6 +1,7 @@
 """Weight synchronisation for reinforcement learning and RLHF, as a plugin framework."""
 
 from sync_core.address import Address
+from sync_core.answer import Answer
 from sync_core.block import Block
 from sync_core.channel import Channel, Message
 from sync_core.collector import Collector
@@ -10,6 +11,7 @@ from sync_core.errors import (
     ApplyError,
     CapacityError,
     ClosedError,
+    CorruptionError,
     HookResultError,
     LayoutMismatchError,
     ModelError,
@@ -22,6 +24,7 @@ from sync_core.errors import (
     PluginError,
     PluginImportError,
     PluginNotFoundError,
+    ReadbackError,
     RemoteCallError,
     SenderLostError,
     SendError,
@@ -34,12 +37,15 @@ from sync_core.errors import (
 )
 from sync_core.hookspecs import hookimpl
 from sync_core.layout import Layout, TensorSpec
+from sync_core.membership import MembershipEvent, WorkerState, WorkerStatus
+from sync_core.notice import Notice
 from sync_core.payload import Payload
 from sync_core.pending import PendingSend
 from sync_core.point_to_point import PointToPointTransport
 from sync_core.processes import WorkerProcess, start_process
 from sync_core.publisher import Publisher, Slot
 from sync_core.receiver import Receiver
+from sync_core.remedies import WorkerFailure
 from sync_core.report import SendReport, WorkerResult
 from sync_core.sender import Sender
 from sync_core.serving import Peer, ServingTransport, hello
@@ -52,6 +58,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Address",
     "AddressError",
+    "Answer",
     "ApplyContext",
     "ApplyError",
     "Block",
@@ -59,14 +66,17 @@ __all__ = [
     "Channel",
     "ClosedError",
     "Collector",
+    "CorruptionError",
     "Delivery",
     "HookResultError",
     "Layout",
     "LayoutMismatchError",
+    "MembershipEvent",
     "Message",
     "ModelError",
     "ModelPathError",
     "NotAPluginError",
+    "Notice",
     "OptionError",
     "Payload",
     "PayloadError",
@@ -79,6 +89,7 @@ __all__ = [
     "PluginNotFoundError",
     "PointToPointTransport",
     "Publisher",
+    "ReadbackError",
     "Receiver",
     "ReceiverTransport",
     "RemoteCallError",
@@ -98,10 +109,13 @@ __all__ = [
     "UnknownWorkerError",
     "Update",
     "WorkerError",
+    "WorkerFailure",
     "WorkerGroup",
     "WorkerLostError",
     "WorkerProcess",
     "WorkerResult",
+    "WorkerState",
+    "WorkerStatus",
     "WorkerTimeoutError",
     "__version__",
     "hello",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sync_core.contexts import ApplyContext, TransportContext
 from sync_core.extract import Strategy
 from sync_core.layout import Layout
+from sync_core.verify import Verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,7 @@ class Address:
         strategy: how weights are read and written.
         zero_copy: whether the receiver's parameters become views of what arrives.
         partial: whether updates may lack some of the model's tensors.
+        verify: what is proved of every update; see `Sender`.
         timeout: the default deadline of blocking calls, in seconds.
         layout: the layout of the sender's model, before any layer changes it.
     """
@@ -38,5 +41,32 @@ class Address:
     strategy: Strategy
     zero_copy: bool
     partial: bool
+    verify: Verify | None
     timeout: float
     layout: Layout = field(repr=False)
+
+    def transport_context(self, scheme: str, timeout: float) -> TransportContext:
+        """What the receiver's transport is made from."""
+        return TransportContext(
+            side="receiver",
+            scheme=scheme,
+            model_id=self.model_id,
+            token=self.token,
+            timeout=timeout,
+            zero_copy=self.zero_copy,
+            options=self.options,
+            worker_id=self.worker_id,
+            endpoint=self.endpoint,
+            layout=self.layout,
+        )
+
+    def apply_context(self, version: int) -> ApplyContext:
+        """How a version is to be loaded."""
+        return ApplyContext(
+            model_id=self.model_id,
+            version=version,
+            worker_id=self.worker_id,
+            zero_copy=self.zero_copy,
+            partial=self.partial,
+            layout=self.layout,
+        )

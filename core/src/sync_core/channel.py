@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-_MAX_MESSAGE = 1 << 20
+#: What the longest message takes, in bytes.
+MAX_MESSAGE = 1 << 20
 _MAX_DESCRIPTORS = 4
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -28,9 +29,11 @@ class Channel:
 
     Args:
         connection: a connected stream socket; the channel owns it from now on.
+        limit: the size of the longest message that is accepted, in bytes.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, limit: int = MAX_MESSAGE) -> None:
+        self.limit = limit
         connection.setblocking(False)
         self._socket = connection
         self._received = bytearray()
@@ -88,6 +91,8 @@ class Channel:
         except OSError as error:
             raise ConnectionError(f"the connection is gone: {error}") from error
         self._descriptors.extend(descriptors)
+        if len(self._descriptors) > _MAX_DESCRIPTORS:
+            raise ConnectionError("the peer sent file descriptors that nobody asked for")
         if not data:
             raise ConnectionError("the other side closed the connection")
         self._received += data
@@ -116,7 +121,7 @@ class Channel:
     def _parse(self) -> None:
         while len(self._received) >= 4:
             size = int.from_bytes(self._received[:4], "little")
-            if size > _MAX_MESSAGE:
+            if size > self.limit:
                 raise ConnectionError(f"the peer announced a message of {size} bytes")
             if len(self._received) < 4 + size:
                 return

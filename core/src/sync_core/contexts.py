@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sync_core.errors import OptionError
+from sync_core.notice import Notice, unheard
 
 if TYPE_CHECKING:
     from sync_core.address import Address
@@ -30,9 +31,12 @@ class TransportContext:
         options: the options that the user gave to `Sender`; read them with `parse_options`.
         worker_ids: (sender) the workers to serve.
         workers: (sender) handles of the workers, for a scheme that calls into them.
-        layout: (sender) the layout of every payload that is not ``partial``.
+        layout: (sender) the layout of every payload that is not ``partial``; (receiver) the layout
+            of the sender's model, before any layer changes it.
         make_address: (sender) makes the `Address` of a worker, for a transport that makes the
             receiver itself: ``make_address(worker_id=…, endpoint=…)``.
+        notify: (sender) tells the sender what the transport knows of a worker between sends; it
+            may be called from any thread, with locks held, or never.
         worker_id: (receiver) which worker this is.
         endpoint: (receiver) what `SenderTransport.address` gave for this worker.
     """
@@ -40,7 +44,7 @@ class TransportContext:
     side: Literal["sender", "receiver"]
     scheme: str
     model_id: str
-    token: str
+    token: str = field(repr=False)
     timeout: float
     zero_copy: bool = False
     models: tuple[str, ...] = ()
@@ -49,6 +53,7 @@ class TransportContext:
     workers: tuple[Any, ...] = ()
     layout: Layout | None = None
     make_address: Callable[..., Address] | None = None
+    notify: Callable[[int, Notice], None] = unheard
     worker_id: int = -1
     endpoint: Any = None
 

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sync_core.address import Address
+from sync_core.answer import Answer
+from sync_core.binding import Binding
 from sync_core.contexts import TransportContext
 from sync_core.errors import OptionError
 from sync_core.extract import Strategy, named_tensors
@@ -36,6 +39,25 @@ class GetterScheme:
         return _GetterTransport(self.getter, self.strategy)
 
 
+def address_of(getter: Callable[[], Any], model: Any, strategy: Strategy) -> Address:
+    """The address of a receiver that has a getter, and no sender."""
+    return Address(
+        scheme=GetterScheme(getter, strategy),
+        layers=(),
+        options={},
+        worker_id=0,
+        model_id="policy",
+        endpoint=None,
+        token="",
+        strategy=strategy,
+        zero_copy=False,
+        partial=False,
+        verify=None,
+        timeout=60.0,
+        layout=Binding(model, strategy).layout,
+    )
+
+
 class _GetterTransport(ReceiverTransport):
     def __init__(self, getter: Callable[[], Any], strategy: Strategy) -> None:
         self._getter = getter
@@ -51,7 +73,7 @@ class _GetterTransport(ReceiverTransport):
         update = Update.of(named_tensors(weights, self._strategy))
         return Payload(self._version, update.layout, update.tensors)
 
-    def acknowledge(self, version: int, error: str | None) -> None:
+    def acknowledge(self, answer: Answer) -> None:
         """Nobody waits for an answer."""
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -55,6 +56,11 @@ _RAW_DTYPES = {
 }
 # The format allows no holes, so the bytes between aligned tensors belong to filler tensors.
 _FILLER = "__filler__."
+# Of what a tensor of torch can have: sizes in 64 bits, also without the dimensions that are 0.
+_TOO_LARGE = 1 << 63
+_MAX_RANK = 64
+#: The name of the tensor in which checksums travel; see `sync_core.checksums`.
+CHECKSUMS = "__checksums__"
 _METADATA = "__metadata__"
 
 
@@ -208,22 +214,25 @@ class Layout:
         Raises:
             PayloadError: not a safetensors header, or one that contradicts itself.
         """
+        if len(header) < 8 or int.from_bytes(header[:8], "little") != len(header) - 8:
+            raise PayloadError("the header is not as long as it says")
+        if len(header) > MAX_HEADER_BYTES:
+            raise PayloadError(f"the header has {len(header)} bytes, more than any may have")
         try:
-            content = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
+            content = _parse(header[8:])
             metadata = content.pop(_METADATA, {})
-            raw = json.loads(metadata.get("sync.raw", "{}"))
-            aliases = tuple(json.loads(metadata.get("sync.aliases", "{}")).items())
-            specs = [
-                _read_entry(name, entry, raw.get(name))
-                for name, entry in content.items()
-                if not name.startswith(_FILLER)
-            ]
+            raw = _parse(metadata.get("sync.raw", "{}"))
+            aliases = tuple(_parse(metadata.get("sync.aliases", "{}")).items())
+            entries = [_read_entry(name, e, raw.get(name)) for name, e in content.items()]
+            entries.sort(key=lambda spec: (spec.offset, spec.nbytes))
+            _check_apart(entries)
+            specs = tuple(spec for spec in entries if not spec.name.startswith(_FILLER))
+            names = {spec.name for spec in specs}
+            if any(owner not in names or name in names for name, owner in aliases):
+                raise ValueError("its tied tensors name tensors that are not there")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise PayloadError(f"not a safetensors header: {error!r}") from error
-        names = {spec.name for spec in specs}
-        if any(owner not in names or name in names for name, owner in aliases):
-            raise PayloadError("the header's tied tensors name tensors that are not there")
-        layout = cls(tuple(sorted(specs, key=lambda spec: spec.offset)), aliases)
+            raise PayloadError(f"not a safetensors header: {error!r:.300}") from error
+        layout = cls(specs, aliases)
         # Another writer's header may be longer or shorter than ours, and the body starts after it.
         layout.__dict__["header"] = header
         return layout
@@ -233,7 +242,7 @@ def check_tensor(name: object, tensor: object) -> None:
     """Raise `ModelError`, naming the tensor, unless it can travel."""
     if not isinstance(name, str):
         raise ModelError(f"weights need names that are strings, not {name!r}")
-    if name == _METADATA or name.startswith(_FILLER):
+    if name in (_METADATA, CHECKSUMS) or name.startswith(_FILLER):
         raise ModelError(f"the name {name!r} is reserved by the payload's format")
     if not isinstance(tensor, Tensor):
         raise ModelError(f"{name!r} is a {type(tensor).__name__}; only tensors travel")
@@ -288,8 +297,34 @@ def _read_entry(
     dtype_name, shape = raw if raw is not None else (entry["dtype"], entry["shape"])
     dtype = _RAW_DTYPES[dtype_name] if raw is not None else _DTYPES[dtype_name]
     spec = TensorSpec(name, dtype, tuple(shape), start)
-    if not all(isinstance(n, int) and n >= 0 for n in (start, stop, *spec.shape)):
+    if not all(type(n) is int and 0 <= n < _TOO_LARGE for n in (start, stop, *spec.shape)):
         raise ValueError(f"{name!r} has a size or an offset that is no natural number")
+    if len(spec.shape) > _MAX_RANK:
+        raise ValueError(f"{name!r} has {len(spec.shape)} dimensions")
+    if prod(filter(None, spec.shape)) * dtype.itemsize >= _TOO_LARGE:
+        raise ValueError(f"{name!r} has dimensions that no tensor can have")
     if spec.nbytes != stop - start:
         raise ValueError(f"{name!r} needs {spec.nbytes} bytes, the header gives {stop - start}")
     return spec
+
+
+def _parse(text: bytes | str) -> dict[str, Any]:
+    """A JSON object whose keys are there once, and are text."""
+    parsed: dict[str, Any] = json.loads(text, object_pairs_hook=_unique)
+    return parsed
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a name is there twice")
+    for name in content:
+        name.encode()  # half of a surrogate pair is no text
+    return content
+
+
+def _check_apart(entries: Sequence[TensorSpec]) -> None:
+    """Raise `ValueError` where two tensors, in the order of their offsets, overlap."""
+    for before, after in pairwise(entries):
+        if before.offset + before.nbytes > after.offset:
+            raise ValueError(f"{before.name!r} and {after.name!r} overlap")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from types import MappingProxyType
+from typing import Literal, Protocol
 
+from sync_core.answer import Answer
 from sync_core.errors import SendError, WorkerTimeoutError
 from sync_core.report import SendReport, WorkerResult
 from sync_core.transport import Delivery
@@ -28,6 +30,9 @@ class PendingSend:
         timeout: seconds after ``started`` by which every worker must have answered.
         finish: called once with the report before it is returned or raised, and with whether
             the workers were given the time that they had.
+        unwaited: workers that get the version, and are not waited for; and why.
+        prepare_seconds: see `SendReport`.
+        publish_seconds: see `SendReport`.
     """
 
     def __init__(
@@ -39,13 +44,20 @@ class PendingSend:
         started: float,
         timeout: float,
         finish: Finish,
+        unwaited: Mapping[int, Literal["quarantine", "restart"]] = MappingProxyType({}),
+        prepare_seconds: float = 0.0,
+        publish_seconds: float = 0.0,
     ) -> None:
         self.version = version
         self._deliveries = deliveries
+        self._waited = {i: d for i, d in deliveries.items() if i not in unwaited}
         self._skipped = skipped
+        self._unwaited = unwaited
         self._started = started
         self._timeout = timeout
         self._finish = finish
+        self._prepare_seconds = prepare_seconds
+        self._publish_seconds = publish_seconds
         self._report: SendReport | None = None
 
     @property
@@ -60,12 +72,12 @@ class PendingSend:
 
     @property
     def unanswered(self) -> Mapping[int, Delivery]:
-        """The deliveries, by worker, that have not ended."""
-        return {i: d for i, d in self._deliveries.items() if not d.wait(0)}
+        """The deliveries waited for, by worker, that have not ended."""
+        return {i: d for i, d in self._waited.items() if not d.wait(0)}
 
     def done(self) -> bool:
         """Whether every worker has answered, or the send was waited for already."""
-        return self._report is not None or all(d.wait(0) for d in self._deliveries.values())
+        return self._report is not None or all(d.wait(0) for d in self._waited.values())
 
     def wait(self, timeout: float | None = None) -> SendReport:
         """Wait until every worker has committed the version, and end the send.
@@ -83,7 +95,7 @@ class PendingSend:
             limit = self._started + self._timeout
             if timeout is not None:
                 limit = time.perf_counter() + timeout
-            for delivery in self._deliveries.values():
+            for delivery in self._waited.values():
                 delivery.wait(max(0.0, limit - time.perf_counter()))
             self._report = self._finish(self._make_report(), waited=True)
         if self._report.failed:
@@ -97,7 +109,7 @@ class PendingSend:
 
     def _make_report(self) -> SendReport:
         now = time.perf_counter()
-        for worker_id, delivery in self._deliveries.items():
+        for worker_id, delivery in self._waited.items():
             if not delivery.wait(0):
                 waited = now - self._started
                 delivery.fail(
@@ -107,16 +119,40 @@ class PendingSend:
                         "is it alive, and does it call receive()?",
                     )
                 )
-        results = {
-            worker_id: WorkerResult(
-                version=None if delivery.error else self.version,
-                seconds=(delivery.ended_at or now) - self._started,
-                nbytes=0 if delivery.error else delivery.nbytes,
-                error=delivery.error,
-            )
-            for worker_id, delivery in self._deliveries.items()
-        }
+        results = {i: self._result(d, now) for i, d in self._deliveries.items()}
+        for worker_id, remedy in self._unwaited.items():
+            delivery = self._deliveries[worker_id]
+            if delivery.error is not None or not delivery.wait(0):
+                results[worker_id] = WorkerResult(None, 0.0, 0, delivery.error, remedy=remedy)
         for worker_id in self._skipped:
             results[worker_id] = WorkerResult(None, 0.0, 0, skipped=True)
         ordered = {worker_id: results[worker_id] for worker_id in sorted(results)}
-        return SendReport(self.version, now - self._started, ordered)
+        return SendReport(
+            self.version,
+            now - self._started,
+            ordered,
+            prepare_seconds=self._prepare_seconds,
+            publish_seconds=self._publish_seconds,
+        )
+
+    def _result(self, delivery: Delivery, now: float) -> WorkerResult:
+        error = delivery.error
+        seconds = (delivery.ended_at or now) - self._started
+        answer = delivery.answer or Answer(version=self.version)
+        accounted = (
+            self._prepare_seconds
+            + self._publish_seconds
+            + answer.stage_seconds
+            + answer.commit_seconds
+        )
+        return WorkerResult(
+            version=None if error else self.version,
+            seconds=seconds,
+            nbytes=0 if error else delivery.nbytes,
+            error=error,
+            stage_seconds=answer.stage_seconds,
+            commit_seconds=answer.commit_seconds,
+            # A worker may begin before all of it is published.
+            acknowledge_seconds=max(0.0, seconds - accounted),
+            pause_seconds=answer.pause_seconds,
+        )

@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from sync_core.answer import Answer
 from sync_core.block import Block
 from sync_core.errors import (
-    ApplyError,
     CapacityError,
     ClosedError,
     WorkerError,
     WorkerLostError,
 )
+from sync_core.notice import Notice, unheard
 from sync_core.payload import Payload
 from sync_core.transport import Delivery
 
@@ -60,6 +61,7 @@ class Publisher:
         worker_ids: the workers.
         timeout: how long `publish` waits for a slot, in seconds.
         revoke: takes back what was lent and is not read yet, when no slot is free.
+        notify: see `TransportContext`.
     """
 
     def __init__(
@@ -71,12 +73,14 @@ class Publisher:
         *,
         timeout: float,
         revoke: Callable[[], None] = lambda: None,
+        notify: Callable[[int, Notice], None] = unheard,
     ) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.closed = False
         self.slots: list[Slot] = []
         self._allocate = allocate
         self._revoke = revoke
+        self._notify = notify
         self._limit = limit
         self._timeout = timeout
         self._places = {worker_id: _Place() for worker_id in worker_ids}
@@ -154,17 +158,16 @@ class Publisher:
             if slot.readers.pop(reader, None) is not None:
                 self.changed.notify_all()
 
-    def answer(self, worker_id: int, version: int, error: str | None) -> None:
+    def answer(self, worker_id: int, answer: Answer) -> None:
         """The worker has committed a version, or could not."""
         with self.changed:
             place = self._places.get(worker_id)
-            if place is None or place.delivery is None or place.delivery.version != version:
+            if place is None:
                 return
-            if error is None:
-                place.delivery.acknowledge()
-            else:
-                message = f"could not apply version {version}; it keeps the one it had\n{error}"
-                place.delivery.fail(ApplyError(worker_id, message))
+            if place.delivery is not None and place.delivery.version == answer.version:
+                place.delivery.acknowledge(answer)
+            elif answer.error is None:
+                self._notify(worker_id, Notice("acknowledged", answer.version))
 
     def joined(self, worker_id: int, reader: object) -> bool:
         """The worker is there, as ``reader``; False when there is no such worker."""
@@ -173,6 +176,7 @@ class Publisher:
             if place is None:
                 return False
             place.reader, place.lost = reader, None
+            self._notify(worker_id, Notice("connected"))
             return True
 
     def lost(self, worker_id: int, reader: object, reason: str) -> None:
@@ -186,6 +190,7 @@ class Publisher:
             if place is None or place.reader is not reader:
                 return
             place.lost = reason
+            self._notify(worker_id, Notice("lost", reason=reason))
             if place.delivery is not None:
                 place.delivery.fail(WorkerLostError(worker_id, reason))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,20 +12,22 @@ from torch import Tensor
 
 from sync_core import registry
 from sync_core.address import Address
+from sync_core.answer import Answer
 from sync_core.background import Background
 from sync_core.binding import Binding
-from sync_core.commit import own_memory
 from sync_core.compare import check_match
-from sync_core.contexts import ApplyContext, TransportContext
 from sync_core.defaults import Defaults
 from sync_core.errors import AddressError, ClosedError, ModelError, SenderLostError, SyncError
 from sync_core.extract import Strategy, named_tensors
-from sync_core.getter import GetterScheme
+from sync_core.getter import address_of
+from sync_core.hook_check import implemented
+from sync_core.lease import Lease, vacate
 from sync_core.models import look_up, refers
 from sync_core.payload import Payload
 from sync_core.stack import Stack
 from sync_core.transport import ReceiverTransport
 from sync_core.update import Update
+from sync_core.verify import Verification
 
 
 class Receiver:
@@ -73,27 +75,22 @@ class Receiver:
         self._backend = registry.find("sync.schemes", address.scheme)
         layers = [registry.find("sync.layers", layer) for layer in address.layers]
         defaults = Defaults(address.strategy)
-        self._stack = Stack(defaults, self._backend, layers)
+        self._verification = Verification(address.verify, self._backend, layers, address.strategy)
+        self._stack = Stack(defaults, self._backend, self._verification.layers)
+        self._reshapes = any(
+            "apply_weights" in implemented(plugin.object) for plugin in (self._backend, *layers)
+        )
         self._stack_without_layers = Stack(defaults, self._backend, ())
         self._model: Any = None
         self._found: Any = None
         self._version = 0
         self._staged: Payload | None = None
-        self._lease = _Lease()
+        self._load_began = self._load_ended = 0.0
+        self._lease = Lease()
         if model is not None:
             self.register_model(model)
         transport = self._stack.create_receiver_transport(
-            TransportContext(
-                side="receiver",
-                scheme=self._backend.name,
-                model_id=address.model_id,
-                token=address.token,
-                timeout=self._timeout,
-                zero_copy=address.zero_copy,
-                options=address.options,
-                worker_id=address.worker_id,
-                endpoint=address.endpoint,
-            )
+            address.transport_context(self._backend.name, self._timeout)
         )
         staged = background and "background" in self._backend.capabilities
         self._transport = Background(transport) if staged else transport
@@ -119,21 +116,7 @@ class Receiver:
             >>> torch.equal(server.weight, local.weight)
             True
         """
-        address = Address(
-            scheme=GetterScheme(getter, strategy),
-            layers=(),
-            options={},
-            worker_id=0,
-            model_id="policy",
-            endpoint=None,
-            token="",
-            strategy=strategy,
-            zero_copy=False,
-            partial=False,
-            timeout=60.0,
-            layout=Binding(model, strategy).layout,
-        )
-        return cls(address, model)
+        return cls(address_of(getter, model, strategy), model)
 
     @property
     def version(self) -> int:
@@ -154,7 +137,7 @@ class Receiver:
         if refers(model):
             if self._context is None:
                 raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
-        elif not self._stack.implements("apply_weights"):
+        elif not self._reshapes:
             layout = Binding(model, self._address.strategy).layout
             check_match(self._address.layout, layout, partial=self._address.partial)
         self._model = model
@@ -215,16 +198,24 @@ class Receiver:
     def load(self) -> None:
         """Write what is staged into the model; to be followed by `confirm` or `reject`."""
         if self._staged is not None:
+            self._load_began = time.perf_counter()
             update = Update(self._staged.layout, self._staged.source)
-            context = self._context_of(self._staged.version)
+            context = self._address.apply_context(self._staged.version)
             self._stack.apply_weights(update, self._resolve_model(), context)
+            self._load_ended = time.perf_counter()
 
     def reject(self, error: BaseException) -> None:
         """Drop what is staged, and tell the sender why."""
         payload, self._staged = self._staged, None
-        if payload is not None:
+        if payload is None:
+            return
+        if self._address.zero_copy and self._found is not None:
+            # It may have been pointed at the payload already, unless it cannot be read at all.
+            with suppress(ModelError):
+                vacate(self._found, payload)
+        else:
             payload.release()
-            self._answer(payload.version, _describe(error))
+        self._answer(Answer.refusal(payload.version, error))
 
     def confirm(self) -> int:
         """Make what was loaded the model's version, and tell the sender so."""
@@ -240,9 +231,17 @@ class Receiver:
             if self._on_commit is not None:
                 self._on_commit(payload.version)
         except BaseException as error:
-            self._answer(payload.version, _describe(error))
+            self._answer(Answer.refusal(payload.version, error))
             raise
-        self._answer(payload.version, None)
+        self._answer(
+            Answer(
+                version=payload.version,
+                stage_seconds=payload.stage_seconds,
+                commit_seconds=self._load_ended - self._load_began,
+                pause_seconds=time.perf_counter() - self._load_began,
+                digest=self._verification.digest,
+            )
+        )
         return payload.version
 
     def snapshot(self) -> Mapping[str, Tensor] | None:
@@ -266,7 +265,7 @@ class Receiver:
         if self._address.zero_copy:
             update.replace([tensor.detach().clone() for tensor in update.tensors])
         self._stack_without_layers.apply_weights(
-            update, self._resolve_model(), self._context_of(version=0)
+            update, self._resolve_model(), self._address.apply_context(version=0)
         )
 
     def update_weights(self, weights: Any = None) -> int | None:
@@ -291,20 +290,10 @@ class Receiver:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _answer(self, version: int, error: str | None) -> None:
+    def _answer(self, answer: Answer) -> None:
         # A sender that has gone meanwhile needs no answer; the next receive() says that it went.
         with suppress(SenderLostError):
-            self._transport.acknowledge(version, error)
-
-    def _context_of(self, version: int) -> ApplyContext:
-        return ApplyContext(
-            model_id=self._address.model_id,
-            version=version,
-            worker_id=self._address.worker_id,
-            zero_copy=self._address.zero_copy,
-            partial=self._address.partial,
-            layout=self._address.layout,
-        )
+            self._transport.acknowledge(answer)
 
     def _resolve_model(self) -> Any:
         if self._model is None:
@@ -313,31 +302,6 @@ class Receiver:
         return self._found
 
 
-class _Lease:
-    """The payload that a zero-copy model views, and the model."""
-
-    def __init__(self) -> None:
-        self._model: Any = None
-        self._payload: Payload | None = None
-
-    def replace(self, model: Any, payload: Payload) -> None:
-        if self._payload is not None and model is self._model:
-            self._payload.release()
-        else:
-            self.end()
-        self._model, self._payload = model, payload
-
-    def end(self) -> None:
-        if self._payload is not None:
-            own_memory(named_tensors(self._model), self._payload.tensors)
-            self._payload.release()
-            self._model = self._payload = None
-
-
-def _leave(transport: ReceiverTransport, lease: _Lease) -> None:
+def _leave(transport: ReceiverTransport, lease: Lease) -> None:
     lease.end()
     transport.close()
-
-
-def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from sync_core.errors import SyncError
 
@@ -16,9 +17,22 @@ class WorkerResult:
         version: the version that the worker acknowledged in this send, or None.
         seconds: from the call to the acknowledgement (or to the failure).
         nbytes: bytes delivered.
+        stage_seconds: of these, what its transport took to get the version, once it knew of it,
+            as the worker measured; 0 where that is nothing, or is not measured.
+        commit_seconds: what loading it into the model took, as the worker measured.
+        acknowledge_seconds: the rest after the send was published: until the worker asked for
+            the version, and until its answer was here.
+        pause_seconds: how long the version held up the thread in the worker that called
+            `receive`, from when it was there until it was answered for, as the worker measured.
         error: why the worker does not have the new version, or None.
         skipped: True when a `skip_update` hook held this worker back; that is no error.
-        dropped: True when ``on_failure="drop"`` removed this worker after its error.
+        remedy: what was done about a worker that failed, or was done before and still holds: it
+            was dropped, it is in quarantine, or another is started in its place. The send did not
+            wait for the last two if they were so before it began.
+        returned: True when the worker has come back from quarantine: it has committed the newest
+            version since the last report.
+
+    What a worker measures is 0 where the scheme brings no answers back, and where it failed.
     """
 
     version: int | None
@@ -26,7 +40,12 @@ class WorkerResult:
     nbytes: int
     error: SyncError | None = None
     skipped: bool = False
-    dropped: bool = False
+    remedy: Literal["drop", "quarantine", "restart"] | None = None
+    returned: bool = False
+    stage_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    acknowledge_seconds: float = 0.0
+    pause_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +56,21 @@ class SendReport:
         version: the version sent; the newest one before it when nobody was to get it.
         seconds: from the call to its end.
         workers: a result for each worker that was addressed, by id.
+        scheme: the name of the scheme.
+        model_id: the model's name.
+        prepare_seconds: of these, until it was known what to send: the model was read, and the
+            layers had changed it.
+        publish_seconds: until the transport's `send` returned: the weights were packed, and
+            published or on their way. The trainer may change them from then on.
     """
 
     version: int
     seconds: float
     workers: Mapping[int, WorkerResult]
+    scheme: str = ""
+    model_id: str = ""
+    prepare_seconds: float = 0.0
+    publish_seconds: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -61,14 +90,32 @@ class SendReport:
     @property
     def failed(self) -> dict[int, WorkerResult]:
         """The workers that should have the new version and do not."""
-        return {i: r for i, r in self.workers.items() if r.error is not None and not r.dropped}
+        return {i: r for i, r in self.workers.items() if r.error is not None and r.remedy is None}
 
     @property
     def dropped(self) -> tuple[int, ...]:
         """The workers that failed and that the sender serves no longer."""
-        return tuple(i for i, result in self.workers.items() if result.dropped)
+        return self._with_remedy("drop")
 
-    def with_failed_dropped(self) -> SendReport:
-        """The same report with the workers that failed marked as dropped."""
-        workers = {i: replace(r, dropped=r.error is not None) for i, r in self.workers.items()}
+    @property
+    def quarantined(self) -> tuple[int, ...]:
+        """The workers that failed and that sends do not wait for; they get versions as before."""
+        return self._with_remedy("quarantine")
+
+    @property
+    def restarted(self) -> tuple[int, ...]:
+        """The workers that failed and in whose place others are started."""
+        return self._with_remedy("restart")
+
+    @property
+    def returned(self) -> tuple[int, ...]:
+        """The workers that have come back from quarantine since the last report."""
+        return tuple(i for i, result in self.workers.items() if result.returned)
+
+    def with_returned(self, worker_ids: Collection[int]) -> SendReport:
+        """The same report, in which these workers have come back from quarantine."""
+        workers = {i: replace(r, returned=i in worker_ids) for i, r in self.workers.items()}
         return replace(self, workers=workers)
+
+    def _with_remedy(self, remedy: str) -> tuple[int, ...]:
+        return tuple(i for i, result in self.workers.items() if result.remedy == remedy)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, NoReturn, Self
+from dataclasses import replace
+from typing import Any, NoReturn, Self
 
-from sync_core import registry
 from sync_core.address import Address
 from sync_core.cadence import Cadence
-from sync_core.contexts import SendContext, TransportContext
-from sync_core.defaults import Defaults
-from sync_core.errors import ClosedError, ModelError, OptionError, PendingSendError
-from sync_core.extract import Strategy, check_strategy
-from sync_core.models import either, names_of
-from sync_core.payload import Payload
+from sync_core.errors import ClosedError, PendingSendError
+from sync_core.extract import Strategy
+from sync_core.membership import Membership, MembershipEvent, WorkerStatus
+from sync_core.models import either
+from sync_core.outlet import Outlet
 from sync_core.pending import PendingSend
+from sync_core.remedies import OnFailure, Remedies
 from sync_core.report import SendReport
+from sync_core.send_log import tell
 from sync_core.source import Source
-from sync_core.stack import Stack
-from sync_core.transport import Delivery, SenderTransport
+from sync_core.terms import Terms
 from sync_core.update import Update
 from sync_core.updater import Updater
-from sync_core.worker_ids import count_workers, normalize
+from sync_core.verify import Verify
+from sync_core.worker_ids import check_handle, count_workers, normalize
+from sync_core.workers import WorkerGroup
 
 
 class Sender(Updater):
@@ -47,8 +47,19 @@ class Sender(Updater):
         zero_copy: let the workers' parameters be views of what arrives; they are read-only then,
             and after a write to one in place, where that is possible at all, `receive` raises.
         partial: accept updates that lack some of the model's tensors.
-        on_failure: ``"raise"`` a `SendError` after the other workers were updated, or ``"drop"``
-            the worker that failed and carry on without it.
+        on_failure: what is done about a worker that failed, after the others were updated:
+            ``"raise"`` a `SendError`; ``"drop"`` it; ``"quarantine"``, do not wait for it for a
+            time that doubles, though it gets every version, until it has committed the newest;
+            ``"restart"`` it in ``group``; or a function of a `WorkerFailure` that says which.
+        group: the worker group in which the workers run, for ``"restart"``.
+        on_restart: run in the worker started anew, ``on_restart(hosted, address)``, to make its
+            `Receiver`; None where the group's factory does.
+        verify: ``"checksum"``: checksums travel with the weights, and a worker applies nothing
+            that does not match them. ``"readback"``: also, after the commit, the worker reads its
+            model and compares it with what was written, and the sender with what it sent where no
+            layer changes values. Needs ``pip install "sync-core[verify]"``, here and there.
+        on_report: called with the report at the end of every send, also where workers failed;
+            what it raises is logged, and changes nothing.
         timeout: deadline of blocking calls, in seconds.
         **options: options of the scheme.
 
@@ -81,46 +92,40 @@ class Sender(Updater):
         strategy: Strategy = "tensordict",
         zero_copy: bool = False,
         partial: bool = False,
-        on_failure: Literal["raise", "drop"] = "raise",
+        on_failure: OnFailure = "raise",
+        group: WorkerGroup | None = None,
+        on_restart: Callable[[Any, Address], object] | None = None,
+        verify: Verify | None = None,
+        on_report: Callable[[SendReport], object] | None = None,
         timeout: float = 60.0,
         **options: Any,
     ) -> None:
-        if on_failure not in ("raise", "drop"):
-            raise ValueError(f"on_failure must be 'raise' or 'drop', not {on_failure!r}")
-        if isinstance(layers, str):
-            raise OptionError(f"layers is a list: layers=[{layers!r}]")
-        if workers is not None and not isinstance(workers, Sequence):
-            raise OptionError(f"workers is a list: workers=[{workers!r}]")
-        check_strategy(strategy)
-        if zero_copy and (partial or strategy != "tensordict"):
-            raise OptionError("zero_copy needs whole updates and strategy='tensordict'")
         super().__init__()
         self.model_id = model_id
-        self._scheme = scheme
-        self._layers = tuple(layers)
-        self._options = options
-        self._strategy: Strategy = strategy
-        self._zero_copy = zero_copy
-        self._partial = partial
-        self._on_failure = on_failure
-        self._timeout = timeout
-        self._worker_ids = list(range(count_workers(num_workers, workers)))
+        self._terms = Terms(
+            scheme=scheme,
+            layers=layers,
+            options=options,
+            model_id=model_id,
+            strategy=strategy,
+            zero_copy=zero_copy,
+            partial=partial,
+            verify=verify,
+            timeout=timeout,
+        )
+        self._on_report = on_report
+        self._members = Membership(range(count_workers(num_workers, workers)), timeout)
         self._handles = dict(enumerate(workers or ()))
-        self._next_worker_id = len(self._worker_ids)
-        self._backend = registry.find("sync.schemes", scheme)
-        if zero_copy and "zero_copy" not in self._backend.capabilities:
-            raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
-        found = [registry.find("sync.layers", layer) for layer in layers]
-        self._stack = Stack(Defaults(strategy), self._backend, found)
+        self._remedies = Remedies(
+            on_failure, group, on_restart, called=bool(workers), timeout=timeout
+        )
+        self._outlet = Outlet(self._terms)
         self._source = Source(context, strategy, partial=partial)
-        self._cadence = Cadence(self._stack, model_id)
-        self._token = secrets.token_hex(16)
+        self._cadence = Cadence(self._outlet.stack, model_id)
         self._version = 0
         self._starting = threading.Lock()
         self._pending: PendingSend | None = None
-        self._transport: SenderTransport | None = None
-        self._make_address: Callable[..., Address]
-        self._close_transport: Callable[[], Any] | None = None
+        self._close_members = weakref.finalize(self, self._members.close)
         self._closed = False
         if model is None and context is not None:
             model = model_id
@@ -130,7 +135,7 @@ class Sender(Updater):
     def register_model(self, model: Any) -> None:
         """Say what is sent when `send` is given nothing; see the argument ``model``."""
         self._source.model = model
-        self._start(self._source.read(), model)
+        self._open(self._source.read(), model)
 
     @property
     def version(self) -> int:
@@ -139,7 +144,24 @@ class Sender(Updater):
 
     def all_worker_ids(self) -> tuple[int, ...]:
         """The ids of the workers."""
-        return tuple(self._worker_ids)
+        return self._members.ids
+
+    @property
+    def workers(self) -> Mapping[int, WorkerStatus]:
+        """What is known of each worker now, by id."""
+        return self._members.statuses
+
+    def subscribe(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
+        """Be told of every worker that comes into another state.
+
+        Args:
+            callback: called with each event, in order, in a thread of the sender's and without
+                locks; what it raises is logged.
+
+        Returns:
+            What ends that when it is called.
+        """
+        return self._members.subscribe(callback)
 
     def address(self, worker_id: int) -> Address:
         """The address that worker ``worker_id`` gives to its `Receiver`; it pickles.
@@ -148,9 +170,9 @@ class Sender(Updater):
             UnknownWorkerError: no such worker.
             ModelError: the sender knows no model yet.
         """
-        (worker_id,) = normalize(worker_id, self._worker_ids)
-        transport = self._started()
-        return self._make_address(worker_id=worker_id, endpoint=transport.address(worker_id))
+        (worker_id,) = normalize(worker_id, self._members.ids)
+        self._check_open()
+        return self._outlet.address(worker_id)
 
     def send(
         self,
@@ -193,19 +215,26 @@ class Sender(Updater):
         started = time.perf_counter()
         with self._starting:
             self._check_ready()
-            addressed = normalize(worker_ids, self._worker_ids)
+            addressed = normalize(worker_ids, self._members.ids)
             given = either(weights, weights_dict)
             update = self._source.read(given)
-            self._start(update, given)
+            self._open(update, given)
             due = self._cadence.due(addressed, self._version)
-            deliveries = self._deliver(update, due) if due else {}
+            if due:
+                update = self._outlet.prepare(update, self._version + 1, due)
+                self._version += 1
+            prepared = time.perf_counter()
+            deliveries = self._outlet.send(update, self._version, due) if due else {}
             self._pending = PendingSend(
                 self._version,
                 deliveries,
                 [worker_id for worker_id in addressed if worker_id not in due],
                 started=started,
-                timeout=self._timeout if timeout is None else timeout,
-                finish=self._finish,
+                timeout=self._terms.timeout if timeout is None else timeout,
+                finish=self._end,
+                unwaited=self._members.sent(self._version, deliveries),
+                prepare_seconds=prepared - started,
+                publish_seconds=time.perf_counter() - prepared,
             )
             return self._pending
 
@@ -236,20 +265,18 @@ class Sender(Updater):
             OptionError: a handle where the others have none, or none where they have one.
         """
         self._check_open()
-        if (worker is None) is bool(self._handles):
-            raise OptionError(
-                "the sender calls its workers by their handles: add_worker(worker=…)"
-                if worker is None
-                else "the workers connect by their addresses; leave worker= out"
-            )
+        check_handle(worker, needed=bool(self._handles))
         if worker_id is None:
-            worker_id = self._next_worker_id
-        if worker_id in self._worker_ids:
+            worker_id = self._members.next_id
+        if worker_id in self._members:
             raise ValueError(f"there is a worker {worker_id} already")
-        self._next_worker_id = max(self._next_worker_id, worker_id + 1)
-        if self._transport is not None:
-            self._transport.add_worker(worker_id, worker)
-        self._worker_ids.append(worker_id)
+        self._members.add(worker_id)
+        if self._outlet.transport is not None:
+            try:
+                self._outlet.transport.add_worker(worker_id, worker)
+            except BaseException:
+                self._members.remove(worker_id)
+                raise
         if worker is not None:
             self._handles[worker_id] = worker
         return worker_id
@@ -261,11 +288,11 @@ class Sender(Updater):
             UnknownWorkerError: no such worker.
         """
         self._check_open()
-        (worker_id,) = normalize(worker_id, self._worker_ids)
-        self._worker_ids.remove(worker_id)
+        (worker_id,) = normalize(worker_id, self._members.ids)
+        self._members.remove(worker_id)
         self._handles.pop(worker_id, None)
-        if self._transport is not None:
-            self._transport.remove_worker(worker_id)
+        if self._outlet.transport is not None:
+            self._outlet.transport.remove_worker(worker_id)
 
     def close(self) -> None:
         """End a pending send and release everything; receivers learn that the sender is gone."""
@@ -274,8 +301,8 @@ class Sender(Updater):
         self._closed = True
         if self._pending is not None:
             self._pending.abandon()
-        if self._close_transport is not None:
-            self._close_transport()
+        self._close_members()
+        self._outlet.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -298,67 +325,23 @@ class Sender(Updater):
         if self._pending is not None:
             raise PendingSendError("a send is pending; call wait_async() before the next one")
 
-    def _started(self) -> SenderTransport:
-        self._check_open()
-        if self._transport is None:
-            raise ModelError("the sender has no model; give it one, or call register_model()")
-        return self._transport
+    def _open(self, update: Update, model: Any) -> None:
+        workers, members = tuple(self._handles.values()), self._members
+        self._outlet.open(update, model, members.ids, workers, members.notify)
 
-    def _start(self, update: Update, model: Any) -> None:
-        """Make the transport, now that it is known what will travel."""
-        if self._transport is not None:
-            return
-        # No method: the transport keeps it, and must not keep this sender alive.
-        self._make_address = partial(
-            Address,
-            scheme=self._scheme,
-            layers=self._layers,
-            options=self._options,
-            model_id=self.model_id,
-            token=self._token,
-            strategy=self._strategy,
-            zero_copy=self._zero_copy,
-            partial=self._partial,
-            timeout=self._timeout,
-            layout=update.layout,
-        )
-        if self._stack.implements("prepare_weights"):
-            update = self._prepare(Update(update.layout, update.tensors), 0, ())
-        self._transport = self._stack.create_sender_transport(
-            TransportContext(
-                side="sender",
-                scheme=self._backend.name,
-                model_id=self.model_id,
-                models=names_of(model),
-                token=self._token,
-                timeout=self._timeout,
-                zero_copy=self._zero_copy,
-                options=self._options,
-                worker_ids=tuple(self._worker_ids),
-                workers=tuple(self._handles.values()),
-                layout=update.layout,
-                make_address=self._make_address,
-            )
-        )
-        self._close_transport = weakref.finalize(self, self._transport.close)
-
-    def _prepare(self, update: Update, version: int, worker_ids: tuple[int, ...]) -> Update:
-        context = SendContext(model_id=self.model_id, version=version, worker_ids=worker_ids)
-        return self._stack.prepare_weights(update, context)
-
-    def _deliver(self, update: Update, worker_ids: tuple[int, ...]) -> dict[int, Delivery]:
-        update = self._prepare(update, self._version + 1, worker_ids)
-        self._version += 1
-        payload = Payload(self._version, update.layout, update.tensors)
-        return dict(self._started().send(payload, worker_ids))
+    def _end(self, report: SendReport, *, waited: bool) -> SendReport:
+        report = replace(report, scheme=self._outlet.scheme, model_id=self.model_id)
+        report = self._finish(report, waited=waited)
+        tell(report, self._on_report)
+        return report
 
     def _finish(self, report: SendReport, *, waited: bool) -> SendReport:
         self._pending = None
         self._cadence.reached(report.updated)
-        if report.failed and self._on_failure == "drop" and waited:
-            for worker_id in report.failed.keys() & set(self._worker_ids):
-                self.remove_worker(worker_id)
-            report = report.with_failed_dropped()
+        if report.failed and waited:
+            report = self._remedies.apply(report, self._members, self.remove_worker, self.address)
+        if returned := self._members.take_returned(report.updated):
+            report = report.with_returned(returned)
         if not report.failed:
             self._run_post_hooks()
         return report

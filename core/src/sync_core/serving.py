@@ -6,15 +6,22 @@ import hmac
 import os
 import selectors
 import socket
+import struct
+import sys
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from sync_core.channel import Channel, Message
+from sync_core.channel import MAX_MESSAGE, Channel, Message
 from sync_core.publisher import Publisher
 from sync_core.transport import SenderTransport
+
+# Nobody is asked for more than this, or waited for in greater number, before a hello.
+_MAX_HELLO = 4096
+_MAX_STRANGERS = 128
 
 
 @dataclass(eq=False)
@@ -27,6 +34,7 @@ class Peer:
         worker_id: the worker that did.
         pid: the worker's process.
         seen: the newest version that it has answered about.
+        since: when it has connected (`time.monotonic`).
     """
 
     channel: Channel
@@ -34,6 +42,7 @@ class Peer:
     worker_id: int | None = None
     pid: int | None = None
     seen: int = 0
+    since: float = field(default_factory=time.monotonic)
 
     @property
     def name(self) -> str:
@@ -93,7 +102,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         """Act on a message other than a hello.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no message of this scheme; the worker is lost.
+            Exception: it is no message of this scheme; the worker is lost.
         """
 
     def withdraw(self, peer: PeerT) -> None:
@@ -109,7 +118,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
     def connect(self, connection: socket.socket, worker_id: int | None = None) -> None:
         """Serve one more connection; only ``worker_id`` may say hello on it, if that is given."""
         with self._publisher.changed:
-            peer = self._make_peer(Channel(connection), worker_id)
+            peer = self._make_peer(Channel(connection, _MAX_HELLO), worker_id)
             self._connections.add(peer)
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)
             self._wake_up.send(b"\0")
@@ -171,6 +180,12 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             connection, _ = listener.accept()
         except OSError:
             return  # the worker has given up already
+        if not _same_user(connection):
+            connection.close()
+            return
+        strangers = [p for p in self._connections if p.worker_id is None and p.expected is None]
+        if len(strangers) >= _MAX_STRANGERS:
+            self._lose(min(strangers, key=lambda peer: peer.since), "it has not said hello")
         self.connect(connection)
 
     def _listen_to(self, peer: PeerT) -> None:
@@ -181,7 +196,8 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
                     self._admit(peer, message)
                 else:
                     self.handle(peer, message)
-        except (ConnectionError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:
+            # Whatever it has sent: the thread lives for the other workers.
             self._lose(peer, self.describe_loss(peer, error))
 
     def _admit(self, peer: PeerT, message: Message) -> None:
@@ -194,6 +210,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             self._say_gone(peer, f"the sender has no worker {worker_id} any more")
             return
         peer.worker_id = worker_id
+        peer.channel.limit = MAX_MESSAGE
         peer.pid = int(message["pid"])
         replaced = self._peers.get(worker_id)
         if replaced is not None:
@@ -238,3 +255,16 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 def hello(token: str, worker_id: int) -> Message:
     """The first message of a worker to a `ServingTransport`."""
     return {"type": "hello", "token": token, "worker": worker_id, "pid": os.getpid()}
+
+
+def _same_user(connection: socket.socket) -> bool:
+    """Whether a unix socket leads to a process of this user, or of root.
+
+    Sockets with abstract names have no permissions of their own.
+    """
+    if sys.platform != "linux" or connection.family != socket.AF_UNIX:
+        return True
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, user, _ = struct.unpack("3i", credentials)
+    return user in (0, os.getuid())

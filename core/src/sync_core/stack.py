@@ -13,6 +13,7 @@ from sync_core.errors import HookResultError, UnknownHookError
 from sync_core.hook_check import HOOKS, check_hooks, implemented, wraps
 from sync_core.hookspecs import PROJECT, hookimpl
 from sync_core.registry import Plugin
+from sync_core.trace import trace_if_asked
 from sync_core.transport import ReceiverTransport, SenderTransport
 from sync_core.update import Update
 
@@ -41,6 +42,7 @@ class Stack:
         for position, plugin in enumerate(plugins):
             self._register(plugin, f"{position}: {plugin.name}")
             self._register_check((plugin,), wrappers=True)
+        trace_if_asked(self._manager)
         self._extended = frozenset(
             hook for hook in HOOKS for plugin in plugins if hook in implemented(plugin.object)
         )

@@ -65,6 +65,10 @@ class Update:
         self.layout = self.layout.with_tensors(tensors)
         self._source = tuple(tensors)
 
+    def become(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
+        """Put these tensors, in the order of ``layout.specs``, under another layout."""
+        self.layout, self._source = layout, tuple(tensors)
+
     def rename(self, named: Mapping[str, Tensor]) -> None:
         """Put other tensors under other names."""
         renamed = Update.of(named)

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sync_core.errors import UnknownWorkerError
+from sync_core.errors import OptionError, UnknownWorkerError
 
 
 def normalize(worker_ids: int | Iterable[int] | None, known: Iterable[int]) -> tuple[int, ...]:
@@ -35,8 +35,11 @@ def count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int
     """The number of workers that a sender starts with.
 
     Raises:
+        OptionError: the workers are no list.
         ValueError: none is given, or two that differ.
     """
+    if workers is not None and not isinstance(workers, Sequence):
+        raise OptionError(f"workers is a list: workers=[{workers!r}]")
     if workers is not None:
         if num_workers not in (None, len(workers)):
             raise ValueError(f"num_workers={num_workers}, but {len(workers)} workers were given")
@@ -44,6 +47,14 @@ def count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int
     if num_workers is None or isinstance(num_workers, bool) or num_workers < 0:
         raise ValueError(f"num_workers must be a number of workers, not {num_workers!r}")
     return num_workers
+
+
+def check_handle(worker: Any, *, needed: bool) -> None:
+    """Raise `OptionError` for a worker without a handle, or with one, unlike the others."""
+    if needed and worker is None:
+        raise OptionError("the sender calls its workers by their handles: add_worker(worker=…)")
+    if worker is not None and not needed:
+        raise OptionError("the workers connect by their addresses; leave worker= out")
 
 
 def _normalize_one(worker_id: Any, known: tuple[int, ...]) -> int:

@@ -5,8 +5,9 @@ Schemes, groups and layers are found by name; what is exported here is what user
 
 from sync_plugin_std.cast import BFloat16, Float16
 from sync_plugin_std.interval import Interval
+from sync_plugin_std.metrics import Metrics
 from sync_plugin_std.mp import with_pipe
 
 __version__ = "0.1.0"
 
-__all__ = ["BFloat16", "Float16", "Interval", "with_pipe"]
+__all__ = ["BFloat16", "Float16", "Interval", "Metrics", "with_pipe"]

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import sys
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from sync_core import Block, CapacityError, OptionError
 
+# https://man7.org/linux/man-pages/man2/F_GET_SEALS.2const.html; fcntl knows it by name since 3.13.
+_F_SEAL_FUTURE_WRITE = 0x10
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
 def create(nbytes: int, directory: str | None = None) -> int:
-    """A file descriptor of new shared memory, mode 0600, its pages reserved.
+    """A file descriptor of new shared memory, of mode 0600, its pages reserved.
 
     Args:
         nbytes: its size.
@@ -64,9 +68,25 @@ def map_block(descriptor: int, *, writable: bool) -> Block:
         return Block(torch.frombuffer(mapping, dtype=torch.uint8))
 
 
+def seal(descriptor: int) -> None:
+    """Let nobody who is given the descriptor write to the memory from now on, or cut it short.
+
+    What is mapped already stays writable: by the sender. Only anonymous memory can be sealed, and
+    only since Linux 5.1 against being written to.
+    """
+    if sys.platform != "linux":
+        return
+    fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    for seals in (fixed, _F_SEAL_FUTURE_WRITE):
+        with suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+
+
 def _open(directory: str | None) -> int:
     if directory is None and sys.platform == "linux":
-        return os.memfd_create("sync-core", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("sync-core", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(descriptor, 0o600)
+        return descriptor
     with tempfile.TemporaryFile(dir=directory) as file:
         return os.dup(file.fileno())
 

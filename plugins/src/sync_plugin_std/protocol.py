@@ -14,7 +14,7 @@ from      message                                meaning
 worker    ``hello``, token, worker, pid          the first message of a connection
 sender    ``welcome`` + 2 descriptors            accepted; the board, and the pipe's reading end
 sender    ``slot``, index, live + descriptor     a slot that will be offered; those there are
-worker    ``answer``, version, error, held       committed, or not; reads only ``held`` from now
+worker    ``answer``, answer, held               committed, or not; reads only ``held`` from now
 sender    ``gone``, reason                       refused, replaced, removed, or the sender closes
 ========  =====================================  ===============================================
 """
@@ -63,7 +63,9 @@ class Board:
     @classmethod
     def create(cls) -> Board:
         """A board without offers."""
-        return cls(memory.create_sparse(_WORKERS * _FIELDS * 8), writable=True)
+        board = cls(memory.create_sparse(_WORKERS * _FIELDS * 8), writable=True)
+        memory.seal(board.descriptor)
+        return board
 
     def __getitem__(self, worker_id: int) -> Offer:
         start = worker_id * _FIELDS

@@ -8,6 +8,7 @@ import time
 from functools import partial
 
 from sync_core import (
+    Answer,
     Block,
     Channel,
     Message,
@@ -43,11 +44,10 @@ class SharedReceiver(ReceiverTransport):
         try:
             self._send(hello(context.token, context.worker_id))
             self._handle_next(context.timeout)
-            self._board = Board(channel.pop_descriptor(), writable=False)
+            self._board, self._tokens = self._take_board(channel)
         except BaseException:
             channel.close()
             raise
-        self._tokens = channel.pop_descriptor()
         self._poll = select.poll()
         self._poll.register(self._tokens, select.POLLIN)
         self._poll.register(channel, select.POLLIN)
@@ -64,12 +64,10 @@ class SharedReceiver(ReceiverTransport):
                 self._handle_next(0)
         return self._read(self._board[self._worker_id])
 
-    def acknowledge(self, version: int, error: str | None) -> None:
+    def acknowledge(self, answer: Answer) -> None:
         """Answer, and say which slots are still read."""
-        if error is not None:
-            error = error[-60_000:]
         held = list(self._held)
-        self._send({"type": "answer", "version": version, "error": error, "held": held})
+        self._send({"type": "answer", "answer": answer.to_message(), "held": held})
 
     def close(self) -> None:
         """Hang up; the sender takes back every slot."""
@@ -81,16 +79,19 @@ class SharedReceiver(ReceiverTransport):
             self._blocks.clear()
 
     def _read(self, offer: Offer) -> Payload:
+        since = time.perf_counter()
         while offer.slot not in self._blocks:
             self._handle_next(self._timeout)
         block = self._blocks[offer.slot]
         self._held.add(offer.slot)
         release = partial(self._held.discard, offer.slot)
         try:
-            return Payload.unpack(block, offer.version, digest=offer.layout, release=release)
+            return Payload.unpack(
+                block, offer.version, digest=offer.layout, release=release, since=since
+            )
         except PayloadError as error:
             release()
-            self.acknowledge(offer.version, repr(error))
+            self.acknowledge(Answer.refusal(offer.version, error))
             raise
 
     def _handle_next(self, timeout: float) -> None:
@@ -103,10 +104,24 @@ class SharedReceiver(ReceiverTransport):
             if timeout > 0:
                 raise SenderLostError(f"the sender did not answer within {timeout:g} s")
             return
-        if message["type"] == "gone":
-            raise SenderLostError(str(message["reason"]))
-        if message["type"] == "slot":
-            self._map_slot(message)
+        try:
+            if message["type"] == "gone":
+                raise SenderLostError(str(message["reason"]))
+            if message["type"] == "slot":
+                self._map_slot(message)
+        except (LookupError, TypeError, ValueError, OSError) as error:
+            if isinstance(error, SenderLostError):
+                raise
+            raise SenderLostError(f"the sender does not keep to the protocol: {error!r}") from error
+
+    def _take_board(self, channel: Channel) -> tuple[Board, int]:
+        """What came with the welcome: the board, and the end of the pipe for tokens."""
+        try:
+            tokens = -1
+            descriptor, tokens = channel.pop_descriptor(), channel.pop_descriptor()
+            return Board(descriptor, writable=False), tokens
+        except (OSError, ValueError) as error:
+            raise SenderLostError(f"the sender does not keep to the protocol: {error}") from error
 
     def _map_slot(self, message: Message) -> None:
         descriptor = self._channel.pop_descriptor()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sync_core import (
+    Answer,
     Block,
     Delivery,
     Message,
@@ -67,6 +68,7 @@ class SharedSender(ServingTransport[SharedPeer]):
                 slots,
                 context.worker_ids,
                 timeout=context.timeout,
+                notify=context.notify,
                 revoke=self._revoke_all,
             )
         except BaseException:
@@ -96,9 +98,10 @@ class SharedSender(ServingTransport[SharedPeer]):
             raise ValueError(f"{message['type']!r} is no message")
         assert peer.worker_id is not None
         peer.offered = None
-        peer.seen = int(message["version"])
+        answer = Answer.from_message(message["answer"])
+        peer.seen = answer.version
         self._publisher.give_back(peer, message["held"])
-        self._publisher.answer(peer.worker_id, peer.seen, message["error"])
+        self._publisher.answer(peer.worker_id, answer)
         # Not to this peer, whose place another may have taken.
         self.offer_to([peer.worker_id])
 
@@ -149,6 +152,7 @@ class SharedSender(ServingTransport[SharedPeer]):
     def _allocate(self, nbytes: int) -> Block:
         descriptor = memory.create(nbytes, self._directory)
         block = memory.map_block(descriptor, writable=True)
+        memory.seal(descriptor)
         self._descriptors[block] = descriptor
         weakref.finalize(block, os.close, descriptor)
         return block

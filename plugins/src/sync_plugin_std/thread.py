@@ -12,6 +12,7 @@ from typing import Any
 
 from sync_core import (
     AddressError,
+    Answer,
     Block,
     Delivery,
     Payload,
@@ -62,6 +63,7 @@ class ThreadSender(SenderTransport):
             options.slots,
             context.worker_ids,
             timeout=context.timeout,
+            notify=context.notify,
         )
         self._name = secrets.token_hex(8)
         _publishers[self._name] = self._publisher
@@ -128,9 +130,9 @@ class ThreadReceiver(ReceiverTransport):
             release=partial(self._release, slot.index),
         )
 
-    def acknowledge(self, version: int, error: str | None) -> None:
+    def acknowledge(self, answer: Answer) -> None:
         """Answer at once."""
-        self._publisher.answer(self._worker_id, version, error)
+        self._publisher.answer(self._worker_id, answer)
 
     def close(self) -> None:
         """The worker is gone."""

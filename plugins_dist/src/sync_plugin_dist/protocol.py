@@ -16,7 +16,7 @@ sender    ``again``                               leave the process group; ``tak
 sender    ``nothing``                             there is nothing newer any more
 worker    ``received``, version                   it has come whole, and is staged
 worker    ``broken``, number                      the process group failed here
-worker    ``answer``, version, error              committed, or not
+worker    ``answer``, answer                      committed, or not
 sender    ``gone``, reason                        refused, replaced, removed, or the sender closes
 ========  ======================================  ==============================================
 
@@ -27,7 +27,49 @@ is in nobody's way; and none is applied before all have come, with the version's
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
+
+from sync_core import Message
+
+# What layers may add to the model's own size: wider dtypes, and tensors of their own.
+_TIMES, _MORE = 16, 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What the sender says of a version that follows.
+
+    Args:
+        number: of the wire.
+        version: the version.
+        digest: of its layout.
+        nbytes: its size.
+        part: the size of the parts in which it comes.
+    """
+
+    number: int
+    version: int
+    digest: str
+    nbytes: int
+    part: int
+
+    @classmethod
+    def from_message(cls, message: Message, model_nbytes: int) -> Self:
+        """The transfer that a message announces, for a model of so many bytes.
+
+        Raises:
+            ValueError: it announces none, or more bytes than there is any reason for.
+        """
+        transfer = cls(**{f.name: message[f.name] for f in fields(cls)})
+        numbers = (transfer.number, transfer.version, transfer.nbytes, transfer.part)
+        if any(type(n) is not int or n <= 0 for n in numbers) or type(transfer.digest) is not str:
+            raise ValueError(f"{message!r:.200} announces no version")
+        if transfer.nbytes > model_nbytes * _TIMES + _MORE:
+            raise ValueError(
+                f"it announces {transfer.nbytes} bytes for a model of {model_nbytes} bytes"
+            )
+        return transfer
 
 
 @dataclass(frozen=True, slots=True)

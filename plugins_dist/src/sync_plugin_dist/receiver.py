@@ -7,9 +7,8 @@ import time
 from collections import deque
 from functools import partial
 
-from torch import Tensor
-
 from sync_core import (
+    Answer,
     Block,
     Channel,
     Layout,
@@ -18,11 +17,13 @@ from sync_core import (
     PayloadError,
     ReceiverTransport,
     SenderLostError,
+    SyncError,
     TransportContext,
     hello,
 )
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.parts import cut
+from sync_plugin_dist.protocol import Transfer
 from sync_plugin_dist.wire import BrokenWireError, Wire
 
 
@@ -42,9 +43,11 @@ class DistReceiver(ReceiverTransport):
         self._messages: deque[Message] = deque()
         self._blocks: list[Block] = []
         self._layout: Layout | None = None
+        self._model_nbytes = 0 if context.layout is None else context.layout.nbytes
         self._wire: Wire | None = None
         self._offered = 0
         self._seen = 0
+        self._asked = 0.0
         connection = _connect(context)
         self._link = options.link(context, context.endpoint, connection.getsockname()[0])
         self._channel = Channel(connection)
@@ -57,22 +60,16 @@ class DistReceiver(ReceiverTransport):
 
     def receive(self, timeout: float) -> Payload | None:
         """The newest version, once there is one that was not seen."""
-        deadline = time.monotonic() + timeout
-        while True:
-            while self._offered <= self._seen:
-                message = self._hear(max(0.0, deadline - time.monotonic()))
-                if message is None:
-                    return None
-                self._note(message)
-            payload = self._fetch()
-            if payload is not None or time.monotonic() > deadline:
-                return payload
+        try:
+            return self._receive(timeout)
+        except (LookupError, TypeError, ValueError) as error:
+            if isinstance(error, SyncError):
+                raise
+            raise SenderLostError(f"the sender does not keep to the protocol: {error!r}") from error
 
-    def acknowledge(self, version: int, error: str | None) -> None:
+    def acknowledge(self, answer: Answer) -> None:
         """Answer."""
-        if error is not None:
-            error = error[-60_000:]
-        self._send({"type": "answer", "version": version, "error": error})
+        self._send({"type": "answer", "answer": answer.to_message()})
 
     def close(self) -> None:
         """Hang up."""
@@ -92,10 +89,23 @@ class DistReceiver(ReceiverTransport):
             return True
         while (message := self._channel.pop_message()) is not None:
             self._messages.append(message)
-        return any(message["type"] in ("again", "gone") for message in self._messages)
+        return any(message.get("type") in ("again", "gone") for message in self._messages)
+
+    def _receive(self, timeout: float) -> Payload | None:
+        deadline = time.monotonic() + timeout
+        while True:
+            while self._offered <= self._seen:
+                message = self._hear(max(0.0, deadline - time.monotonic()))
+                if message is None:
+                    return None
+                self._note(message)
+            payload = self._fetch()
+            if payload is not None or time.monotonic() > deadline:
+                return payload
 
     def _fetch(self) -> Payload | None:
         """What was offered; None when that was taken back, or did not come in time."""
+        self._asked = time.perf_counter()
         self._send({"type": "take"})
         deadline = time.monotonic() + self._timeout
         while True:
@@ -127,27 +137,33 @@ class DistReceiver(ReceiverTransport):
             self._send({"type": "broken", "number": number})
 
     def _read(self, message: Message) -> Payload | None:
-        wire, version = self._wire, message["version"]
-        if wire is None or wire.number != message["number"]:
+        transfer = Transfer.from_message(message, self._model_nbytes)
+        wire, version = self._wire, transfer.version
+        if wire is None or wire.number != transfer.number:
             return None
-        block = self._take_block(message["nbytes"])
+        block = self._take_block(transfer.nbytes)
         release = partial(self._blocks.append, block)
         try:
-            wire.receive(_parts(block, message), version, self)
+            wire.receive(cut(block, transfer.nbytes, transfer.part), version, self)
         except BrokenWireError:
             release()
             self._end_wire()
-            self._send({"type": "broken", "number": message["number"]})
+            self._send({"type": "broken", "number": transfer.number})
             return None
         self._seen = version
         self._send({"type": "received", "version": version})
         try:
             payload = Payload.unpack(
-                block, version, digest=message["digest"], known=self._layout, release=release
+                block,
+                version,
+                digest=transfer.digest,
+                known=self._layout,
+                release=release,
+                since=self._asked,
             )
         except PayloadError as error:
             release()
-            self.acknowledge(version, repr(error))
+            self.acknowledge(Answer.refusal(version, error))
             raise
         self._layout = payload.layout
         return payload
@@ -181,7 +197,7 @@ class DistReceiver(ReceiverTransport):
                 return None
             self._messages.append(message)
         message = self._messages.popleft()
-        if message["type"] == "gone":
+        if message.get("type") == "gone":
             raise SenderLostError(str(message["reason"]))
         return message
 
@@ -195,10 +211,6 @@ class DistReceiver(ReceiverTransport):
         if self._wire is not None:
             self._wire.close()
             self._wire = None
-
-
-def _parts(block: Block, message: Message) -> list[Tensor]:
-    return cut(block, message["nbytes"], message["part"])
 
 
 def _connect(context: TransportContext) -> socket.socket:

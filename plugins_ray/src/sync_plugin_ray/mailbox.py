@@ -39,7 +39,7 @@ class Event:
         kind: it came, answered about a version, or found that a version's bytes were lost.
         worker_id: the worker that it is.
         version: the version that it speaks of.
-        error: why that was not committed.
+        answer: what it answered, as `sync_core.Answer.to_message` gives it.
         actor: the handle of the actor that it runs in, if it runs in one.
         data: what was published of it, and is lost.
     """
@@ -47,7 +47,7 @@ class Event:
     kind: Literal["joined", "answered", "lost"]
     worker_id: int
     version: int = 0
-    error: str | None = None
+    answer: Mapping[str, Any] | None = None
     actor: Any = None
     data: Any = None
 
@@ -115,7 +115,7 @@ class Mailbox:
 
     async def answer(self, event: Event, reader: str) -> None:
         """Pass on what a receiver has to say, unless another has taken its place."""
-        if self._readers.get(event.worker_id) == reader:
+        if self._is_reader(event.worker_id, reader):
             self._events.put_nowait(event)
 
     def _answer(self, worker_id: int, reader: str, seen: int) -> Offer | Gone | None:
@@ -123,10 +123,15 @@ class Mailbox:
             return Gone("the sender was closed")
         if worker_id not in self._offers:
             return Gone(f"worker {worker_id} was removed from the sender")
-        if self._readers.get(worker_id) != reader:
+        if not self._is_reader(worker_id, reader):
             return Gone("another receiver was given the same address")
         offer = self._offers[worker_id]
         return None if offer is None or offer.version <= seen else offer
+
+    def _is_reader(self, worker_id: int, reader: str) -> bool:
+        # As secret as the token, for which it was given.
+        known = self._readers.get(worker_id)
+        return known is not None and hmac.compare_digest(known.encode(), reader.encode())
 
     async def _wake(self) -> None:
         async with self._changed:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sync_core import Block, Layout, Payload
+from sync_core import Block, Layout, Payload, PayloadError
 
 # Tensors of so many bytes are put from where they are; the others are packed together first.
 _LARGE = 1 << 18
@@ -56,7 +56,13 @@ class Cutter:
 
 
 def join(pieces: list[Array]) -> Array:
-    """The bytes that were cut, where they lie if they lie one after the other."""
+    """The bytes that were cut, where they lie if they lie one after the other.
+
+    Raises:
+        PayloadError: they are no bytes.
+    """
+    if not isinstance(pieces, list) or not pieces or not all(map(_is_bytes, pieces)):
+        raise PayloadError(f"what was published is no payload, but a {type(pieces).__name__}")
     addresses = [piece.ctypes.data for piece in pieces]
     ends = [address + len(piece) for address, piece in zip(addresses, pieces, strict=True)]
     if any(end != start for end, (_, start) in zip(ends, pairwise(addresses), strict=False)):
@@ -64,6 +70,15 @@ def join(pieces: list[Array]) -> Array:
     # Every piece keeps the whole object in memory, and the result keeps the first piece.
     size = (ends[-1] - addresses[0],)
     return np.lib.stride_tricks.as_strided(pieces[0], shape=size, writeable=False)
+
+
+def _is_bytes(piece: object) -> bool:
+    return (
+        type(piece) is np.ndarray
+        and piece.dtype == np.uint8
+        and piece.ndim == 1
+        and piece.flags.c_contiguous
+    )
 
 
 def _is_large(nbytes: int) -> bool:

@@ -14,9 +14,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sync_core import (
-    ApplyError,
     CapacityError,
     Delivery,
+    Notice,
     Payload,
     SenderTransport,
     TransportContext,
@@ -69,6 +69,7 @@ class PullSender(SenderTransport):
         self._newest_for_all: Publication | None = None
         self._updates = 0
         self._timeout = context.timeout
+        self._notify = context.notify
         # On this node, so that it lives as long as the sender does.
         node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._mailbox: Any = (
@@ -193,6 +194,7 @@ class PullSender(SenderTransport):
                 reason = str(error).strip().splitlines()[0]
                 self._lost = f"the mailbox of its sender is gone ({reason}); make a new Sender"
                 for worker_id, worker in self._workers.items():
+                    self._notify(worker_id, Notice("lost", reason=self._lost))
                     if worker.delivery is not None:
                         worker.delivery.fail(WorkerLostError(worker_id, self._lost))
             return
@@ -207,19 +209,16 @@ class PullSender(SenderTransport):
                 return
             if event.kind == "joined":
                 worker.actor, worker.probed = event.actor, False
+                self._notify(event.worker_id, Notice("connected"))
             delivery = worker.delivery
             publication = worker.wanted
         if event.kind == "lost" and publication is not None:
             if publication.version == event.version:
                 self._put_again(event, publication, delivery)
         elif event.kind == "answered" and delivery is not None:
-            if delivery.version != event.version:
-                return
-            if event.error is None:
-                delivery.acknowledge()
-            else:
-                message = f"could not apply version {event.version}; it keeps the one it had\n"
-                delivery.fail(ApplyError(event.worker_id, message + event.error))
+            delivery.settle(event.answer)
+        elif event.kind == "answered" and event.answer and event.answer.get("error") is None:
+            self._notify(event.worker_id, Notice("acknowledged", event.version))
 
     def _put_again(self, event: Event, publication: Publication, delivery: Delivery | None) -> None:
         try:

@@ -9,7 +9,7 @@ import numpy as np
 import ray
 import torch
 
-from sync_core import Block, CapacityError, OptionError, Payload
+from sync_core import Block, CapacityError, OptionError, Payload, PayloadError
 from sync_plugin_ray.pieces import Cutter, join
 
 #: What reading an object raises when its bytes are nowhere any more.
@@ -110,6 +110,8 @@ def read(data: Any) -> Block:
     if isinstance(data, bytes):
         return Block.of_bytes(data)
     if isinstance(data, torch.Tensor):
+        if data.dtype != torch.uint8 or data.ndim != 1:
+            raise PayloadError(f"what was published is no payload, but a {data.dtype} tensor")
         return Block(data)
     joined = join(data)
     with warnings.catch_warnings():

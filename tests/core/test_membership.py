@@ -1,0 +1,254 @@
+"""What a sender knows of its workers, and whom it tells."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from sync_core import (
+    Delivery,
+    MembershipEvent,
+    Notice,
+    Receiver,
+    Sender,
+    SendError,
+    WorkerError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+from sync_core.membership import Membership, WorkerState
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def send(members: Membership, version: int, *worker_ids: int) -> dict[int, Delivery]:
+    deliveries = {i: Delivery(i, version, nbytes=8) for i in worker_ids or members.ids}
+    members.sent(version, deliveries)
+    return deliveries
+
+
+def state(members: Membership, worker_id: int = 0) -> str:
+    return str(members.statuses[worker_id].state)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def members(clock: Clock) -> Membership:
+    return Membership([0], timeout=2.0, clock=clock)
+
+
+def test_the_life_of_a_worker(members: Membership) -> None:
+    seen = [state(members)]
+    members.notify(0, Notice("connected"))
+    seen.append(state(members))
+    delivery = send(members, 1)[0]
+    seen.append(state(members))
+    delivery.acknowledge()
+    seen.append(state(members))
+    send(members, 2)[0].fail(WorkerTimeoutError(0, "is silent"))
+    seen.append(state(members))
+    members.notify(0, Notice("lost", reason="it is gone"))
+    seen.append(state(members))
+    assert seen == ["connecting", "current", "behind", "current", "suspect", "lost"]
+    status = members.statuses[0]
+    assert (status.version, status.wanted, status.failures) == (1, 2, 1)
+    assert str(status.error) == "worker 0: it is gone"
+
+
+def test_a_late_answer_counts_for_its_own_version_only(members: Membership) -> None:
+    first = send(members, 1)[0]
+    first.fail(WorkerTimeoutError(0, "is silent"))
+    second = send(members, 2)[0]
+    first.acknowledge()
+    assert (state(members), members.statuses[0].version) == ("behind", 1)
+    assert not second.wait(0)
+    second.acknowledge()
+    assert (state(members), members.statuses[0].version) == ("current", 2)
+    first.fail(WorkerLostError(0, "was told twice"))
+    assert state(members) == "current"
+
+
+def test_a_late_answer_makes_a_suspect_current(members: Membership) -> None:
+    delivery = send(members, 1)[0]
+    delivery.fail(WorkerTimeoutError(0, "is silent"))
+    delivery.acknowledge()
+    assert state(members) == "current"
+    assert isinstance(delivery.error, WorkerTimeoutError)
+
+
+def test_an_answer_of_one_that_was_removed_is_not_its_successors(members: Membership) -> None:
+    delivery = send(members, 1)[0]
+    members.remove(0)
+    members.add(0)
+    delivery.acknowledge()
+    assert (state(members), members.statuses[0].version) == ("connecting", 0)
+    members.notify(0, Notice("acknowledged", version=1))
+    assert state(members) == "current"
+
+
+def test_a_new_receiver_has_nothing(members: Membership) -> None:
+    send(members, 1)[0].acknowledge()
+    members.notify(0, Notice("connected"))
+    assert (state(members), members.statuses[0].version) == ("behind", 0)
+
+
+def test_versions_that_were_never_sent_are_not_believed(members: Membership) -> None:
+    send(members, 1)
+    members.notify(0, Notice("acknowledged", version=7))
+    assert (state(members), members.statuses[0].version) == ("connecting", 0)
+
+
+def test_news_of_nobody_is_ignored(members: Membership) -> None:
+    members.notify(5, Notice("connected"))
+    assert members.ids == (0,)
+
+
+def test_quarantine_doubles_and_ends(members: Membership, clock: Clock) -> None:
+    waits = []
+    for version in range(1, 8):
+        send(members, version)[0].fail(WorkerTimeoutError(0, "is silent"))
+        members.quarantine(0)
+        waits.append(members.statuses[0].retry_at - clock.now)
+        # Nobody waits meanwhile, and what fails then is not held against it.
+        unwaited = Delivery(0, version, nbytes=8)
+        assert members.sent(version, {0: unwaited}) == {0: "quarantine"}
+        unwaited.fail(WorkerLostError(0, "is gone"))
+        clock.now = members.statuses[0].retry_at
+    assert waits == [2.0, 4.0, 8.0, 16.0, 32.0, 32.0, 32.0]
+    tried = Delivery(0, 8, nbytes=8)
+    assert members.sent(8, {0: tried}) == {}
+    tried.acknowledge()
+    assert (state(members), members.statuses[0].failures) == ("current", 0)
+    assert members.take_returned([0]) == (0,)
+    assert members.take_returned([0]) == ()
+
+
+def test_a_worker_in_quarantine_comes_back_by_the_newest_version(members: Membership) -> None:
+    first = send(members, 1)[0]
+    first.fail(WorkerTimeoutError(0, "is silent"))
+    members.quarantine(0)
+    second = send(members, 2)[0]
+    first.acknowledge()
+    assert state(members) == "quarantined"
+    second.acknowledge()
+    assert state(members) == "current"
+
+
+def test_one_that_is_restarted_is_another(members: Membership) -> None:
+    delivery = send(members, 1)[0]
+    delivery.fail(WorkerLostError(0, "is gone"))
+    seat = members.restart(0)
+    delivery.acknowledge()
+    assert state(members) == "restarting"
+    members.notify(0, Notice("connected"))
+    members.notify(0, Notice("acknowledged", version=1))
+    members.restarted(0, seat)
+    assert state(members) == "current"
+
+
+def test_one_that_cannot_be_restarted_is_tried_again_later(
+    members: Membership, clock: Clock
+) -> None:
+    send(members, 1)[0].fail(WorkerLostError(0, "is gone"))
+    members.not_restarted(0, members.restart(0), WorkerError(0, "no room"))
+    assert members.statuses[0].retry_at == clock.now + 4.0
+
+
+class Log:
+    """Events, as a subscriber gets them."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[MembershipEvent] = queue.Queue()
+        self.threads: set[str] = set()
+
+    def __call__(self, event: MembershipEvent) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.events.put(event)
+
+    def next(self) -> tuple[Any, Any, int]:
+        event = self.events.get(timeout=10)
+        return event.before, event.after, event.version
+
+
+def test_events_in_order_and_without_locks() -> None:
+    log, policy = Log(), nn.Linear(2, 1)
+    with Sender("thread", policy, num_workers=1) as sender:
+        sender.subscribe(lambda _event: sender.workers)
+        unsubscribe = sender.subscribe(log)
+        receiver = Receiver(sender.address(0), nn.Linear(2, 1))
+        assert log.next() == ("connecting", "current", 0)
+        pending = sender.send_async()
+        assert log.next() == ("current", "behind", 0)
+        receiver.receive()
+        assert log.next() == ("behind", "current", 1)
+        pending.wait()
+        receiver.close()
+        assert log.next() == ("current", "lost", 1)
+        sender.add_worker()
+        assert log.next() == (None, "connecting", 0)
+        sender.remove_worker(1)
+        assert log.next() == ("connecting", None, 0)
+        unsubscribe()
+        unsubscribe()
+        sender.add_worker()
+    assert log.threads == {"sync-membership"}
+    assert log.events.empty()
+
+
+def test_a_subscriber_that_raises_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    log = Log()
+
+    def complain(event: MembershipEvent) -> None:
+        raise RuntimeError(f"I do not care for {event.after}")
+
+    with Sender("none", nn.Linear(2, 1), num_workers=1) as sender:
+        sender.subscribe(complain)
+        sender.subscribe(log)
+        with caplog.at_level(logging.ERROR, "sync_core"):
+            assert sender.send().updated == (0,)
+            assert log.next() == ("connecting", "current", 1)
+    assert "I do not care for current" in caplog.text
+
+
+def test_a_subscriber_may_change_the_sender() -> None:
+    with Sender("thread", nn.Linear(2, 1), num_workers=1) as sender:
+        done = threading.Event()
+
+        def drop(event: MembershipEvent) -> None:
+            if event.after == WorkerState.SUSPECT:
+                sender.remove_worker(event.worker_id)
+                done.set()
+
+        sender.subscribe(drop)
+        with pytest.raises(SendError):
+            sender.send(timeout=0.01)
+        assert done.wait(10)
+        assert sender.workers == {}
+
+
+def test_no_thread_outlives_its_sender() -> None:
+    def named(name: str) -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == name]
+
+    sender = Sender("none", nn.Linear(2, 1), num_workers=1)
+    assert named("sync-membership") == []
+    subscribe: Callable[..., object] = sender.subscribe
+    subscribe(print)
+    assert len(named("sync-membership")) == 1
+    sender.close()
+    assert named("sync-membership") == []

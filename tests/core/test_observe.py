@@ -1,0 +1,162 @@
+"""What a send tells about itself: phases, one line of log, and the trace of hook calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from torch import nn
+
+from sync_core import ApplyContext, Receiver, SendContext, Sender, SendError, SendReport, hookimpl
+
+
+class Slow:
+    """A layer that takes its time at both ends."""
+
+    @hookimpl(wrapper=True)
+    def prepare_weights(self, context: SendContext) -> Any:
+        time.sleep(0.02 if context.version else 0)
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self, context: ApplyContext) -> Any:
+        time.sleep(0.03)
+        return (yield)
+
+
+def send_and_receive(sender: Sender, receiver: Receiver) -> SendReport:
+    pending = sender.send_async()
+    receiver.receive()
+    return pending.wait()
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm"])
+def test_the_phases_are_told_apart_and_add_up(scheme: str) -> None:
+    with Sender(scheme, nn.Linear(2, 2), num_workers=1, layers=[Slow()]) as sender:
+        receiver = Receiver(
+            sender.address(0), nn.Linear(2, 2), on_commit=lambda _version: time.sleep(0.04)
+        )
+        report = send_and_receive(sender, receiver)
+    result = report.workers[0]
+    assert (report.scheme, report.model_id) == (scheme, "policy")
+    assert report.prepare_seconds >= 0.02
+    assert 0 < report.publish_seconds < report.seconds
+    assert result.commit_seconds >= 0.03
+    assert result.pause_seconds >= result.commit_seconds + 0.04
+    parts = (
+        report.prepare_seconds
+        + report.publish_seconds
+        + result.stage_seconds
+        + result.commit_seconds
+        + result.acknowledge_seconds
+    )
+    assert parts == pytest.approx(result.seconds)
+
+
+def test_waiting_is_no_pause() -> None:
+    with Sender("thread", nn.Linear(2, 2), num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+        pending = sender.send_async()
+        time.sleep(0.2)
+        receiver.receive()
+        result = pending.wait().workers[0]
+    assert result.pause_seconds < 0.1
+    assert result.acknowledge_seconds >= 0.2
+
+
+def test_a_send_is_one_line_of_log(caplog: pytest.LogCaptureFixture) -> None:
+    with Sender("thread", nn.Linear(2, 2), num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+        send_and_receive(sender, receiver)
+        assert caplog.records == []
+        caplog.set_level(logging.INFO, "sync_core")
+        send_and_receive(sender, receiver)
+        (record,) = caplog.records
+        assert (record.name, record.levelno) == ("sync_core", logging.INFO)
+        assert "send scheme=thread model_id=policy version=2 workers=1 updated=1" in record.message
+        assert record.__dict__["sync_version"] == 2
+        assert record.__dict__["sync_commit_seconds"] > 0
+        assert record.__dict__["sync_errors"] == []
+
+
+def test_a_worker_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with Sender("thread", nn.Linear(2, 2), num_workers=1, timeout=0.01) as sender:
+        with pytest.raises(SendError):
+            sender.send()
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        assert "failed=1" in record.message
+        assert "errors='worker 0: did not confirm version 1" in record.message
+        with Sender(
+            "thread", nn.Linear(2, 2), num_workers=1, timeout=0.01, on_failure="drop"
+        ) as dropping:
+            dropping.send()
+        assert "failed=0 dropped=1" in caplog.records[-1].message
+        assert caplog.records[-1].levelno == logging.WARNING
+
+
+_PROGRAM = """
+import torch
+from sync_core import Receiver, Sender
+class Refuses(torch.nn.Linear):
+    def get_extra_state(self): return torch.ones(1)
+    def set_extra_state(self, state):
+        if self.refuses: raise ValueError("no, thanks")
+model, copy = Refuses(2, 2), Refuses(2, 2)
+copy.refuses = False
+with Sender("thread", model, num_workers=1, layers=["bf16"], verify="checksum") as sender:
+    receiver = Receiver(sender.address(0), copy)
+    pending = sender.send_async()
+    receiver.receive()
+    pending.wait()
+    copy.refuses = True
+    sender.send_async()
+    try:
+        receiver.receive()
+    except ValueError:
+        pass
+"""
+
+
+@pytest.mark.timeout(60)
+def test_the_trace_is_a_line_for_each_hook_call() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env={**os.environ, "SYNC_TRACE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("sync-trace ")]
+    calls = [dict(part.split("=", 1) for part in line.split()[1:] if "=" in part) for line in lines]
+    assert [call["hook"] for call in calls] == [
+        "prepare_weights",
+        "create_transport",
+        "create_transport",
+        "prepare_weights",
+        "apply_weights",
+        "prepare_weights",
+        "apply_weights",
+    ]
+    assert calls[2]["side"] == "receiver"
+    assert calls[4]["plugins"] == "checksum,bf16,sync-core"
+    assert (calls[4]["model_id"], calls[4]["worker_id"], calls[4]["version"]) == (
+        "policy",
+        "0",
+        "1",
+    )
+    assert float(calls[4]["seconds"]) > 0
+    assert calls[4]["outcome"] == "ok"
+    assert "outcome=ValueError('no, thanks')" in lines[-1]
+    assert "token" not in done.stderr
+
+
+def test_without_being_asked_no_call_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SYNC_TRACE", raising=False)
+    with Sender("thread", nn.Linear(2, 2), num_workers=1) as sender:
+        assert sender._outlet.stack._manager._inner_hookexec.__name__ == "_multicall"

@@ -1,0 +1,95 @@
+"""What is done about workers that fail, where they are threads."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sync_core import OptionError, Receiver, Sender, SendError, WorkerFailure
+from sync_core.remedies import Remedy
+
+
+def start(**options: Any) -> tuple[Sender, dict[int, Receiver]]:
+    """A sender with two workers, both connected."""
+    sender = Sender("thread", {"w": torch.zeros(2)}, num_workers=2, timeout=0.2, **options)
+    return sender, {i: Receiver(sender.address(i), {"w": torch.zeros(2)}) for i in (0, 1)}
+
+
+def send(sender: Sender, *receivers: Receiver) -> Any:
+    """Send to workers of which only some receive."""
+    pending = sender.send_async()
+    for receiver in receivers:
+        receiver.receive()
+    return pending.wait()
+
+
+def test_quarantine_costs_one_deadline_and_no_more() -> None:
+    sender, workers = start(on_failure="quarantine")
+    with sender:
+        report = send(sender, workers[0])
+        assert (report.updated, report.quarantined, report.failed) == ((0,), (1,), {})
+        assert report.seconds >= 0.2
+        begin = time.monotonic()
+        quick = 0
+        while time.monotonic() < begin + 0.15:
+            report = send(sender, workers[0])
+            assert (report.updated, report.quarantined) == ((0,), (1,))
+            quick += 1
+        assert quick > 5
+        # It comes back, and is up to date without another send.
+        assert workers[1].receive() == report.version
+        assert sender.workers[1].state == "current"
+        report = send(sender, workers[0], workers[1])
+        assert (report.updated, report.returned, report.quarantined) == ((0, 1), (1,), ())
+        assert send(sender, *workers.values()).returned == ()
+
+
+def test_a_worker_in_quarantine_is_tried_again_and_put_back_for_longer() -> None:
+    sender, workers = start(on_failure="quarantine")
+    with sender:
+        send(sender, workers[0])
+        first = sender.workers[1].retry_at - time.monotonic()
+        time.sleep(max(0.0, first))
+        assert send(sender, workers[0]).seconds >= 0.2
+        second = sender.workers[1].retry_at - time.monotonic()
+        assert 0.1 < first <= 0.2 < second <= 0.4
+
+
+def test_a_function_judges_each_failure() -> None:
+    seen: list[WorkerFailure] = []
+
+    def judge(failure: WorkerFailure) -> Remedy:
+        seen.append(failure)
+        return "drop" if failure.status.failures > 1 else "raise"
+
+    sender, workers = start(on_failure=judge)
+    with sender:
+        with pytest.raises(SendError) as raised:
+            send(sender, workers[0])
+        assert raised.value.report.updated == (0,)
+        assert send(sender, workers[0]).dropped == (1,)
+        assert sender.all_worker_ids() == (0,)
+    assert [(f.worker_id, f.version, f.status.state) for f in seen] == [
+        (1, 1, "suspect"),
+        (1, 2, "suspect"),
+    ]
+
+
+@pytest.mark.parametrize("answer", ["shrug", "restart", None])
+def test_a_function_that_does_not_know_raises(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, workers = start(on_failure=lambda _failure: answer)
+    with sender, caplog.at_level(logging.ERROR, "sync_core"), pytest.raises(SendError):
+        send(sender, workers[0])
+    assert "on_failure could not judge worker 1" in caplog.text
+
+
+def test_restarting_needs_a_group() -> None:
+    with pytest.raises(OptionError, match="needs the group"):
+        Sender("thread", nn.Linear(1, 1), num_workers=1, on_failure="restart")

@@ -1,0 +1,128 @@
+"""What a send leaves behind in the registries of Prometheus and OpenTelemetry."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from prometheus_client import CollectorRegistry
+from torch import nn
+
+from sync_core import OptionError, Receiver, Sender, SendError, SendReport
+from sync_plugin_std import Interval, Metrics
+
+WHICH = {"scheme": "thread", "model_id": "policy"}
+
+
+def send_to_one_of_two(**options: Any) -> None:
+    """A send that the first worker commits, and the second does not answer."""
+    with Sender("thread", nn.Linear(2, 2), num_workers=2, **options) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+        pending = sender.send_async()
+        receiver.receive()
+        with pytest.raises(SendError):
+            pending.wait(0)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+Sample = Callable[..., float | None]
+
+
+@pytest.fixture
+def sample(registry: CollectorRegistry) -> Sample:
+    return lambda name, **labels: registry.get_sample_value(name, WHICH | labels)
+
+
+def test_prometheus_counts_sends_workers_bytes_and_phases(
+    registry: CollectorRegistry, sample: Sample
+) -> None:
+    send_to_one_of_two(on_report=Metrics(registry))
+    assert sample("sync_sends_total", outcome="failed") == 1
+    assert sample("sync_worker_updates_total", outcome="updated") == 1
+    assert sample("sync_worker_updates_total", outcome="failed") == 1
+    assert (sample("sync_delivered_bytes_total") or 0) > 24
+    assert sample("sync_version") == 1
+    assert sample("sync_send_seconds_count") == 1
+    for phase in ("prepare", "publish", "stage", "commit", "acknowledge", "pause"):
+        assert sample("sync_phase_seconds_count", phase=phase) == 1, phase
+    assert (sample("sync_phase_seconds_sum", phase="commit") or 0) > 0
+
+
+def test_several_metrics_may_share_a_registry(registry: CollectorRegistry, sample: Sample) -> None:
+    for _ in range(2):
+        send_to_one_of_two(on_report=Metrics(registry))
+    assert sample("sync_sends_total", outcome="failed") == 2
+
+
+def test_what_is_skipped_is_no_send(registry: CollectorRegistry, sample: Sample) -> None:
+    layers, metrics = [Interval(2)], Metrics(registry)
+    with Sender(
+        "thread", nn.Linear(2, 2), num_workers=1, layers=layers, on_report=metrics
+    ) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+        pending = sender.send_async()
+        receiver.receive()
+        pending.wait()
+        sender.send()
+    assert sample("sync_sends_total", outcome="ok") == 1
+    assert sample("sync_worker_updates_total", outcome="skipped") == 1
+
+
+def test_opentelemetry_has_the_same() -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    send_to_one_of_two(on_report=Metrics(CollectorRegistry(), provider))
+    data = reader.get_metrics_data()
+    provider.shutdown()
+    assert data is not None
+    ((scope,),) = [resource.scope_metrics for resource in data.resource_metrics]
+    points: dict[str, list[Any]] = {m.name: list(m.data.data_points) for m in scope.metrics}
+    assert scope.scope.name == "sync_core"
+    assert {p.attributes["outcome"]: p.value for p in points["sync_worker_updates"]} == {
+        "updated": 1,
+        "skipped": 0,
+        "failed": 1,
+        "dropped": 0,
+        "quarantined": 0,
+        "restarted": 0,
+    }
+    assert [p.value for p in points["sync_version"]] == [1]
+    phases = {p.attributes["phase"]: p.count for p in points["sync_phase_seconds"]}
+    assert phases == dict.fromkeys(
+        ("prepare", "publish", "stage", "commit", "acknowledge", "pause"), 1
+    )
+    assert {m.name: m.unit for m in scope.metrics}["sync_send_seconds"] == "s"
+
+
+def test_without_either_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sync_plugin_std._prometheus", None)
+    Metrics()
+    with pytest.raises(OptionError, match=r"sync-plugin-std\[prometheus\]"):
+        Metrics(CollectorRegistry())
+    monkeypatch.setitem(sys.modules, "sync_plugin_std._opentelemetry", None)
+    with pytest.raises(OptionError, match=r"sync-plugin-std\[opentelemetry\]"):
+        Metrics(None, MeterProvider())
+    with pytest.raises(OptionError, match="Metrics needs pip install"):
+        Metrics()
+
+
+def test_what_on_report_raises_is_logged_and_changes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(report: SendReport) -> None:
+        raise ZeroDivisionError
+
+    with Sender("none", nn.Linear(2, 2), num_workers=1, on_report=fail) as sender:
+        assert sender.send().updated == (0,)
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "raised about version 1" in record.message

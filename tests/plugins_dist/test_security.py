@@ -1,0 +1,159 @@
+"""What peers on the network can do to ``dist``: those that connect, and those connected to."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from sync_core import (
+    Channel,
+    Layout,
+    Receiver,
+    Sender,
+    SenderLostError,
+    TransportContext,
+)
+from sync_plugin_dist.options import DistOptions
+from sync_plugin_dist.protocol import Endpoint, Transfer
+from sync_plugin_dist.receiver import DistReceiver
+
+exploded: list[str] = []
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return exploded.append, ("boom",)
+
+
+BOMB = pickle.dumps(Bomb())
+
+
+def framed(message: object) -> bytes:
+    text = message if isinstance(message, bytes) else json.dumps(message).encode()
+    return len(text).to_bytes(4, "little") + text
+
+
+def test_loopback_by_default() -> None:
+    assert DistOptions().host == "127.0.0.1"
+    with Sender("dist", {"w": torch.ones(4)}, num_workers=1) as sender:
+        assert sender.address(0).endpoint.host == "127.0.0.1"
+
+
+def test_strangers_change_nothing_for_those_who_belong() -> None:
+    target = {"w": torch.zeros(4)}
+    with Sender("dist", {"w": torch.ones(4)}, num_workers=1, timeout=20.0) as sender:
+        endpoint = sender.address(0).endpoint
+        for noise in (BOMB, framed(BOMB), b"\xff" * 100, framed({"type": "take"}), b""):
+            for port in (endpoint.port, endpoint.store_port):
+                with socket.create_connection((endpoint.host, port), 5.0) as stranger:
+                    stranger.sendall(noise)
+        with Receiver(sender.address(0), target) as receiver:
+            pending = sender.send_async()
+            assert receiver.receive() == 1
+            assert pending.wait().updated == (0,)
+    assert (target["w"] == 1).all()
+    assert exploded == []
+
+
+class FalseSender:
+    """Listens as a sender does, and says what it is told to."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.connections: list[Channel] = []
+
+    def receiver(self, *messages: object) -> DistReceiver:
+        thread = threading.Thread(target=self._serve, args=messages)
+        thread.start()
+        layout = Layout.of({"w": torch.zeros(4)})
+        context = TransportContext(
+            side="receiver",
+            scheme="dist",
+            model_id="policy",
+            token="token",
+            timeout=1.0,
+            worker_id=0,
+            endpoint=Endpoint("127.0.0.1", self.listener.getsockname()[1], 1),
+            layout=layout,
+        )
+        try:
+            return DistReceiver(context, DistOptions())
+        finally:
+            thread.join()
+
+    def _serve(self, *messages: object) -> None:
+        connection, _ = self.listener.accept()
+        channel = Channel(connection)
+        self.connections.append(channel)
+        channel.receive(5.0)
+        connection.sendall(b"".join(map(framed, messages)))
+
+    def close(self) -> None:
+        self.listener.close()
+        for connection in self.connections:
+            connection.close()
+
+
+@pytest.fixture
+def false_sender() -> Iterator[FalseSender]:
+    sender = FalseSender()
+    yield sender
+    sender.close()
+
+
+WELCOME = {"type": "welcome"}
+OFFER = {"type": "offer", "version": 1}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (BOMB,),
+        (WELCOME, BOMB),
+        (WELCOME, {}),
+        (WELCOME, {"type": "offer"}),
+        (WELCOME, {"type": "offer", "version": "1"}),
+        (WELCOME, OFFER, {"type": "wire"}),
+        (WELCOME, OFFER, {"type": "data"}),
+        (WELCOME, OFFER, {"type": "data", "number": 1, "version": 1, "nbytes": -1}),
+    ],
+    ids=repr,
+)
+def test_a_receiver_refuses_messages_that_are_none(
+    false_sender: FalseSender, messages: tuple[object, ...]
+) -> None:
+    with pytest.raises(SenderLostError), closing(false_sender.receiver(*messages)) as receiver:
+        receiver.receive(1.0)
+    assert exploded == []
+
+
+DATA = {"number": 1, "version": 1, "digest": "0" * 64, "nbytes": 100, "part": 50}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nbytes": 1 << 40},
+        {"nbytes": 0},
+        {"nbytes": 1.5},
+        {"nbytes": True},
+        {"part": 0},
+        {"part": -1},
+        {"version": 0},
+        {"number": "1"},
+        {"digest": None},
+    ],
+    ids=repr,
+)
+def test_transfers_that_nobody_would_announce(change: dict[str, Any]) -> None:
+    assert Transfer.from_message(DATA, 100).nbytes == 100
+    with pytest.raises(ValueError, match="announces"):
+        Transfer.from_message(DATA | change, 100)
