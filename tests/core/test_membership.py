@@ -252,3 +252,12 @@ def test_no_thread_outlives_its_sender() -> None:
     assert len(named("sync-membership")) == 1
     sender.close()
     assert named("sync-membership") == []
+
+
+def test_one_that_has_answered_by_then_is_not_put_into_quarantine(members: Membership) -> None:
+    delivery = send(members, 1)[0]
+    delivery.fail(WorkerTimeoutError(0, "is silent"))
+    delivery.acknowledge()
+    members.quarantine(0)
+    assert state(members) == "current"
+    assert members.take_returned([0]) == (0,)

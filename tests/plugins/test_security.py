@@ -252,3 +252,20 @@ def test_weights_that_do_not_fit_change_nothing(scheme: str) -> None:
             receiver.receive()
         assert all((tensor == 0).all() for tensor in target.values())
         receiver.close()
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm"])
+def test_a_receiver_that_was_replaced_answers_for_nobody(scheme: str) -> None:
+    with Sender(scheme, {"w": torch.ones(4)}, num_workers=1) as sender:
+        first = Receiver(sender.address(0), {"w": torch.zeros(4)})
+        pending = sender.send_async()
+        assert first.stage(5.0) == 1
+        second = Receiver(sender.address(0), {"w": torch.zeros(4)})
+        first.load()
+        first.confirm()
+        assert not pending.unanswered[0].wait(0.1)
+        assert sender.workers[0].state == "behind"
+        assert second.receive(5.0) == 1
+        assert pending.wait().updated == (0,)
+        second.close()
+        first.close()

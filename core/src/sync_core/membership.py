@@ -152,6 +152,8 @@ def lost(worker: WorkerStatus, error: WorkerError) -> WorkerStatus:
 
 def quarantined(worker: WorkerStatus, now: float, timeout: float) -> WorkerStatus:
     """Sends stop waiting for the worker, twice as long each time that it fails again."""
+    if worker.version == worker.wanted:
+        return replace(worker, returned=True)  # its answer has come meanwhile
     doubled = 2 ** min(max(0, worker.failures - 1), 30)
     retry_at = now + timeout * min(doubled, _LONGEST_QUARANTINE)
     return replace(worker, state=WorkerState.QUARANTINED, retry_at=retry_at)

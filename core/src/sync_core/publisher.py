@@ -158,11 +158,14 @@ class Publisher:
             if slot.readers.pop(reader, None) is not None:
                 self.changed.notify_all()
 
-    def answer(self, worker_id: int, answer: Answer) -> None:
-        """The worker has committed a version, or could not."""
+    def answer(self, worker_id: int, answer: Answer, reader: object) -> None:
+        """The worker has committed a version, or could not.
+
+        Unless another reader has taken its place: that one has not committed anything by this.
+        """
         with self.changed:
             place = self._places.get(worker_id)
-            if place is None:
+            if place is None or place.reader is not reader:
                 return
             if place.delivery is not None and place.delivery.version == answer.version:
                 place.delivery.acknowledge(answer)

@@ -91,7 +91,8 @@ class Remedies:
         workers = dict(report.workers)
         for worker_id, result in report.failed.items():
             status = members.statuses.get(worker_id)
-            if status is None:  # removed while the send was under way
+            if status is None or (not status.failures and status.version < report.version):
+                # It was removed while the send was under way, and who has its id has not failed.
                 remedy: Remedy = "drop" if self._on_failure == "drop" else "raise"
             else:
                 assert isinstance(result.error, WorkerError)

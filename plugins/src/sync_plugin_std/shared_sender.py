@@ -101,7 +101,7 @@ class SharedSender(ServingTransport[SharedPeer]):
         answer = Answer.from_message(message["answer"])
         peer.seen = answer.version
         self._publisher.give_back(peer, message["held"])
-        self._publisher.answer(peer.worker_id, answer)
+        self._publisher.answer(peer.worker_id, answer, peer)
         # Not to this peer, whose place another may have taken.
         self.offer_to([peer.worker_id])
 

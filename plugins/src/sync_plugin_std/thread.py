@@ -132,7 +132,7 @@ class ThreadReceiver(ReceiverTransport):
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer at once."""
-        self._publisher.answer(self._worker_id, answer)
+        self._publisher.answer(self._worker_id, answer, self)
 
     def close(self) -> None:
         """The worker is gone."""

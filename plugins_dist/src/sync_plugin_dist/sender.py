@@ -146,7 +146,8 @@ class DistSender(ServingTransport[DistPeer], Office):
             lane.received(peer)
             self.offer(peer)
         elif kind == "answer":
-            self.publisher.answer(peer.worker_id, Answer.from_message(message["answer"]))
+            answer = Answer.from_message(message["answer"])
+            self.publisher.answer(peer.worker_id, answer, peer)
         else:
             raise ValueError(f"{kind!r} is no message")
 

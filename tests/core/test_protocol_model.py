@@ -1,0 +1,722 @@
+"""Every order in which things can happen to a sender and two workers: docs/explanation/protocol.md.
+
+Two models are searched, breadth first, from one state to all that can be reached. What the sender
+does in them is done by its own code, which is given a state and looked at afterwards: `Membership`,
+`Delivery` and `PendingSend` in the first, `Publisher` in the second. What workers and the network
+do is written here. Mistakes are planted to show that the search finds them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
+
+import pytest
+import torch
+
+from sync_core import (
+    Address,
+    Block,
+    CapacityError,
+    Delivery,
+    Layout,
+    Notice,
+    Payload,
+    Publisher,
+    SendError,
+    SendReport,
+    Slot,
+    WorkerLostError,
+    membership,
+)
+from sync_core.membership import Membership, WorkerState, WorkerStatus
+from sync_core.pending import PendingSend
+from sync_core.remedies import Remedies
+
+VERSIONS = 3
+IDS = (0, 1)
+
+StateT = TypeVar("StateT", bound=Hashable)
+
+
+class ViolationError(AssertionError):
+    """The protocol promises something that does not hold here."""
+
+
+@dataclass
+class Graph(Generic[StateT]):
+    """What a search has found.
+
+    Args:
+        states: every state that can be reached.
+        came_from: for each, by its place in ``states``, those that lead to it.
+    """
+
+    states: list[StateT]
+    came_from: list[list[int]]
+
+    def stranded(self, is_goal: Callable[[StateT], bool]) -> list[StateT]:
+        """The states from which no goal can be reached."""
+        reaching = {i for i, state in enumerate(self.states) if is_goal(state)}
+        unseen = deque(reaching)
+        while unseen:
+            before = set(self.came_from[unseen.popleft()]) - reaching
+            reaching |= before
+            unseen.extend(before)
+        return [state for i, state in enumerate(self.states) if i not in reaching]
+
+
+def search(start: StateT, steps: Callable[[StateT], Iterator[StateT]]) -> Graph[StateT]:
+    """Every state that can be reached, breadth first."""
+    places = {start: 0}
+    graph = Graph([start], [[]])
+    for here, state in enumerate(graph.states):  # which grows meanwhile
+        for after in steps(state):
+            place = places.setdefault(after, len(graph.states))
+            if place == len(graph.states):
+                graph.states.append(after)
+                graph.came_from.append([])
+            graph.came_from[place].append(here)
+    return graph
+
+
+# The first model: who has which version, and what the sender believes.
+
+Outcome = Literal["open", "acknowledged", "lost", "late"]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A receiver, the first of its worker or one that came later; and what is left of those before.
+
+    ``gone`` is what the transport knows: that one was connected, and that no other is.
+    """
+
+    seat: int
+    life: int = 1
+    alive: bool = True
+    connected: bool = False
+    gone: bool = False
+    version: int = 0
+    staged: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """An acknowledgement on its way."""
+
+    worker_id: int
+    seat: int
+    life: int
+    version: int
+    copied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """The delivery to one worker of the send under way."""
+
+    worker_id: int
+    seat: int
+    waited: bool
+    outcome: Outcome = "open"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One state. Of what may happen any number of times, so much is left."""
+
+    members: tuple[tuple[int, WorkerStatus], ...]
+    processes: tuple[Process, ...]
+    version: int = 0
+    newest_for_all: int = 0
+    pending: tuple[Parcel, ...] | None = None
+    messages: frozenset[Message] = frozenset()
+    # Deaths, copies of messages and removals, all of worker 0; the other answers in one step, and
+    # is there to be kept from its versions.
+    faults_left: int = 2
+
+
+@dataclass(frozen=True)
+class Mistakes:
+    """What may be planted beside changes to the code itself."""
+
+    receiver_takes_anything: bool = False
+    replaced_may_answer: bool = False
+    losses_are_silent: bool = False
+    waits_for_everybody: bool = False
+
+
+class Search:
+    """The sender's own code, put into one state after the other."""
+
+    def __init__(self, remedy: str, versions: int, mistakes: Mistakes) -> None:
+        self.remedy = remedy
+        self.versions = versions
+        self.mistakes = mistakes
+        self.members = Membership((), timeout=1.0, clock=lambda: 0.0)
+        self.remedies = Remedies("quarantine", None, None, called=False, timeout=1.0)
+
+    def start(self) -> World:
+        members = Membership(IDS, timeout=1.0, clock=lambda: 0.0)
+        processes = tuple(Process(seat=status.seat) for status in members.statuses.values())
+        world = World(tuple(members.statuses.items()), processes)
+        return self._connect(world, worker_id=1)
+
+    def steps(self, world: World) -> Iterator[World]:
+        if world.version < self.versions and world.pending is None and world.members:
+            yield self._send(world)
+        if world.pending is not None:
+            yield self._end(world)
+        for worker_id in IDS:
+            yield from self._steps_of(world, worker_id)
+        for message in world.messages:
+            yield self._deliver(world, message)
+            if world.faults_left and not message.copied:
+                copies = world.messages | {replace(message, copied=True)}
+                yield replace(world, messages=copies, faults_left=world.faults_left - 1)
+
+    def _steps_of(self, world: World, worker_id: int) -> Iterator[World]:
+        status = dict(world.members).get(worker_id)
+        process = world.processes[worker_id]
+        if status is None:
+            yield self._add(world, worker_id)
+            return
+        if world.faults_left and worker_id == 0:
+            yield self._remove(world, worker_id)
+        if status.retry_at:
+            yield self._apply(world, lambda m: m._workers.update({worker_id: _due(status)}))
+        if process.alive:
+            yield from self._steps_of_process(world, worker_id, process, status)
+        else:
+            if process.connected:
+                yield self._lose(world, worker_id)
+            yield self._replace(world, worker_id, status)
+
+    def _steps_of_process(
+        self, world: World, worker_id: int, process: Process, status: WorkerStatus
+    ) -> Iterator[World]:
+        if world.faults_left and worker_id == 0:
+            dead = _put(world, worker_id, replace(process, alive=False))
+            dead = replace(dead, faults_left=world.faults_left - 1)
+            yield dead
+            # What it has said may be lost with it.
+            yield replace(dead, messages=frozenset())
+        if not process.connected:
+            yield self._connect(world, worker_id)
+        elif process.staged:
+            yield self._commit(world, worker_id)
+        else:
+            # What was the newest when it looked; by mistake, also what was before that.
+            takes = {status.wanted} if status.wanted > process.version else set()
+            if self.mistakes.receiver_takes_anything:
+                takes = set(range(1, status.wanted + 1))
+            for version in sorted(takes):
+                staged = _put(world, worker_id, replace(process, staged=version))
+                yield staged if worker_id == 0 else self._commit_and_answer(staged, worker_id)
+
+    def _apply(self, world: World, act: Callable[[Membership], object]) -> World:
+        """Let the members be those of a world, do something, and look at them again."""
+        self._thaw(world)
+        act(self.members)
+        return self._freeze(world)
+
+    def _thaw(self, world: World) -> None:
+        self.members._workers = dict(world.members)
+        self.members._newest_for_all = world.newest_for_all
+        self.members._seats = max([p.seat for p in world.processes], default=0)
+
+    def _freeze(self, world: World) -> World:
+        members = tuple((i, _plain(status)) for i, status in sorted(self.members._workers.items()))
+        return replace(world, members=members, newest_for_all=self.members._newest_for_all)
+
+    def _send(self, world: World) -> World:
+        self._thaw(world)
+        version = world.version + 1
+        deliveries = {i: Delivery(i, version, nbytes=8) for i, _ in world.members}
+        unwaited = self.members.sent(version, deliveries)
+        if self.mistakes.waits_for_everybody:
+            unwaited = {}
+        for worker_id, delivery in deliveries.items():
+            if world.processes[worker_id].gone and not self.mistakes.losses_are_silent:
+                delivery.fail(WorkerLostError(worker_id, "is gone"))
+        parcels = tuple(
+            Parcel(i, status.seat, i not in unwaited, _outcome(deliveries[i]))
+            for i, status in world.members
+        )
+        return self._freeze(replace(world, version=version, pending=parcels))
+
+    def _pending(self, world: World) -> tuple[PendingSend, dict[int, Delivery]]:
+        """The send under way, by the sender's own class, and its deliveries."""
+        assert world.pending is not None
+        deliveries = {}
+        for parcel in world.pending:
+            delivery = deliveries[parcel.worker_id] = Delivery(parcel.worker_id, world.version, 8)
+            if parcel.outcome == "lost":
+                delivery.fail(WorkerLostError(parcel.worker_id, "is gone"))
+            elif parcel.outcome == "acknowledged":
+                delivery.acknowledge()
+            answered = partial(self.members._answered, parcel.worker_id, parcel.seat)
+            delivery._watcher = answered
+        pending = PendingSend(
+            world.version,
+            deliveries,
+            [],
+            started=0.0,
+            timeout=0.0,
+            finish=self._finish,
+            unwaited={p.worker_id: "quarantine" for p in world.pending if not p.waited},
+        )
+        return pending, deliveries
+
+    def _finish(self, report: SendReport, *, waited: bool) -> SendReport:
+        if self.remedy != "quarantine":
+            return report
+        return self.remedies.apply(report, self.members, self.members.remove, _no_address)
+
+    def _end(self, world: World) -> World:
+        self._thaw(world)
+        pending, _ = self._pending(world)
+        try:
+            report = pending.wait(0.0)
+        except SendError as error:
+            report = error.report
+        for parcel in world.pending or ():
+            if (parcel.worker_id in report.updated) is not (parcel.outcome == "acknowledged"):
+                raise ViolationError(f"the report is wrong about worker {parcel.worker_id}")
+        return self._freeze(replace(world, pending=None))
+
+    def _settle(self, world: World, worker_id: int, act: Callable[[Delivery], object]) -> World:
+        """Something becomes of the delivery under way."""
+        self._thaw(world)
+        _, deliveries = self._pending(world)
+        act(deliveries[worker_id])
+        parcels = tuple(
+            replace(p, outcome=_outcome(deliveries[p.worker_id])) for p in world.pending or ()
+        )
+        return self._freeze(replace(world, pending=parcels))
+
+    def _deliver(self, world: World, message: Message) -> World:
+        worker_id = message.worker_id
+        world = replace(world, messages=world.messages - {message})
+        process = world.processes[worker_id]
+        replaced = (process.seat, process.life) != (message.seat, message.life)
+        if replaced and process.connected and not self.mistakes.replaced_may_answer:
+            return world  # as `Publisher.answer` has it
+        parcels = {p.worker_id: p for p in world.pending or ()}
+        parcel = parcels.get(worker_id)
+        if parcel is not None and message.version == world.version and parcel.seat == message.seat:
+            return self._settle(world, worker_id, Delivery.acknowledge)
+        # A delivery that has ended, or that was never there; whoever it was for.
+        late = Delivery(worker_id, message.version, nbytes=8)
+        late._watcher = partial(self.members._answered, worker_id, message.seat)
+        return self._apply(world, lambda _: late.acknowledge())
+
+    def _connect(self, world: World, worker_id: int) -> World:
+        process = replace(world.processes[worker_id], connected=True, gone=False)
+        world = _put(world, worker_id, process)
+        return self._apply(world, lambda m: m.notify(worker_id, Notice("connected")))
+
+    def _lose(self, world: World, worker_id: int) -> World:
+        """The transport finds that a process is gone."""
+        process = world.processes[worker_id]
+        world = _put(world, worker_id, replace(process, connected=False, gone=True))
+        notice = Notice("lost", reason="it is gone")
+        world = self._apply(world, lambda m: m.notify(worker_id, notice))
+        if self.mistakes.losses_are_silent:
+            return world
+        if any(p.worker_id == worker_id and p.seat == process.seat for p in world.pending or ()):
+            error = WorkerLostError(worker_id, "is gone")
+            return self._settle(world, worker_id, lambda delivery: delivery.fail(error))
+        return world
+
+    def _replace(self, world: World, worker_id: int, status: WorkerStatus) -> World:
+        """Another process takes the place of a dead one, by the sender's doing or not."""
+        process = world.processes[worker_id]
+        another = Process(seat=status.seat, life=process.life + 1, gone=process.gone)
+        world = _put(world, worker_id, another)
+        if self.remedy != "restart":
+            return world
+
+        def restart(members: Membership) -> None:
+            members.restarted(worker_id, members.restart(worker_id))
+
+        return self._apply(world, restart)
+
+    def _commit(self, world: World, worker_id: int) -> World:
+        process = world.processes[worker_id]
+        if process.staged < process.version:
+            raise ViolationError(f"worker {worker_id} goes back from {process.version}")
+        version = process.staged
+        message = Message(worker_id, process.seat, process.life, version)
+        world = _put(world, worker_id, replace(process, version=version, staged=0))
+        return replace(world, messages=world.messages | {message})
+
+    def _commit_and_answer(self, world: World, worker_id: int) -> World:
+        after = self._commit(world, worker_id)
+        (message,) = after.messages - world.messages
+        return self._deliver(after, message)
+
+    def _remove(self, world: World, worker_id: int) -> World:
+        world = replace(world, faults_left=world.faults_left - 1)
+        if any(p.worker_id == worker_id for p in world.pending or ()):
+            error = WorkerLostError(worker_id, "was removed")
+            world = self._settle(world, worker_id, lambda delivery: delivery.fail(error))
+        return self._apply(world, lambda members: members.remove(worker_id))
+
+    def _add(self, world: World, worker_id: int) -> World:
+        world = self._apply(world, lambda members: members.add(worker_id))
+        seat = dict(world.members)[worker_id].seat
+        return _put(world, worker_id, Process(seat=seat, life=1))
+
+
+def _put(world: World, worker_id: int, process: Process) -> World:
+    processes = tuple(
+        process if i == worker_id else known for i, known in enumerate(world.processes)
+    )
+    return replace(world, processes=processes)
+
+
+def _no_address(worker_id: int) -> Address:
+    raise AssertionError(f"worker {worker_id} is not to be restarted here")
+
+
+def _plain(status: WorkerStatus) -> WorkerStatus:
+    """Without what makes states differ and nothing else."""
+    return replace(status, since=0.0, error=None, failures=min(status.failures, 1), returned=False)
+
+
+def _due(status: WorkerStatus) -> WorkerStatus:
+    return replace(status, retry_at=0.0)
+
+
+def _outcome(delivery: Delivery) -> Outcome:
+    if not delivery.wait(0):
+        return "open"
+    if delivery.error is None:
+        return "acknowledged"
+    return "lost" if isinstance(delivery.error, WorkerLostError) else "late"
+
+
+def check_world(world: World) -> None:
+    """What is true of every state."""
+    for worker_id, status in world.members:
+        process = world.processes[worker_id]
+        if status.version > status.wanted or status.wanted > world.version:
+            raise ViolationError(f"worker {worker_id} has what it was never sent")
+        # Of one that was replaced and has not connected, the sender cannot know.
+        known = process.seat == status.seat and (process.connected or process.life == 1)
+        if known and status.state is WorkerState.CURRENT and process.version < status.wanted:
+            raise ViolationError(f"worker {worker_id} is not current")
+    for parcel in world.pending or ():
+        process = world.processes[parcel.worker_id]
+        first = (process.seat, process.life) == (parcel.seat, 1)
+        if parcel.outcome == "acknowledged" and first and process.version < world.version:
+            raise ViolationError(f"worker {parcel.worker_id} did not commit {world.version}")
+        if not parcel.waited or parcel.outcome != "open":
+            continue
+        found = dict(world.members).get(parcel.worker_id)
+        if found is not None and found.seat == parcel.seat and found.state is WorkerState.LOST:
+            raise ViolationError(f"the send waits for worker {parcel.worker_id}, which is gone")
+        if found is not None and found.retry_at and found.state is WorkerState.QUARANTINED:
+            raise ViolationError(f"the send waits for worker {parcel.worker_id}, in quarantine")
+
+
+def explore(
+    remedy: str, versions: int, faults: int, mistakes: Mistakes = Mistakes()
+) -> Graph[World]:
+    """Search all of it, and check every state."""
+    model = Search(remedy, versions, mistakes)
+
+    def steps(world: World) -> Iterator[World]:
+        for after in model.steps(world):
+            check_world(after)
+            yield after
+
+    return search(replace(model.start(), faults_left=faults), steps)
+
+
+def is_settled(world: World) -> bool:
+    """Whether nobody waits, and all have the newest version."""
+    return world.pending is None and all(
+        status.state is WorkerState.CURRENT for _, status in world.members
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_garbage() -> Iterator[None]:
+    """Nothing here is in cycles, and looking through all that torch has takes most of the time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("remedy", "versions", "faults"),
+    [("raise", 3, 1), ("restart", 3, 1), ("quarantine", 3, 0), ("quarantine", 2, 1)],
+)
+def test_every_order_of_events(remedy: str, versions: int, faults: int) -> None:
+    graph = explore(remedy, versions, faults)
+    assert len(graph.states) > 500
+    # From everywhere a send comes to its end, and everybody can be brought up to date.
+    assert graph.stranded(is_settled) == []
+
+
+def any_counts(worker: WorkerStatus, version: int) -> WorkerStatus:
+    """Take every acknowledgement for one of the newest version."""
+    return replace(worker, state=WorkerState.CURRENT, version=worker.wanted)
+
+
+def keeps_its_version(worker: WorkerStatus, now: float) -> WorkerStatus:
+    """Believe that a new receiver has what the one before it had."""
+    del now
+    return worker
+
+
+def never_back(worker: WorkerStatus, version: int) -> WorkerStatus:
+    """Keep a worker in quarantine for good."""
+    if worker.state is WorkerState.QUARANTINED:
+        return worker
+    return acknowledged(worker, version)
+
+
+acknowledged = membership.acknowledged
+
+
+@pytest.mark.parametrize(
+    ("mistake", "finds"),
+    [
+        (Mistakes(receiver_takes_anything=True), "goes back"),
+        (Mistakes(replaced_may_answer=True), "is not current"),
+        (Mistakes(losses_are_silent=True), "which is gone"),
+        (Mistakes(waits_for_everybody=True), "in quarantine"),
+        (("acknowledged", any_counts), "is not current|never sent"),
+        (("connected", keeps_its_version), "is not current|is gone"),
+        (("seats", None), "is not current"),
+    ],
+    ids=[
+        "takes anything",
+        "replaced may answer",
+        "silent losses",
+        "waits for everybody",
+        "any answer counts",
+        "keeps its version",
+        "no seats",
+    ],
+)
+def test_mistakes_are_found(
+    mistake: Mistakes | tuple[str, Any], finds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistakes = mistake if isinstance(mistake, Mistakes) else Mistakes()
+    if mistake == ("seats", None):
+        answered = Membership._answered
+
+        def any_seat(self: Membership, worker_id: int, seat: int, *rest: Any) -> None:
+            del seat
+            if worker_id in self:
+                answered(self, worker_id, self._workers[worker_id].seat, *rest)
+
+        monkeypatch.setattr(Membership, "_answered", any_seat)
+    elif isinstance(mistake, tuple):
+        monkeypatch.setattr(membership, *mistake)
+    with pytest.raises(ViolationError, match=finds):
+        explore("quarantine", 2, 1, mistakes)
+
+
+def test_a_way_that_leads_nowhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "acknowledged", never_back)
+    assert explore("quarantine", 2, 0).stranded(is_settled)
+
+
+# The second model: which version lies in which slot, and who reads it.
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a worker reads: the slot, the half that it has seen, and the slot that it keeps."""
+
+    slot: int = 0
+    half: int = 0
+    kept: int = 0
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One state: slots as (index, version, readers), and the two halves of what is in each."""
+
+    slots: tuple[tuple[int, int, frozenset[str]], ...]
+    halves: tuple[tuple[int, int, int], ...]
+    wanted: tuple[int, int] = (0, 0)
+    newest_for_all: int = 0
+    version: int = 0
+    writing: int = 0
+    readings: tuple[Reading, Reading] = (Reading(), Reading())
+
+
+class Slots:
+    """The publisher's own code, put into one state after the other."""
+
+    def __init__(self, limit: int, *, early: bool = False) -> None:
+        self.publisher = Publisher(Block.allocate, 64, limit, IDS, timeout=0.0)
+        self.layout = Layout.of({"w": torch.zeros(1)})
+        self.early = early
+
+    def start(self) -> Memory:
+        slots = tuple((slot.index, 0, frozenset[str]()) for slot in self.publisher.slots)
+        return Memory(slots, tuple((index, 0, 0) for index, _, _ in slots))
+
+    def steps(self, memory: Memory) -> Iterator[Memory]:
+        if memory.writing:
+            yield self._announce(memory)
+        elif memory.version < VERSIONS:
+            yield from self._begin(memory)
+        for worker_id in IDS:
+            reading = memory.readings[worker_id]
+            if reading.slot:
+                yield self._finish_reading(memory, worker_id, reading)
+            else:
+                yield from self._begin_reading(memory, worker_id, reading)
+            if reading.slot or reading.kept:
+                yield self._die(memory, worker_id)
+
+    def _thaw(self, memory: Memory) -> dict[int, Slot]:
+        publisher = self.publisher
+        block = publisher.slots[0].block if publisher.slots else Block.allocate(64)
+        slots = {
+            index: Slot(index, block, version, readers=dict.fromkeys(readers, ""))
+            for index, version, readers in memory.slots
+        }
+        publisher.slots = list(slots.values())
+        publisher._made = max(slots)
+        publisher._newest_for_all = slots.get(memory.newest_for_all)
+        for worker_id in IDS:
+            place = publisher._places[worker_id]
+            place.wanted, place.delivery = slots.get(memory.wanted[worker_id]), None
+            place.reader, place.lost = str(worker_id), None
+        return slots
+
+    def _freeze(self, memory: Memory) -> Memory:
+        publisher = self.publisher
+        slots = tuple((s.index, s.version, frozenset(map(str, s.readers))) for s in publisher.slots)
+        known = {index: (a, b) for index, a, b in memory.halves}
+        places = [publisher._places[i].wanted for i in IDS]
+        first, second = (0 if slot is None else slot.index for slot in places)
+        newest = publisher._newest_for_all
+        return replace(
+            memory,
+            slots=slots,
+            halves=tuple((index, *known.get(index, (0, 0))) for index, _, _ in slots),
+            wanted=(first, second),
+            newest_for_all=0 if newest is None else newest.index,
+        )
+
+    def _begin(self, memory: Memory) -> Iterator[Memory]:
+        """Write the first half of a version, if a slot is free."""
+        self._thaw(memory)
+        try:
+            slot = self.publisher.reserve(64)
+        except CapacityError:
+            return
+        after = self._freeze(memory)
+        yield _write(replace(after, writing=slot.index), slot.index, memory.version + 1, None)
+
+    def _announce(self, memory: Memory) -> Memory:
+        """Write the second half, and let everybody know."""
+        slots = self._thaw(memory)
+        version = memory.version + 1
+        payload = Payload(version, self.layout, (torch.zeros(1),))
+        self.publisher.announce(slots[memory.writing], payload, IDS)
+        after = self._freeze(replace(memory, version=version, writing=0))
+        return _write(after, memory.writing, None, version)
+
+    def _begin_reading(self, memory: Memory, worker_id: int, reading: Reading) -> Iterator[Memory]:
+        self._thaw(memory)
+        slot = self.publisher.lend(worker_id, reading.version, str(worker_id), "")
+        if slot is None:
+            return
+        if self.early:
+            self.publisher.give_back(str(worker_id))
+        half = {index: a for index, a, _ in memory.halves}[slot.index]
+        now = replace(reading, slot=slot.index, half=half)
+        yield _read(self._freeze(memory), worker_id, now)
+
+    def _finish_reading(self, memory: Memory, worker_id: int, reading: Reading) -> Memory:
+        """Read the second half, commit, and keep the slot instead of the one before."""
+        halves = {index: (a, b) for index, a, b in memory.halves}
+        second = halves.get(reading.slot, (0, 0))[1]
+        if second != reading.half:
+            raise ViolationError(f"worker {worker_id} reads {reading.half} and {second}")
+        if second <= reading.version:
+            raise ViolationError(f"worker {worker_id} goes back to {second}")
+        self._thaw(memory)
+        self.publisher.give_back(str(worker_id), kept=(reading.slot,))
+        now = Reading(kept=reading.slot, version=second)
+        return _read(self._freeze(memory), worker_id, now)
+
+    def _die(self, memory: Memory, worker_id: int) -> Memory:
+        self._thaw(memory)
+        self.publisher.lost(worker_id, str(worker_id), "is gone")
+        return _read(self._freeze(memory), worker_id, Reading())
+
+
+def _write(memory: Memory, slot: int, first: int | None, second: int | None) -> Memory:
+    halves = tuple(
+        (index, a if first is None else first, b if second is None else second)
+        if index == slot
+        else (index, a, b)
+        for index, a, b in memory.halves
+    )
+    return replace(memory, halves=halves)
+
+
+def _read(memory: Memory, worker_id: int, reading: Reading) -> Memory:
+    first, second = memory.readings
+    return replace(memory, readings=(reading, second) if worker_id == 0 else (first, reading))
+
+
+def check_memory(memory: Memory) -> None:
+    """What a zero-copy model views stays what it was."""
+    halves = {index: (a, b) for index, a, b in memory.halves}
+    for worker_id, reading in enumerate(memory.readings):
+        if reading.kept and halves.get(reading.kept) != (reading.version, reading.version):
+            raise ViolationError(f"the weights of worker {worker_id} change under it")
+
+
+def explore_slots(limit: int, *, early: bool = False) -> Graph[Memory]:
+    """Search all of it, and check every state."""
+    model = Slots(limit, early=early)
+
+    def steps(memory: Memory) -> Iterator[Memory]:
+        for after in model.steps(memory):
+            check_memory(after)
+            yield after
+
+    return search(model.start(), steps)
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+def test_every_order_of_reading_and_writing(limit: int) -> None:
+    graph = explore_slots(limit)
+    assert len(graph.states) > 100
+    # All versions can be sent from everywhere, as readers may die or come to their end.
+    assert graph.stranded(lambda memory: memory.version == VERSIONS) == []
+
+
+def test_a_slot_given_back_too_early_is_found() -> None:
+    with pytest.raises(ViolationError, match=r"reads|change"):
+        explore_slots(2, early=True)
+
+
+def test_a_slot_written_to_while_it_is_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def any_slot(self: Publisher, nbytes: int) -> Slot:
+        del nbytes
+        return min(self.slots, key=lambda slot: slot.version)
+
+    monkeypatch.setattr(Publisher, "_free_slot", any_slot)
+    with pytest.raises(ViolationError):
+        explore_slots(2)
