@@ -1,0 +1,119 @@
+"""A receiver's transport on which faults befall the worker and what it is given."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from sync_core import Block, Layout, Payload, ReceiverTransport
+from sync_core.testing.faults import process
+from sync_core.testing.faults.fault import Fault, InjectedFaultError
+from sync_core.testing.faults.gate import gated
+
+
+def strike(fault: Fault) -> None:
+    """Do to this process what a fault says."""
+    if fault.action == "kill":
+        process.kill(os.getpid())
+    elif fault.action == "stop":
+        process.stop(os.getpid(), fault.seconds)
+    elif fault.action == "delay":
+        time.sleep(fault.seconds)
+    elif fault.action == "raise":
+        raise InjectedFaultError(f"at {fault.point!r} of version {fault.version}")
+
+
+class FaultyReceiver(ReceiverTransport):
+    """Passes everything on, but for the faults.
+
+    Args:
+        transport: the transport of the scheme; owned from now on.
+        faults: those that this worker is still to suffer.
+    """
+
+    def __init__(self, transport: ReceiverTransport, faults: Sequence[Fault]) -> None:
+        self._transport = transport
+        self._faults = list(faults)
+        self._seen = 0
+        self._again: deque[Payload] = deque()
+
+    def receive(self, timeout: float) -> Payload | None:
+        """What the scheme has received, unless that is lost."""
+        deadline = time.monotonic() + timeout
+        for fault in self._due("receive", self._seen + 1):
+            strike(fault)
+        if self._again:
+            return self._again.popleft()
+        while True:
+            payload = self._transport.receive(max(0.0, deadline - time.monotonic()))
+            if payload is None:
+                return None
+            self._seen = payload.version
+            kept = self._stage(payload)
+            if kept is not None or time.monotonic() > deadline:
+                return kept
+
+    def acknowledge(self, version: int, error: str | None) -> None:
+        """Answer, unless the answer is lost."""
+        times = 1
+        for fault in self._due("acknowledge", version):
+            strike(fault)
+            times = {"drop": 0, "duplicate": 2}.get(fault.action, times)
+        for _ in range(times):
+            self._transport.acknowledge(version, error)
+
+    def close(self) -> None:
+        """Release what was to come again, too."""
+        self._again.clear()
+        self._transport.close()
+
+    def _stage(self, payload: Payload) -> Payload | None:
+        for fault in self._due("staged", payload.version):
+            try:
+                strike(fault)
+            except InjectedFaultError:
+                payload.release()
+                raise
+            if fault.action == "drop":
+                payload.release()
+                return None
+            if fault.action == "duplicate":
+                self._again.append(_copy(payload))
+            elif fault.action == "corrupt":
+                payload = _corrupted(payload, fault.at_byte)
+            elif fault.action == "misname":
+                payload = _misnamed(payload)
+        for fault in self._due("commit", payload.version):
+            payload = _gated(payload, fault.at_byte, lambda fault=fault: strike(fault))
+        return payload
+
+    def _due(self, point: str, version: int) -> list[Fault]:
+        due = [f for f in self._faults if f.point == point and f.version == version]
+        self._faults = [fault for fault in self._faults if fault not in due]
+        return due
+
+
+def _copy(payload: Payload, release: Callable[[], None] = lambda: None) -> Payload:
+    block = Block.allocate(payload.nbytes)
+    payload.pack(block)
+    return Payload(payload.version, payload.layout, block, release)
+
+
+def _corrupted(payload: Payload, at_byte: int) -> Payload:
+    copy = _copy(payload, payload.release)
+    assert isinstance(copy.source, Block)
+    copy.source.body(copy.layout)[at_byte] ^= 1
+    return copy
+
+
+def _misnamed(payload: Payload) -> Payload:
+    specs = zip(payload.layout.specs, payload.tensors, strict=True)
+    layout = Layout.of({f"{spec.name}?": tensor for spec, tensor in specs})
+    return Payload(payload.version, layout, payload.tensors, payload.release)
+
+
+def _gated(payload: Payload, at_byte: int, gate: Callable[[], object]) -> Payload:
+    tensors = gated(payload.tensors, payload.layout, at_byte, gate)
+    return Payload(payload.version, payload.layout, tensors, payload.release)
