@@ -13,6 +13,7 @@ from torch import nn
 
 import sync_core
 from sync_core import (
+    Answer,
     ClosedError,
     Delivery,
     ModelError,
@@ -72,7 +73,7 @@ class MailboxReceiver(ReceiverTransport):
         self.box.clear()
         return Payload.from_bytes(data[8:], int.from_bytes(data[:8], "little"))
 
-    def acknowledge(self, version: int, error: str | None) -> None: ...
+    def acknowledge(self, answer: Answer) -> None: ...
 
     def close(self) -> None: ...
 

@@ -1,6 +1,7 @@
 """Weight synchronisation for reinforcement learning and RLHF, as a plugin framework."""
 
 from sync_core.address import Address
+from sync_core.answer import Answer
 from sync_core.block import Block
 from sync_core.channel import Channel, Message
 from sync_core.collector import Collector
@@ -10,6 +11,7 @@ from sync_core.errors import (
     ApplyError,
     CapacityError,
     ClosedError,
+    CorruptionError,
     HookResultError,
     LayoutMismatchError,
     ModelError,
@@ -22,6 +24,7 @@ from sync_core.errors import (
     PluginError,
     PluginImportError,
     PluginNotFoundError,
+    ReadbackError,
     RemoteCallError,
     SenderLostError,
     SendError,
@@ -51,6 +54,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Address",
     "AddressError",
+    "Answer",
     "ApplyContext",
     "ApplyError",
     "Block",
@@ -58,6 +62,7 @@ __all__ = [
     "Channel",
     "ClosedError",
     "Collector",
+    "CorruptionError",
     "Delivery",
     "HookResultError",
     "Layout",
@@ -78,6 +83,7 @@ __all__ = [
     "PluginNotFoundError",
     "PointToPointTransport",
     "Publisher",
+    "ReadbackError",
     "Receiver",
     "ReceiverTransport",
     "RemoteCallError",

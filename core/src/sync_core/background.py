@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from sync_core.answer import Answer
 from sync_core.payload import Payload
 from sync_core.transport import ReceiverTransport
 
@@ -40,9 +41,9 @@ class Background(ReceiverTransport):
             raise failure
         return None
 
-    def acknowledge(self, version: int, error: str | None) -> None:
+    def acknowledge(self, answer: Answer) -> None:
         """Answer."""
-        self._transport.acknowledge(version, error)
+        self._transport.acknowledge(answer)
 
     def close(self) -> None:
         """End the thread, and what receives."""

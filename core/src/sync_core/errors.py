@@ -113,6 +113,21 @@ class ApplyError(WorkerError):
     """The worker raised while it applied the weights; it keeps the version it had."""
 
 
+class CorruptionError(ApplyError):
+    """Weights changed on their way: a checksum did not match; the worker keeps the version it had.
+
+    Only raised where the sender was given ``verify=``.
+    """
+
+
+class ReadbackError(WorkerError):
+    """The worker's model does not hold what was sent, though it was written: it is known bad.
+
+    Its version does not count as committed, and the next send writes it anew. Only raised where
+    the sender was given ``verify="readback"``.
+    """
+
+
 class RemoteCallError(WorkerError):
     """A function called on a worker raised; the message carries the remote traceback."""
 

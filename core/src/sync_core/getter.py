@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sync_core.answer import Answer
 from sync_core.contexts import TransportContext
 from sync_core.errors import OptionError
 from sync_core.extract import Strategy, named_tensors
@@ -51,7 +52,7 @@ class _GetterTransport(ReceiverTransport):
         update = Update.of(named_tensors(weights, self._strategy))
         return Payload(self._version, update.layout, update.tensors)
 
-    def acknowledge(self, version: int, error: str | None) -> None:
+    def acknowledge(self, answer: Answer) -> None:
         """Nobody waits for an answer."""
 
     def close(self) -> None:

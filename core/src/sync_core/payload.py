@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ class Payload:
         layout: the layout of the tensors.
         source: the tensors, in the order of ``layout.specs``; or the block that they lie in.
         release: called by the receiver when it no longer reads the tensors.
+        stage_seconds: (receiver) how long the version took to come, once it was known of.
 
     Example:
         >>> layout = Layout.of({"bias": torch.ones(3)})
@@ -41,6 +43,7 @@ class Payload:
     layout: Layout
     source: Sequence[Tensor] | Block
     release: Callable[[], None] = _nothing_to_release
+    stage_seconds: float = 0.0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -82,6 +85,7 @@ class Payload:
         digest: str | None = None,
         known: Layout | None = None,
         release: Callable[[], None] = _nothing_to_release,
+        since: float | None = None,
     ) -> Payload:
         """The payload that stands in a block, as views of it.
 
@@ -91,13 +95,15 @@ class Payload:
             digest: what the digest of its layout must be, or begin with.
             known: a layout that need not be read again if it has that digest.
             release: see the class.
+            since: when the version became known (`time.perf_counter`); staging ends with this.
 
         Raises:
             PayloadError: the block holds no payload, or not the one with this digest.
         """
         layout = block.read_layout(digest, known)
         block.check_holds(layout)
-        return cls(version, layout, block, release)
+        seconds = 0.0 if since is None else time.perf_counter() - since
+        return cls(version, layout, block, release, seconds)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, version: int) -> Payload:

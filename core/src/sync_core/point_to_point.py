@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from sync_core.answer import Answer
 from sync_core.block import Block
 from sync_core.errors import WorkerError, WorkerLostError
 from sync_core.payload import Payload
@@ -45,8 +46,11 @@ class PointToPointTransport(SenderTransport):
             self.add_worker(worker_id)
 
     @abstractmethod
-    def send_to(self, worker_id: int, payload: Payload) -> None:
+    def send_to(self, worker_id: int, payload: Payload) -> Answer | None:
         """Deliver a version to one worker, and return when it has committed it.
+
+        Returns:
+            What the worker's transport was given to `acknowledge`, if that came back; or None.
 
         Raises:
             WorkerError: the worker does not have the version. Any other exception counts as the
@@ -106,10 +110,10 @@ class PointToPointTransport(SenderTransport):
         while (job := jobs.get()) is not None:
             payload, delivery = job
             try:
-                self.send_to(worker_id, payload)
+                answer = self.send_to(worker_id, payload)
             except WorkerError as error:
                 delivery.fail(error)
             except Exception as error:
                 delivery.fail(WorkerLostError(worker_id, f"send_to raised {error!r}"))
             else:
-                delivery.acknowledge()
+                delivery.acknowledge(answer)

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from sync_core.answer import Answer
 from sync_core.block import Block
 from sync_core.errors import (
-    ApplyError,
     CapacityError,
     ClosedError,
     WorkerError,
@@ -154,17 +154,14 @@ class Publisher:
             if slot.readers.pop(reader, None) is not None:
                 self.changed.notify_all()
 
-    def answer(self, worker_id: int, version: int, error: str | None) -> None:
+    def answer(self, worker_id: int, answer: Answer) -> None:
         """The worker has committed a version, or could not."""
         with self.changed:
             place = self._places.get(worker_id)
-            if place is None or place.delivery is None or place.delivery.version != version:
+            if place is None or place.delivery is None:
                 return
-            if error is None:
-                place.delivery.acknowledge()
-            else:
-                message = f"could not apply version {version}; it keeps the one it had\n{error}"
-                place.delivery.fail(ApplyError(worker_id, message))
+            if place.delivery.version == answer.version:
+                place.delivery.acknowledge(answer)
 
     def joined(self, worker_id: int, reader: object) -> bool:
         """The worker is there, as ``reader``; False when there is no such worker."""

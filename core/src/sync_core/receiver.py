@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,15 +12,16 @@ from torch import Tensor
 
 from sync_core import registry
 from sync_core.address import Address
+from sync_core.answer import Answer
 from sync_core.background import Background
 from sync_core.binding import Binding
-from sync_core.commit import own_memory
 from sync_core.compare import check_match
 from sync_core.contexts import ApplyContext, TransportContext
 from sync_core.defaults import Defaults
 from sync_core.errors import AddressError, ClosedError, ModelError, SenderLostError, SyncError
 from sync_core.extract import Strategy, named_tensors
 from sync_core.getter import GetterScheme
+from sync_core.lease import Lease, vacate
 from sync_core.models import look_up, refers
 from sync_core.payload import Payload
 from sync_core.stack import Stack
@@ -79,7 +80,8 @@ class Receiver:
         self._found: Any = None
         self._version = 0
         self._staged: Payload | None = None
-        self._lease = _Lease()
+        self._load_began = self._load_ended = 0.0
+        self._lease = Lease()
         if model is not None:
             self.register_model(model)
         transport = self._stack.create_receiver_transport(
@@ -215,16 +217,23 @@ class Receiver:
     def load(self) -> None:
         """Write what is staged into the model; to be followed by `confirm` or `reject`."""
         if self._staged is not None:
+            self._load_began = time.perf_counter()
             update = Update(self._staged.layout, self._staged.source)
             context = self._context_of(self._staged.version)
             self._stack.apply_weights(update, self._resolve_model(), context)
+            self._load_ended = time.perf_counter()
 
     def reject(self, error: BaseException) -> None:
         """Drop what is staged, and tell the sender why."""
         payload, self._staged = self._staged, None
-        if payload is not None:
+        if payload is None:
+            return
+        if self._address.zero_copy and self._found is not None:
+            # Whatever failed may have done so after the model was pointed at the payload.
+            vacate(self._found, payload)
+        else:
             payload.release()
-            self._answer(payload.version, _describe(error))
+        self._answer(Answer.refusal(payload.version, error))
 
     def confirm(self) -> int:
         """Make what was loaded the model's version, and tell the sender so."""
@@ -240,9 +249,16 @@ class Receiver:
             if self._on_commit is not None:
                 self._on_commit(payload.version)
         except BaseException as error:
-            self._answer(payload.version, _describe(error))
+            self._answer(Answer.refusal(payload.version, error))
             raise
-        self._answer(payload.version, None)
+        self._answer(
+            Answer(
+                version=payload.version,
+                stage_seconds=payload.stage_seconds,
+                commit_seconds=self._load_ended - self._load_began,
+                pause_seconds=time.perf_counter() - self._load_began,
+            )
+        )
         return payload.version
 
     def snapshot(self) -> Mapping[str, Tensor] | None:
@@ -291,10 +307,10 @@ class Receiver:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _answer(self, version: int, error: str | None) -> None:
+    def _answer(self, answer: Answer) -> None:
         # A sender that has gone meanwhile needs no answer; the next receive() says that it went.
         with suppress(SenderLostError):
-            self._transport.acknowledge(version, error)
+            self._transport.acknowledge(answer)
 
     def _context_of(self, version: int) -> ApplyContext:
         return ApplyContext(
@@ -313,31 +329,6 @@ class Receiver:
         return self._found
 
 
-class _Lease:
-    """The payload that a zero-copy model views, and the model."""
-
-    def __init__(self) -> None:
-        self._model: Any = None
-        self._payload: Payload | None = None
-
-    def replace(self, model: Any, payload: Payload) -> None:
-        if self._payload is not None and model is self._model:
-            self._payload.release()
-        else:
-            self.end()
-        self._model, self._payload = model, payload
-
-    def end(self) -> None:
-        if self._payload is not None:
-            own_memory(named_tensors(self._model), self._payload.tensors)
-            self._payload.release()
-            self._model = self._payload = None
-
-
-def _leave(transport: ReceiverTransport, lease: _Lease) -> None:
+def _leave(transport: ReceiverTransport, lease: Lease) -> None:
     lease.end()
     transport.close()
-
-
-def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()

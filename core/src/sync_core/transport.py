@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sync_core.errors import WorkerError
+from sync_core.answer import Answer
+from sync_core.errors import WorkerError, WorkerLostError
 from sync_core.payload import Payload
 
 
 class Delivery:
-    """One version on its way to one worker; it ends once, with an acknowledgement or an error.
+    """One version on its way to one worker; it ends once, with an answer or an error.
 
     Args:
         worker_id: the worker.
@@ -32,27 +33,46 @@ class Delivery:
         self.version = version
         self.nbytes = nbytes
         self.error: WorkerError | None = None
+        self.answer: Answer | None = None
         self.ended_at: float | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
-    def acknowledge(self) -> None:
-        """The worker has committed the version."""
-        self._end(None)
+    def acknowledge(self, answer: Answer | None = None) -> None:
+        """The worker has answered: it has committed the version, or says why it could not.
+
+        Args:
+            answer: what it said; None where the transport knows of the commit and no more.
+        """
+        self._end(None if answer is None else answer.to_error(self.worker_id), answer)
+
+    def settle(self, message: object) -> None:
+        """The worker has answered by a message, which `Answer.to_message` made in it.
+
+        A message that is no answer means a worker that does not keep to the protocol: it is lost.
+        One about another version changes nothing.
+        """
+        try:
+            answer = Answer.from_message(message)
+        except ValueError as error:
+            self.fail(WorkerLostError(self.worker_id, f"does not answer as agreed: {error}"))
+            return
+        if answer.version == self.version:
+            self.acknowledge(answer)
 
     def fail(self, error: WorkerError) -> None:
         """The worker does not have the version, and will not get it by this delivery."""
-        self._end(error)
+        self._end(error, None)
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for the end, at most ``timeout`` seconds; whether it has ended."""
         return self._ended.wait(timeout)
 
-    def _end(self, error: WorkerError | None) -> None:
+    def _end(self, error: WorkerError | None, answer: Answer | None) -> None:
         with self._lock:
             if self._ended.is_set():
                 return
-            self.error = error
+            self.error, self.answer = error, answer
             self.ended_at = time.perf_counter()
             self._ended.set()
 
@@ -113,8 +133,8 @@ class ReceiverTransport(ABC):
         """
 
     @abstractmethod
-    def acknowledge(self, version: int, error: str | None) -> None:
-        """Tell the sender that a version was committed, or why it was not."""
+    def acknowledge(self, answer: Answer) -> None:
+        """Tell the sender what became of a version; `Delivery.acknowledge` is where it ends."""
 
     @abstractmethod
     def close(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sync_core import (
+    Answer,
     ApplyContext,
     Delivery,
     Payload,
@@ -98,7 +99,7 @@ class NoneReceiver(ReceiverTransport):
         self._seen = payload.version
         return payload
 
-    def acknowledge(self, version: int, error: str | None) -> None:
+    def acknowledge(self, answer: Answer) -> None:
         """The sender has counted it already."""
 
     def close(self) -> None:

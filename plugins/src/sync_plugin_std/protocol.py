@@ -14,7 +14,7 @@ from      message                                meaning
 worker    ``hello``, token, worker, pid          the first message of a connection
 sender    ``welcome`` + 2 descriptors            accepted; the board, and the pipe's reading end
 sender    ``slot``, index, live + descriptor     a slot that will be offered; those there are
-worker    ``answer``, version, error, held       committed, or not; reads only ``held`` from now
+worker    ``answer``, answer, held               committed, or not; reads only ``held`` from now
 sender    ``gone``, reason                       refused, replaced, removed, or the sender closes
 ========  =====================================  ===============================================
 """

@@ -8,6 +8,7 @@ import time
 from functools import partial
 
 from sync_core import (
+    Answer,
     Block,
     Channel,
     Message,
@@ -64,12 +65,10 @@ class SharedReceiver(ReceiverTransport):
                 self._handle_next(0)
         return self._read(self._board[self._worker_id])
 
-    def acknowledge(self, version: int, error: str | None) -> None:
+    def acknowledge(self, answer: Answer) -> None:
         """Answer, and say which slots are still read."""
-        if error is not None:
-            error = error[-60_000:]
         held = list(self._held)
-        self._send({"type": "answer", "version": version, "error": error, "held": held})
+        self._send({"type": "answer", "answer": answer.to_message(), "held": held})
 
     def close(self) -> None:
         """Hang up; the sender takes back every slot."""
@@ -81,16 +80,19 @@ class SharedReceiver(ReceiverTransport):
             self._blocks.clear()
 
     def _read(self, offer: Offer) -> Payload:
+        since = time.perf_counter()
         while offer.slot not in self._blocks:
             self._handle_next(self._timeout)
         block = self._blocks[offer.slot]
         self._held.add(offer.slot)
         release = partial(self._held.discard, offer.slot)
         try:
-            return Payload.unpack(block, offer.version, digest=offer.layout, release=release)
+            return Payload.unpack(
+                block, offer.version, digest=offer.layout, release=release, since=since
+            )
         except PayloadError as error:
             release()
-            self.acknowledge(offer.version, repr(error))
+            self.acknowledge(Answer.refusal(offer.version, error))
             raise
 
     def _handle_next(self, timeout: float) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sync_core import (
+    Answer,
     Block,
     Delivery,
     Message,
@@ -96,9 +97,10 @@ class SharedSender(ServingTransport[SharedPeer]):
             raise ValueError(f"{message['type']!r} is no message")
         assert peer.worker_id is not None
         peer.offered = None
-        peer.seen = int(message["version"])
+        answer = Answer.from_message(message["answer"])
+        peer.seen = answer.version
         self._publisher.give_back(peer, message["held"])
-        self._publisher.answer(peer.worker_id, peer.seen, message["error"])
+        self._publisher.answer(peer.worker_id, answer)
         # Not to this peer, whose place another may have taken.
         self.offer_to([peer.worker_id])
 

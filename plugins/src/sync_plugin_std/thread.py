@@ -12,6 +12,7 @@ from typing import Any
 
 from sync_core import (
     AddressError,
+    Answer,
     Block,
     Delivery,
     Payload,
@@ -128,9 +129,9 @@ class ThreadReceiver(ReceiverTransport):
             release=partial(self._release, slot.index),
         )
 
-    def acknowledge(self, version: int, error: str | None) -> None:
+    def acknowledge(self, answer: Answer) -> None:
         """Answer at once."""
-        self._publisher.answer(self._worker_id, version, error)
+        self._publisher.answer(self._worker_id, answer)
 
     def close(self) -> None:
         """The worker is gone."""

@@ -16,7 +16,7 @@ sender    ``again``                               leave the process group; ``tak
 sender    ``nothing``                             there is nothing newer any more
 worker    ``received``, version                   it has come whole, and is staged
 worker    ``broken``, number                      the process group failed here
-worker    ``answer``, version, error              committed, or not
+worker    ``answer``, answer                      committed, or not
 sender    ``gone``, reason                        refused, replaced, removed, or the sender closes
 ========  ======================================  ==============================================
 

@@ -10,6 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from sync_core import (
+    Answer,
     Block,
     Channel,
     Layout,
@@ -45,6 +46,7 @@ class DistReceiver(ReceiverTransport):
         self._wire: Wire | None = None
         self._offered = 0
         self._seen = 0
+        self._asked = 0.0
         connection = _connect(context)
         self._link = options.link(context, context.endpoint, connection.getsockname()[0])
         self._channel = Channel(connection)
@@ -68,11 +70,9 @@ class DistReceiver(ReceiverTransport):
             if payload is not None or time.monotonic() > deadline:
                 return payload
 
-    def acknowledge(self, version: int, error: str | None) -> None:
+    def acknowledge(self, answer: Answer) -> None:
         """Answer."""
-        if error is not None:
-            error = error[-60_000:]
-        self._send({"type": "answer", "version": version, "error": error})
+        self._send({"type": "answer", "answer": answer.to_message()})
 
     def close(self) -> None:
         """Hang up."""
@@ -96,6 +96,7 @@ class DistReceiver(ReceiverTransport):
 
     def _fetch(self) -> Payload | None:
         """What was offered; None when that was taken back, or did not come in time."""
+        self._asked = time.perf_counter()
         self._send({"type": "take"})
         deadline = time.monotonic() + self._timeout
         while True:
@@ -143,11 +144,16 @@ class DistReceiver(ReceiverTransport):
         self._send({"type": "received", "version": version})
         try:
             payload = Payload.unpack(
-                block, version, digest=message["digest"], known=self._layout, release=release
+                block,
+                version,
+                digest=message["digest"],
+                known=self._layout,
+                release=release,
+                since=self._asked,
             )
         except PayloadError as error:
             release()
-            self.acknowledge(version, repr(error))
+            self.acknowledge(Answer.refusal(version, error))
             raise
         self._layout = payload.layout
         return payload

@@ -6,13 +6,13 @@ import importlib
 import sys
 import threading
 import time
-import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch._C._distributed_rpc import PyRRef
+from torch.distributed import rpc
 
-from sync_core import Address, ModelPathError, Receiver, SenderLostError
+from sync_core import Address, Answer, ModelPathError, Receiver, SenderLostError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,12 @@ class Delivered:
     Args:
         outcome: ``"unknown"`` when the worker has no receiver for this sender, and was not given
             the address to make one.
-        error: why the version was not committed.
+        answer: why the version was not committed, as `Answer.to_message` gives it. That it was,
+            the receiver says over its own connection.
     """
 
     outcome: Literal["committed", "failed", "unknown"]
-    error: str = ""
+    answer: dict[str, Any] | None = None
 
 
 @dataclass
@@ -87,10 +88,8 @@ def deliver(order: Order) -> Delivered:
     kept = _kept.setdefault(order.place, _Kept())
     with kept.lock:
         if order.token in kept.replaced:
-            return Delivered(
-                "failed",
-                f"another sender has taken over {order.model_id!r} here; close one of them",
-            )
+            text = f"another sender has taken over {order.model_id!r} here; close one of them"
+            return _failed(Answer(version=order.version, error=text))
         try:
             if kept.receiver is None or kept.token != order.token:
                 if order.address is None:
@@ -100,8 +99,13 @@ def deliver(order: Order) -> Delivered:
         except Exception as error:
             if isinstance(error, SenderLostError):
                 kept.close()
-            return Delivered("failed", traceback.format_exc().rstrip())
+            return _failed(Answer.refusal(order.version, error))
         return Delivered("committed")
+
+
+def _failed(answer: Answer) -> Delivered:
+    where = f"in RPC worker {rpc.get_worker_info().name!r}: {answer.error}"
+    return Delivered("failed", replace(answer, error=where).to_message())
 
 
 def forget(order: Order) -> None:

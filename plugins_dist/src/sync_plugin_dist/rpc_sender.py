@@ -13,7 +13,6 @@ from torch.distributed import rpc
 
 from sync_core import (
     AddressError,
-    ApplyError,
     Delivery,
     OptionError,
     Payload,
@@ -150,7 +149,7 @@ class RpcSender(SenderTransport):
                 if isinstance(outcome, WorkerError):
                     delivery.fail(outcome)
                 elif outcome is not None and outcome.outcome == "failed":
-                    delivery.fail(_apply_error(worker, version, outcome.error))
+                    delivery.settle(outcome.answer)
             again = isinstance(outcome, Delivered) and outcome.outcome == "unknown"
             if not self._closed and (again or worker.newest > version):
                 self._call(worker)
@@ -193,14 +192,6 @@ class RpcSender(SenderTransport):
             timeout=self._context.timeout,
             address=address,
         )
-
-
-def _apply_error(worker: _Worker, version: int, error: str) -> ApplyError:
-    return ApplyError(
-        worker.worker_id,
-        f"could not apply version {version}; it keeps the one it had\n"
-        f"in RPC worker {worker.info.name!r}: {error}",
-    )
 
 
 def _find(worker: Any) -> tuple[WorkerInfo, Any]:

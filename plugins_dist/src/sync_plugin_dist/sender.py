@@ -10,6 +10,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from sync_core import (
+    Answer,
     Delivery,
     Message,
     OptionError,
@@ -144,7 +145,7 @@ class DistSender(ServingTransport[DistPeer], Office):
             lane.received(peer)
             self.offer(peer)
         elif kind == "answer":
-            self.publisher.answer(peer.worker_id, int(message["version"]), message["error"])
+            self.publisher.answer(peer.worker_id, Answer.from_message(message["answer"]))
         else:
             raise ValueError(f"{kind!r} is no message")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from sync_core import Address, Layout, Payload, Receiver, ReceiverTransport, SyncError
+from sync_core import Address, Answer, Layout, Payload, Receiver, ReceiverTransport, SyncError
 from sync_plugin_ray.store import read
 
 
@@ -46,23 +46,23 @@ class Delivered:
     Args:
         outcome: ``"unknown"`` when the actor has no receiver for this sender, and was not given
             the address to make one.
-        error: why the version was not committed.
+        answer: what the actor's receiver answered, as `Answer.to_message` gives it.
     """
 
-    outcome: Literal["committed", "failed", "unknown"]
-    error: str | None = None
+    outcome: Literal["answered", "unknown"]
+    answer: dict[str, Any] | None = None
 
 
 class Inbox(ReceiverTransport):
     """A transport that is handed its payloads in the process itself."""
 
     def __init__(self) -> None:
-        self.error: str | None = None
+        self.answer: Answer | None = None
         self._payload: Payload | None = None
 
     def put(self, payload: Payload) -> None:
         """Let the next `receive` find this."""
-        self._payload, self.error = payload, None
+        self._payload, self.answer = payload, None
 
     def receive(self, timeout: float) -> Payload | None:
         """What was handed in."""
@@ -70,10 +70,9 @@ class Inbox(ReceiverTransport):
         payload, self._payload = self._payload, None
         return payload
 
-    def acknowledge(self, version: int, error: str | None) -> None:
-        """Keep the error, for whoever handed the payload in."""
-        del version
-        self.error = error
+    def acknowledge(self, answer: Answer) -> None:
+        """Keep the answer, for whoever handed the payload in."""
+        self.answer = answer
 
     def close(self) -> None:
         """Nothing is held."""
@@ -124,6 +123,11 @@ class _Kept:
         self.inbox.put(payload)
         self.receiver.receive(0)
 
+    def answer(self, order: Order) -> Answer | None:
+        """What the receiver has answered about this order, if it came so far."""
+        answer = self.inbox.answer
+        return answer if answer is not None and answer.version == order.version else None
+
     def close(self) -> None:
         if self.receiver is not None:
             self.receiver.close()
@@ -146,10 +150,8 @@ def deliver(instance: Any, order: Order, data: Any) -> Delivered:
     with _lock:
         kept = _kept.setdefault(order.place, _Kept())
         if order.token in kept.replaced:
-            return Delivered(
-                "failed",
-                f"another sender has taken over {order.place!r} of this actor; close one of them",
-            )
+            text = f"another sender has taken over {order.place!r} of this actor; close one of them"
+            return _answered(Answer(version=order.version, error=text))
         try:
             if kept.token != order.token or kept.receiver is None:
                 if order.address is None:
@@ -157,9 +159,14 @@ def deliver(instance: Any, order: Order, data: Any) -> Delivered:
                 kept.begin(instance, order)
             kept.commit(order, data)
         except Exception as error:
-            told = kept.inbox.error or f"{type(error).__name__}: {error}"
-            return Delivered("failed", f"in its actor, a {type(instance).__name__}: {told}")
-        return Delivered("committed")
+            answer = kept.answer(order) or Answer.refusal(order.version, error)
+            where = f"in its actor, a {type(instance).__name__}: {answer.error}"
+            return _answered(replace(answer, error=where))
+        return _answered(kept.answer(order) or Answer(version=order.version))
+
+
+def _answered(answer: Answer) -> Delivered:
+    return Delivered("answered", answer.to_message())
 
 
 def forget(instance: Any, order: Order) -> None:

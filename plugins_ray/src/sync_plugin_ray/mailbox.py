@@ -39,7 +39,7 @@ class Event:
         kind: it came, answered about a version, or found that a version's bytes were lost.
         worker_id: the worker that it is.
         version: the version that it speaks of.
-        error: why that was not committed.
+        answer: what it answered, as `sync_core.Answer.to_message` gives it.
         actor: the handle of the actor that it runs in, if it runs in one.
         data: what was published of it, and is lost.
     """
@@ -47,7 +47,7 @@ class Event:
     kind: Literal["joined", "answered", "lost"]
     worker_id: int
     version: int = 0
-    error: str | None = None
+    answer: Mapping[str, Any] | None = None
     actor: Any = None
     data: Any = None
 

@@ -14,7 +14,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sync_core import (
-    ApplyError,
     CapacityError,
     Delivery,
     Payload,
@@ -213,13 +212,7 @@ class PullSender(SenderTransport):
             if publication.version == event.version:
                 self._put_again(event, publication, delivery)
         elif event.kind == "answered" and delivery is not None:
-            if delivery.version != event.version:
-                return
-            if event.error is None:
-                delivery.acknowledge()
-            else:
-                message = f"could not apply version {event.version}; it keeps the one it had\n"
-                delivery.fail(ApplyError(event.worker_id, message + event.error))
+            delivery.settle(event.answer)
 
     def _put_again(self, event: Event, publication: Publication, delivery: Delivery | None) -> None:
         try:

@@ -15,7 +15,6 @@ from ray.actor import ActorHandle
 
 from sync_core import (
     Address,
-    ApplyError,
     CapacityError,
     Delivery,
     OptionError,
@@ -231,11 +230,8 @@ class PushSender(SenderTransport):
             return False
         if isinstance(answer, WorkerError):
             delivery.fail(answer)
-        elif answer.outcome == "committed":
-            delivery.acknowledge()
         else:
-            message = f"could not apply version {publication.version}; it keeps the one it had\n"
-            delivery.fail(ApplyError(worker.worker_id, message + str(answer.error)))
+            delivery.settle(answer.answer)
         return False
 
     def _answer(

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from sync_core import (
+    Answer,
     Layout,
     Payload,
     PayloadError,
@@ -61,6 +62,7 @@ class MailboxReceiver(ReceiverTransport):
             offer = self._ask(left)
             if offer is None:
                 return None
+            since = time.perf_counter()
             try:
                 data = self._fetch(offer, max(left, self._timeout))
             except LOST:
@@ -72,14 +74,15 @@ class MailboxReceiver(ReceiverTransport):
                 raise
             self._seen = offer.version
             payload = Payload.unpack(
-                read(data), offer.version, digest=offer.digest, known=self._layout
+                read(data), offer.version, digest=offer.digest, known=self._layout, since=since
             )
             self._layout = payload.layout
             return payload
 
-    def acknowledge(self, version: int, error: str | None) -> None:
+    def acknowledge(self, answer: Answer) -> None:
         """Answer by way of the mailbox."""
-        self._tell(Event("answered", self._worker_id, version, error))
+        message = answer.to_message()
+        self._tell(Event("answered", self._worker_id, answer.version, message))
 
     def close(self) -> None:
         """Hang up."""
@@ -102,7 +105,7 @@ class MailboxReceiver(ReceiverTransport):
             return ray.get(data, timeout=timeout)
         except ray.exceptions.GetTimeoutError as error:
             late = f"version {offer.version} did not come from the object store in {timeout:g} s"
-            self.acknowledge(offer.version, late)
+            self.acknowledge(Answer(version=offer.version, error=late))
             raise PayloadError(late) from error
 
     def _tell(self, event: Event) -> None:

@@ -1,0 +1,108 @@
+"""What a worker answers about a version: that it was committed or why not, and what it measured."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from sync_core.errors import ApplyError, CorruptionError, ReadbackError, WorkerError
+
+# What went wrong, as it is called in a message, and what the sender raises for it.
+_FAILURES: Mapping[str, type[WorkerError]] = {
+    "corruption": CorruptionError,
+    "readback": ReadbackError,
+    "apply": ApplyError,
+}
+# A traceback says most at its end; the whole has to fit into the buffer of a socket.
+_LONGEST_ERROR = 60_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A worker's answer about one version.
+
+    A transport that sends messages carries `to_message`, and need not know what is in it.
+
+    Args:
+        version: the version.
+        error: why it was not committed; None when it was.
+        failure: the kind of that error: ``"apply"``, ``"corruption"`` or ``"readback"``.
+        stage_seconds: from the moment at which the worker's transport knew of the version to
+            the one at which it had all of it; 0 where the transport does not measure that.
+        commit_seconds: what loading it into the model took.
+        pause_seconds: how long the thread that called `receive` was held after the version was
+            there: loading, and what `Receiver` was given as ``on_commit``.
+        digest: of the model after the commit, where the sender asks for it: ``verify="readback"``.
+
+    Example:
+        >>> answer = Answer(version=3, commit_seconds=0.25)
+        >>> Answer.from_message(answer.to_message()) == answer
+        True
+    """
+
+    version: int
+    error: str | None = None
+    failure: str = "apply"
+    stage_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    digest: str | None = None
+
+    @classmethod
+    def refusal(cls, version: int, error: BaseException) -> Self:
+        """The answer of a worker that could not commit a version because of ``error``."""
+        kinds = [name for name, kind in _FAILURES.items() if isinstance(error, kind)]
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return cls(
+            version=version, error=text[-_LONGEST_ERROR:], failure=kinds[0] if kinds else "apply"
+        )
+
+    def to_message(self) -> dict[str, Any]:
+        """The answer as a mapping of numbers and strings, which JSON and pickle can hold."""
+        message = asdict(self)
+        if self.error is not None:
+            message["error"] = self.error[-_LONGEST_ERROR:]
+        return message
+
+    @classmethod
+    def from_message(cls, message: object) -> Self:
+        """The answer that `to_message` made; what else a newer worker tells is left out.
+
+        Raises:
+            ValueError: it is none; says which of its entries is wrong.
+        """
+        given = message if isinstance(message, Mapping) else {}
+        known = {field.name for field in fields(cls)}
+        answer = cls(**{"version": None, **{k: v for k, v in given.items() if k in known}})
+        for name, holds in answer._checks().items():
+            if not holds:
+                raise ValueError(f"an answer cannot have {name}={getattr(answer, name)!r:.80}")
+        return answer
+
+    def to_error(self, worker_id: int) -> WorkerError | None:
+        """What the sender reports for the worker; None when the version was committed."""
+        if self.error is None:
+            return None
+        keeps = (
+            "its model is known bad" if self.failure == "readback" else "it keeps the one it had"
+        )
+        message = f"could not apply version {self.version}; {keeps}\n{self.error}"
+        return _FAILURES[self.failure](worker_id, message)
+
+    def _checks(self) -> dict[str, bool]:
+        return {
+            "version": type(self.version) is int and self.version >= 0,
+            "error": isinstance(self.error, str | None),
+            "failure": isinstance(self.failure, str) and self.failure in _FAILURES,
+            "stage_seconds": _is_duration(self.stage_seconds),
+            "commit_seconds": _is_duration(self.commit_seconds),
+            "pause_seconds": _is_duration(self.pause_seconds),
+            "digest": isinstance(self.digest, str | None),
+        }
+
+
+def _is_duration(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]

@@ -1,0 +1,120 @@
+"""What a worker's answer becomes on its way, and what becomes of one that is none."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from torch import nn
+
+from sync_core import (
+    Answer,
+    ApplyError,
+    CorruptionError,
+    Delivery,
+    ReadbackError,
+    Receiver,
+    Sender,
+    SendError,
+    WorkerLostError,
+)
+
+
+def test_an_answer_comes_through_json_as_it_was() -> None:
+    answer = Answer(version=7, stage_seconds=0.1, commit_seconds=0.2, pause_seconds=0.3, digest="a")
+    assert Answer.from_message(json.loads(json.dumps(answer.to_message()))) == answer
+
+
+def test_what_a_newer_worker_tells_besides_is_left_out() -> None:
+    message = Answer(version=7).to_message() | {"weather": "fine"}
+    assert Answer.from_message(message) == Answer(version=7)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"version": None},
+        {"version": -1},
+        {"version": True},
+        {"version": "7"},
+        {"error": 3},
+        {"failure": "weather"},
+        {"failure": []},
+        {"stage_seconds": -1},
+        {"commit_seconds": math.nan},
+        {"pause_seconds": math.inf},
+        {"commit_seconds": "fast"},
+        {"digest": 5},
+    ],
+)
+def test_what_is_no_answer_says_what_is_wrong(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    message = Answer(version=7).to_message() | wrong
+    with pytest.raises(ValueError, match=name):
+        Answer.from_message(message)
+
+
+@pytest.mark.parametrize("message", [None, 5, "text", [], {}, {1: 2}])
+def test_a_worker_that_answers_something_else_is_lost(message: object) -> None:
+    delivery = Delivery(3, 1, 10)
+    delivery.settle(message)
+    assert isinstance(delivery.error, WorkerLostError)
+    assert "worker 3: does not answer as agreed" in str(delivery.error)
+
+
+def test_an_answer_about_another_version_ends_nothing() -> None:
+    delivery = Delivery(0, 2, 10)
+    delivery.settle(Answer(version=1).to_message())
+    assert not delivery.wait(0)
+    delivery.settle(Answer(version=2, commit_seconds=0.5).to_message())
+    assert delivery.answer == Answer(version=2, commit_seconds=0.5)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("no"), ApplyError),
+        (CorruptionError(0, "no"), CorruptionError),
+        (ReadbackError(0, "no"), ReadbackError),
+    ],
+)
+def test_the_sender_learns_what_kind_of_failure_it_was(
+    error: Exception, kind: type[Exception]
+) -> None:
+    delivery = Delivery(4, 1, 10)
+    delivery.settle(Answer.refusal(1, error).to_message())
+    assert type(delivery.error) is kind
+    assert str(delivery.error).startswith("worker 4: could not apply version 1")
+
+
+def test_a_long_error_is_cut_at_its_beginning() -> None:
+    message = Answer.refusal(1, ValueError("x" * 100_000 + "the end")).to_message()
+    assert len(message["error"]) == 60_000
+    assert message["error"].endswith("the end")
+
+
+def test_the_answer_of_a_receiver_reaches_the_delivery() -> None:
+    model = nn.Linear(2, 2)
+    with Sender("thread", model, num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+        pending = sender.send_async()
+        (delivery,) = pending.unanswered.values()
+        receiver.receive()
+        assert pending.wait().updated == (0,)
+    assert delivery.answer is not None
+    assert 0 < delivery.answer.commit_seconds <= delivery.answer.pause_seconds
+
+
+def test_a_refusal_of_a_receiver_reaches_the_delivery() -> None:
+    def refuse(version: int) -> None:
+        raise ValueError(version)
+
+    with Sender("thread", nn.Linear(2, 2), num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2), on_commit=refuse)
+        pending = sender.send_async()
+        with pytest.raises(ValueError, match="1"):
+            receiver.receive()
+        with pytest.raises(SendError, match="ValueError: 1"):
+            pending.wait()
