@@ -40,6 +40,8 @@ class SharedReceiver(ReceiverTransport):
         self._channel = channel
         self._blocks: dict[int, Block] = {}
         self._held: set[int] = set()
+        # Accepted, and not answered about: until that is known, the sender offers nothing more.
+        self._unanswered = 0
         self._closed = False
         try:
             self._send(hello(context.token, context.worker_id))
@@ -56,6 +58,9 @@ class SharedReceiver(ReceiverTransport):
     def receive(self, timeout: float) -> Payload | None:
         """The newest version, once there is one that was not seen."""
         deadline = time.monotonic() + timeout
+        if self._unanswered:
+            self._send({"type": "on", "version": self._unanswered, "held": list(self._held)})
+            self._unanswered = 0
         while not take_token(self._tokens):
             left = max(0.0, deadline - time.monotonic())
             ready = self._poll.poll(left * 1000)
@@ -68,6 +73,7 @@ class SharedReceiver(ReceiverTransport):
     def acknowledge(self, answer: Answer) -> None:
         """Answer, and say which slots are still read."""
         held = list(self._held)
+        self._unanswered = 0
         self._send({"type": "answer", "answer": answer.to_message(), "held": held})
 
     def close(self) -> None:
@@ -85,6 +91,7 @@ class SharedReceiver(ReceiverTransport):
             self._handle_next(self._timeout)
         block = self._blocks[offer.slot]
         self._held.add(offer.slot)
+        self._unanswered = offer.version
         release = partial(self._held.discard, offer.slot)
         try:
             return Payload.unpack(

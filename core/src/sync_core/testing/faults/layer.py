@@ -67,6 +67,8 @@ class Raising:
             return
         worker_id = -1 if isinstance(context, SendContext) else context.worker_id
         hurt = self._worker_ids is None or worker_id in (-1, *self._worker_ids)
-        if hurt and worker_id not in self._raised:
-            self._raised.add(worker_id)
+        # Workers in one process each have their turn; the trainer has one.
+        where = context.worker_id if isinstance(context, ApplyContext) else -1
+        if hurt and where not in self._raised:
+            self._raised.add(where)
             raise InjectedFaultError(f"in {self._hook} for version {version}")

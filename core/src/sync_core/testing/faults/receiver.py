@@ -6,8 +6,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from sync_core import Block, Layout, Payload, ReceiverTransport
+from sync_core import Answer, Block, Layout, Payload, ReceiverTransport
 from sync_core.testing.faults import process
 from sync_core.testing.faults.fault import Fault, InjectedFaultError
 from sync_core.testing.faults.gate import gated
@@ -36,13 +37,13 @@ class FaultyReceiver(ReceiverTransport):
     def __init__(self, transport: ReceiverTransport, faults: Sequence[Fault]) -> None:
         self._transport = transport
         self._faults = list(faults)
-        self._seen = 0
+        self._done = 0
         self._again: deque[Payload] = deque()
 
     def receive(self, timeout: float) -> Payload | None:
         """What the scheme has received, unless that is lost."""
         deadline = time.monotonic() + timeout
-        for fault in self._due("receive", self._seen + 1):
+        for fault in self._due("receive", self._done + 1):
             strike(fault)
         if self._again:
             return self._again.popleft()
@@ -50,19 +51,19 @@ class FaultyReceiver(ReceiverTransport):
             payload = self._transport.receive(max(0.0, deadline - time.monotonic()))
             if payload is None:
                 return None
-            self._seen = payload.version
             kept = self._stage(payload)
             if kept is not None or time.monotonic() > deadline:
                 return kept
 
-    def acknowledge(self, version: int, error: str | None) -> None:
+    def acknowledge(self, answer: Answer) -> None:
         """Answer, unless the answer is lost."""
         times = 1
-        for fault in self._due("acknowledge", version):
+        for fault in self._due("acknowledge", answer.version):
             strike(fault)
             times = {"drop": 0, "duplicate": 2}.get(fault.action, times)
         for _ in range(times):
-            self._transport.acknowledge(version, error)
+            self._transport.acknowledge(answer)
+        self._done = answer.version
 
     def close(self) -> None:
         """Release what was to come again, too."""
@@ -74,10 +75,10 @@ class FaultyReceiver(ReceiverTransport):
             try:
                 strike(fault)
             except InjectedFaultError:
-                payload.release()
+                self._lose(payload)
                 raise
             if fault.action == "drop":
-                payload.release()
+                self._lose(payload)
                 return None
             if fault.action == "duplicate":
                 self._again.append(_copy(payload))
@@ -89,6 +90,10 @@ class FaultyReceiver(ReceiverTransport):
             payload = _gated(payload, fault.at_byte, lambda fault=fault: strike(fault))
         return payload
 
+    def _lose(self, payload: Payload) -> None:
+        payload.release()
+        self._done = payload.version
+
     def _due(self, point: str, version: int) -> list[Fault]:
         due = [f for f in self._faults if f.point == point and f.version == version]
         self._faults = [fault for fault in self._faults if fault not in due]
@@ -98,7 +103,7 @@ class FaultyReceiver(ReceiverTransport):
 def _copy(payload: Payload, release: Callable[[], None] = lambda: None) -> Payload:
     block = Block.allocate(payload.nbytes)
     payload.pack(block)
-    return Payload(payload.version, payload.layout, block, release)
+    return replace(payload, source=block, release=release)
 
 
 def _corrupted(payload: Payload, at_byte: int) -> Payload:
@@ -111,9 +116,9 @@ def _corrupted(payload: Payload, at_byte: int) -> Payload:
 def _misnamed(payload: Payload) -> Payload:
     specs = zip(payload.layout.specs, payload.tensors, strict=True)
     layout = Layout.of({f"{spec.name}?": tensor for spec, tensor in specs})
-    return Payload(payload.version, layout, payload.tensors, payload.release)
+    return replace(payload, layout=layout, source=payload.tensors)
 
 
 def _gated(payload: Payload, at_byte: int, gate: Callable[[], object]) -> Payload:
     tensors = gated(payload.tensors, payload.layout, at_byte, gate)
-    return Payload(payload.version, payload.layout, tensors, payload.release)
+    return replace(payload, source=tensors)

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sync_core import Address, ReceiverTransport, SenderTransport, TransportContext, hookimpl
-from sync_core import registry
+from sync_core import (
+    Address,
+    ReceiverTransport,
+    SenderTransport,
+    TransportContext,
+    hookimpl,
+    registry,
+)
 from sync_core.defaults import Defaults
 from sync_core.hook_check import implemented
 from sync_core.stack import Stack
@@ -84,7 +90,9 @@ class Faulty:
             # For a scheme that makes the receivers itself, and gives them endpoints of its own.
             assert make_address is not None
             newest = made[0].newest if made else 0
-            return replace(make_address(**arguments), scheme=Faulty(self._scheme, *self._later(newest)))
+            return replace(
+                make_address(**arguments), scheme=Faulty(self._scheme, *self._later(newest))
+            )
 
         context = replace(context, make_address=make_marked)
         transfer = [fault for fault in self._faults if fault.point == "transfer"]

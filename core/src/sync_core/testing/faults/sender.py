@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sync_core import Delivery, OptionError, Payload, SenderTransport
@@ -78,7 +78,7 @@ class FaultySender(SenderTransport):
                 self._strike(fault)
 
         tensors = gated(payload.tensors, payload.layout, due[0].at_byte, strike)
-        return Payload(payload.version, payload.layout, tensors, payload.release)
+        return replace(payload, source=tensors)
 
     def _strike(self, fault: Fault) -> None:
         if fault.action in ("kill", "stop"):
