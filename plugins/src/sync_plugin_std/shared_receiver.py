@@ -10,6 +10,7 @@ from functools import partial
 from sync_core import (
     Answer,
     Block,
+    CapacityError,
     Channel,
     Message,
     Payload,
@@ -87,8 +88,12 @@ class SharedReceiver(ReceiverTransport):
 
     def _read(self, offer: Offer) -> Payload:
         since = time.perf_counter()
-        while offer.slot not in self._blocks:
-            self._handle_next(self._timeout)
+        try:
+            while offer.slot not in self._blocks:
+                self._handle_next(self._timeout)
+        except CapacityError as error:
+            self.acknowledge(Answer.refusal(offer.version, error))
+            raise
         block = self._blocks[offer.slot]
         self._held.add(offer.slot)
         self._unanswered = offer.version
@@ -118,14 +123,23 @@ class SharedReceiver(ReceiverTransport):
             self._map_slot(message)
 
     def _map_slot(self, message: Message) -> None:
-        descriptor = self._channel.pop_descriptor()
         try:
-            block = memory.map_block(descriptor, writable=False)
-        finally:
-            os.close(descriptor)
+            block = self._map(self._channel.pop_descriptor())
+        except CapacityError:
+            self._send({"type": "lacks", "index": message["index"]})
+            raise
         live = set(message["live"])
         self._blocks = {index: known for index, known in self._blocks.items() if index in live}
         self._blocks[message["index"]] = block
+
+    @staticmethod
+    def _map(descriptor: int) -> Block:
+        try:
+            return memory.map_block(descriptor, writable=False)
+        except OSError as error:
+            raise CapacityError(f"a slot cannot be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
 
     def _send(self, message: Message) -> None:
         try:

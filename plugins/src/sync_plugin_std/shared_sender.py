@@ -101,6 +101,10 @@ class SharedSender(ServingTransport[SharedPeer]):
             self._publisher.answer(peer.worker_id, answer)
         elif kind == "on":
             version = int(message["version"])
+        elif kind == "lacks":
+            peer.knows.discard(int(message["index"]))
+            self.offer(peer)
+            return
         else:
             raise ValueError(f"{kind!r} is no message")
         peer.offered, peer.seen = None, version

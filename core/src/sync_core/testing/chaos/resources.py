@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from sync_core.testing.chaos.worker import resources
@@ -41,7 +42,7 @@ class Resources:
         for who in (None, *self._worker_ids):
             if who in replaced:
                 self._warm.discard(who)
-            elif who in self._warm and not eventually(lambda who=who: self._is_as_before(who)):
+            elif who in self._warm and not eventually(partial(self._is_as_before, who)):
                 name = "the trainer" if who is None else f"worker {who}"
                 yield f"{name} had {self._before[who]}, and has {self._look(who)}"
             else:

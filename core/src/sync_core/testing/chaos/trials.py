@@ -9,6 +9,7 @@ from typing import Literal
 
 from sync_core import (
     ApplyError,
+    CapacityError,
     LayoutMismatchError,
     WorkerError,
     WorkerLostError,
@@ -35,6 +36,7 @@ class Trial:
         outlasts: whether the fault takes longer than the deadline.
         burns: how many versions a send that raises uses up.
         raises: what receiving raises in the workers that are hurt.
+        lenient: whether it may be without effect, or else fail in any way that is reported.
         squeeze: who has no descriptors left during the send.
     """
 
@@ -49,6 +51,7 @@ class Trial:
     outlasts: bool = False
     burns: int = 0
     raises: type[Exception] = InjectedFaultError
+    lenient: bool = False
     squeeze: Literal["nobody", "trainer", "workers"] = "nobody"
 
     def faults_for(self, version: int, worker_ids: tuple[int, ...], deadline: float) -> list[Fault]:
@@ -153,6 +156,13 @@ TRIALS: Mapping[str, Trial] = MappingProxyType(
         "fork in transfer": Trial(faults=_at("transfer", "fork", 0.5)),
         "exec in transfer": Trial(faults=_at("transfer", "exec", 0.5)),
         "no descriptors in the trainer": Trial(squeeze="trainer"),
-        "no descriptors in workers": Trial(squeeze="workers", needs_processes=True),
+        "no descriptors in workers": Trial(
+            squeeze="workers",
+            needs_processes=True,
+            lenient=True,
+            fate="old or new",
+            raises=CapacityError,
+            error=WorkerTimeoutError,
+        ),
     }
 )

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from sync_core import Answer, Block, Layout, Payload, ReceiverTransport
 from sync_core.testing.faults import process
@@ -87,7 +88,7 @@ class FaultyReceiver(ReceiverTransport):
             elif fault.action == "misname":
                 payload = _misnamed(payload)
         for fault in self._due("commit", payload.version):
-            payload = _gated(payload, fault.at_byte, lambda fault=fault: strike(fault))
+            payload = _gated(payload, fault.at_byte, partial(strike, fault))
         return payload
 
     def _lose(self, payload: Payload) -> None:
