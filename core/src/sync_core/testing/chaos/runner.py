@@ -177,7 +177,8 @@ class _Run:
         return report, calls, failure
 
     def _limit(self, round_: Round) -> float:
-        silent = round_.trial.error is WorkerTimeoutError
+        # What is not sent, nobody receives.
+        silent = round_.trial.error is WorkerTimeoutError or not round_.trial.sends
         return self._plan.subject.deadline if silent else self._plan.subject.timeout
 
     def _receive(self, version: int, round_: Round) -> dict[int, Future[Any]]:

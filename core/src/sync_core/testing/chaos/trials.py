@@ -50,7 +50,7 @@ class Trial:
     copies: bool = False
     outlasts: bool = False
     burns: int = 0
-    raises: type[Exception] = InjectedFaultError
+    raises: tuple[type[Exception], ...] = (InjectedFaultError,)
     lenient: bool = False
     squeeze: Literal["nobody", "trainer", "workers"] = "nobody"
 
@@ -137,7 +137,7 @@ TRIALS: Mapping[str, Trial] = MappingProxyType(
             faults=_at("staged", "misname"),
             error=ApplyError,
             fate="old",
-            raises=LayoutMismatchError,
+            raises=(LayoutMismatchError,),
         ),
         "raise in receive": Trial(
             faults=_at("staged", "raise"), error=WorkerTimeoutError, fate="old"
@@ -161,7 +161,7 @@ TRIALS: Mapping[str, Trial] = MappingProxyType(
             needs_processes=True,
             lenient=True,
             fate="old or new",
-            raises=CapacityError,
+            raises=(CapacityError, OSError),
             error=WorkerTimeoutError,
         ),
     }
