@@ -272,6 +272,15 @@ def test_torn_reads_are_looked_for() -> None:
     assert (seen.torn, seen.backwards) == (0, 0)
 
 
+def test_the_page_about_them(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "faults.md"
+    _, code, printed, *_ = re.split(
+        r"```(?:python)?\n", page.read_text().replace("```\n\n```", "```")
+    )
+    exec(compile(code, str(page), "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
 def _children() -> set[str]:
     tasks = Path("/proc/self/task").iterdir()
     return {pid for task in tasks for pid in (task / "children").read_text().split()}
