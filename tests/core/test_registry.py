@@ -122,6 +122,29 @@ def test_a_distribution_that_is_seen_twice_is_one(
     assert registry.find(registry.SCHEMES, "carrier-pigeon").version == "1.2"
 
 
+@pytest.mark.parametrize("disabled", ["carrier-pigeon", "owl, pigeon-plugin"])
+def test_a_plugin_that_is_disabled(
+    site: Site, monkeypatch: pytest.MonkeyPatch, disabled: str
+) -> None:
+    site.install("pigeon-plugin", "raise SystemError")
+    monkeypatch.setenv("SYNC_DISABLE", disabled)
+    assert "carrier-pigeon" not in {e.name for e in registry.installed(registry.SCHEMES)}
+    with pytest.raises(PluginNotFoundError, match="is disabled; to use it, take it out of SYNC_D"):
+        registry.find(registry.SCHEMES, "carrier-pigeon")
+
+
+def test_disabling_one_of_two_ends_their_conflict(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.install("pigeon-plugin", SCHEME)
+    site.install("owl-plugin", SCHEME)
+    with pytest.raises(PluginConflictError, match="or set SYNC_DISABLE=pigeon-plugin"):
+        registry.find(registry.SCHEMES, "carrier-pigeon")
+    monkeypatch.setenv("SYNC_DISABLE", "pigeon-plugin")
+    found = registry.find(registry.SCHEMES, "carrier-pigeon")
+    assert found.distribution == "owl-plugin"
+
+
 def test_a_plugin_that_does_not_import(site: Site) -> None:
     site.install("pigeon-plugin", "import a_module_that_is_not_there")
     with pytest.raises(

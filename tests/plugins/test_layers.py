@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from sync_core import Receiver, Sender
+from sync_core.testing import LayerConformance
+from sync_core.testing.negated import Negated
 from sync_plugin_std.cast import BFloat16
 from sync_plugin_std.interval import Interval
 
@@ -79,3 +81,21 @@ def test_pushes_are_counted_for_each_worker() -> None:
 def test_intervals_that_are_none(k: int) -> None:
     with pytest.raises(ValueError, match="counts pushes from 1"):
         Interval(k)
+
+
+class TestBFloat16(LayerConformance):
+    layer = "bf16"
+    tolerance = 2**-8
+
+
+class TestFloat16(LayerConformance):
+    layer = "fp16"
+    tolerance = 2**-10
+
+
+class TestInterval(LayerConformance):
+    layer = Interval(3)
+
+
+class TestNegated(LayerConformance):
+    layer = Negated()

@@ -137,7 +137,7 @@ class TestShm(SharedMemoryCases):
         with pytest.raises(OptionError, match=r"layers=\['bf16'\]"):
             self.sender(make_policy(), layers="bf16")
 
-    def test_beside_another_scheme(self) -> None:
+    def test_beside_the_scheme_mp(self) -> None:
         targets = [make_policy(), make_policy()]
         with (
             self.sender(make_policy(1.0)) as first,

@@ -40,6 +40,10 @@ class HookResultError(PluginError, TypeError):
     """A plugin's hook returned something that the hook does not allow."""
 
 
+class PluginNewError(PluginError, ValueError):
+    """A plugin that cannot be written: its name is no good or taken, or its folder exists."""
+
+
 class OptionError(SyncError, TypeError):
     """An option that the scheme or worker group does not have."""
 

@@ -57,6 +57,14 @@ class PointToPointTransport(SenderTransport):
                 loss of the worker.
         """
 
+    def superseded(self, worker_id: int) -> bool:
+        """Whether `send_to` may give up: a later version waits, or the worker is served no more.
+
+        A `send_to` that waits for its worker asks this again and again.
+        """
+        jobs = self._queues.get(worker_id)
+        return jobs is None or not jobs.empty()
+
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Copy the payload, and hand it to the workers' threads."""
         block = Block.allocate(payload.nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +23,9 @@ from sync_core.workers import WorkerGroup
 SCHEMES = "sync.schemes"
 LAYERS = "sync.layers"
 WORKERS = "sync.workers"
+
+#: The environment variable that names plugins to be left out.
+DISABLE = "SYNC_DISABLE"
 
 _KINDS = {SCHEMES: "scheme", LAYERS: "layer", WORKERS: "worker group"}
 _LAYER_HOOKS = ("prepare_weights", "apply_weights", "skip_update")
@@ -125,10 +129,19 @@ def load(group: str, entry: EntryPoint) -> Any:
 
 
 def installed(group: str) -> list[EntryPoint]:
-    """The entry points of a group, sorted by name; a distribution seen twice counts once."""
-    return sorted(
-        entry_points(group=group), key=lambda entry: (entry.name, str(_distribution_of(entry)))
-    )
+    """The entry points of a group, sorted by name; a distribution seen twice counts once.
+
+    Names in the environment variable ``SYNC_DISABLE``, divided by commas, are left out; a plugin
+    can be named by its distribution too.
+    """
+    found = [entry for entry in entry_points(group=group) if not is_disabled(entry)]
+    return sorted(found, key=lambda entry: (entry.name, str(_distribution_of(entry))))
+
+
+def is_disabled(entry: EntryPoint) -> bool:
+    """Whether ``SYNC_DISABLE`` names the plugin or its distribution."""
+    disabled = {name.strip() for name in os.environ.get(DISABLE, "").split(",")}
+    return bool(disabled & {entry.name, _distribution_of(entry)[0]})
 
 
 def entry_point(group: str, name: str) -> EntryPoint:
@@ -146,7 +159,8 @@ def entry_point(group: str, name: str) -> EntryPoint:
         other = _distribution_of(entries[-1])[0]
         raise PluginConflictError(
             f"{len(entries)} distributions claim the {_KINDS[group]} {name!r}: "
-            f"{' and '.join(owners)}; remove one, for example: pip uninstall {other}"
+            f"{' and '.join(owners)}; remove one, for example: pip uninstall {other}; "
+            f"or set {DISABLE}={other}"
         )
     return entries[0]
 
@@ -154,6 +168,8 @@ def entry_point(group: str, name: str) -> EntryPoint:
 def _not_found(group: str, name: str) -> str:
     kind, known = _KINDS[group], KNOWN[group]
     there = sorted({entry.name for entry in installed(group)})
+    if any(is_disabled(entry) for entry in entry_points(group=group, name=name)):
+        return f"{kind} {name!r} is disabled; to use it, take it out of {DISABLE}"
     message = f"no {kind} {name!r} is installed"
     near = difflib.get_close_matches(name.lower(), {*there, *known}, n=1)
     if name in known:

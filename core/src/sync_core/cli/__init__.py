@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sync_core.cli import bench, doctor, listing
+from sync_core.cli import bench, doctor, listing, new_plugin
 from sync_core.errors import SyncError
 
-_COMMANDS = (listing, doctor, bench)
+_COMMANDS = (listing, doctor, bench, new_plugin)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

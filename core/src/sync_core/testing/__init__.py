@@ -8,12 +8,19 @@ import pytest
 # Before the import, or pytest would not explain their failures.
 pytest.register_assert_rewrite(
     "sync_core.testing.collectors",
+    "sync_core.testing.layers",
     "sync_core.testing.schemes",
     "sync_core.testing.worker_groups",
 )
 
 from sync_core.testing.collectors import CollectorConformance  # noqa: E402
+from sync_core.testing.layers import LayerConformance  # noqa: E402
 from sync_core.testing.schemes import SchemeConformance  # noqa: E402
 from sync_core.testing.worker_groups import WorkerGroupConformance  # noqa: E402
 
-__all__ = ["CollectorConformance", "SchemeConformance", "WorkerGroupConformance"]
+__all__ = [
+    "CollectorConformance",
+    "LayerConformance",
+    "SchemeConformance",
+    "WorkerGroupConformance",
+]

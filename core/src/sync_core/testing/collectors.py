@@ -22,6 +22,7 @@ from sync_core import (
 from sync_core.collector import Collector
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv
+from sync_core.testing.cases import Conformance
 
 
 class Scale(nn.Module):
@@ -77,7 +78,7 @@ def values(batch: TensorDictBase, *key: str) -> list[Any]:
     return list(batch[key].squeeze(-1).tolist())
 
 
-class CollectorConformance:
+class CollectorConformance(Conformance):
     """Inherit and name the worker group, and a scheme that its workers can be fed by.
 
     Example:

@@ -22,6 +22,7 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_core.testing.cases import Conformance
 
 
 class CounterError(Exception):
@@ -73,7 +74,7 @@ def count_threads() -> int:
     return sum(not thread.name.startswith("Dummy-") for thread in threading.enumerate())
 
 
-class WorkerGroupConformance:
+class WorkerGroupConformance(Conformance):
     """Inherit and set `group_class`; what a group cannot do is skipped by its capabilities.
 
     Example:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from sync_core.testing.schemes.company import CompanyCases
 from sync_core.testing.schemes.delivery import DeliveryCases
 from sync_core.testing.schemes.faults import FaultCases
+from sync_core.testing.schemes.isolation import IsolationCases
 from sync_core.testing.schemes.lifetime import LifetimeCases
 from sync_core.testing.schemes.protocol import ProtocolCases
 from sync_core.testing.schemes.values import ValueCases
 
 
-class SchemeConformance(DeliveryCases, ValueCases, ProtocolCases, LifetimeCases, FaultCases):
+class SchemeConformance(
+    DeliveryCases,
+    ValueCases,
+    IsolationCases,
+    ProtocolCases,
+    CompanyCases,
+    LifetimeCases,
+    FaultCases,
+):
     """Inherit and set `scheme`; what a scheme cannot do is skipped by its capabilities.
 
     Three workers are started for the first class of a test file that needs them, serve all its

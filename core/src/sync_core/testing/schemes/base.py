@@ -11,6 +11,7 @@ import pytest
 
 from sync_core import Sender, WorkerGroup, registry
 from sync_core.collector.groups import choose_group
+from sync_core.testing.cases import Conformance
 from sync_core.testing.schemes.pool import Pool, Workers, borrow_pool
 
 
@@ -27,12 +28,18 @@ class Start(Protocol):
     ) -> Workers: ...
 
 
-class SchemeCases:
+class SchemeCases(Conformance):
     """Base of the cases; see `SchemeConformance` for the attributes."""
 
     scheme: ClassVar[Any]
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     group: ClassVar[str | type[WorkerGroup] | None] = None
+
+    @pytest.fixture(autouse=True)
+    def moves_weights(self) -> None:
+        """A scheme without weights on the way has nothing that could arrive."""
+        if self.can("same_object"):
+            pytest.skip("workers act with the trainer's own object, so nothing travels")
 
     @pytest.fixture(scope="module")
     @classmethod
@@ -79,9 +86,10 @@ class SchemeCases:
         if "cross_process" not in pool.group_class.capabilities:
             pytest.skip("the workers are in this process, which is not to be hurt")
 
-    def sender(self, model: Any, num_workers: int = 1, **options: Any) -> Sender:
+    @classmethod
+    def sender(cls, model: Any, num_workers: int = 1, **options: Any) -> Sender:
         """A sender of the scheme."""
-        return Sender(self.scheme, model, num_workers=num_workers, **self.options, **options)
+        return Sender(cls.scheme, model, num_workers=num_workers, **{**cls.options, **options})
 
     @classmethod
     def can(cls, capability: str) -> bool:

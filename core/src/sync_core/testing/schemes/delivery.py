@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from sync_core import SendError, WorkerTimeoutError
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, make_policy
 from sync_core.testing.schemes.worker import Worker
+from sync_core.testing.worker_groups import eventually
 
 
 class DeliveryCases(SchemeCases):
@@ -42,29 +44,6 @@ class DeliveryCases(SchemeCases):
         assert [call.result(30) for call in serving] == [2, 2]
         assert workers.pool.call(0, Worker.values) == {7.0}
 
-    def test_a_step_after_send_async_changes_nothing_that_arrives(
-        self, start: Start, zero_copy: bool
-    ) -> None:
-        policy = make_policy(1.0)
-        workers = start(policy, zero_copy=zero_copy)
-        pending = workers.sender.send_async()
-        fill(policy, 9.0)
-        calls = [workers.submit(worker_id) for worker_id in (0, 1)]
-        assert pending.wait().updated == (0, 1)
-        assert [call.result(30) for call in calls] == [1, 1]
-        assert workers.values() == [{1.0}, {1.0}]
-
-    def test_the_trainers_module_is_never_altered(self, start: Start) -> None:
-        policy = make_policy(1.0)
-        tensors = (*policy.parameters(), *policy.buffers())
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        workers = start(policy)
-        workers.send()
-        workers.pool.call(0, Worker.leave, 3.0)
-        assert not any(parameter.is_shared() for parameter in policy.parameters())
-        assert [tensor.data_ptr() for tensor in tensors] == pointers
-        assert all((parameter == 1).all() for parameter in policy.parameters())
-
     def test_some_workers_only(self, start: Start) -> None:
         workers = start(make_policy(1.0), 3)
         report = workers.send(worker_ids=[2, 0])
@@ -73,6 +52,46 @@ class DeliveryCases(SchemeCases):
         assert workers.values() == [{1.0}, {0.0}, {1.0}]
         assert workers.send().updated == (0, 1, 2)
         assert workers.values() == [{1.0}] * 3
+
+    def test_nothing_is_confirmed_before_it_is_committed(self, start: Start) -> None:
+        workers = start(make_policy(1.0))
+        pending = workers.sender.send_async()
+        workers.receive(1)
+        assert not eventually(pending.done, 0.2)
+        assert list(pending.unanswered) == [0]
+        workers.receive(0)
+        assert pending.wait().updated == (0, 1)
+
+    def test_the_report_tells_how_much_travelled(self, start: Start) -> None:
+        workers = start(make_policy(1.0))
+        weights = make_policy(2.0).state_dict()
+        least = sum(tensor.nbytes for tensor in weights.values())
+        report = workers.send(weights)
+        assert all(result.nbytes >= least for result in report.workers.values())
+        assert [result.version for result in report.workers.values()] == [1, 1]
+
+    @pytest.mark.usefixtures("parallel")
+    def test_a_worker_sees_versions_in_order_and_each_whole(self, start: Start) -> None:
+        policy = make_policy()
+        workers = start(policy, 1)
+
+        def follow(worker: Worker) -> list[tuple[int, set[float]]]:
+            seen: list[tuple[int, set[float]]] = []
+            while not seen or seen[-1][0] < 30:
+                version = worker.receive(20.0)
+                assert version is not None
+                seen.append((version, worker.values()))
+            return seen
+
+        following = workers.pool.submit(0, follow)
+        for value in range(1, 31):
+            fill(policy, float(value))
+            with suppress(SendError):
+                workers.sender.send_async().wait(0.002)
+        seen = following.result(30)
+        versions = [version for version, _ in seen]
+        assert versions == sorted(set(versions))
+        assert all(values == {float(version)} for version, values in seen)
 
     def test_the_forms_of_weights(self, start: Start) -> None:
         workers = start(make_policy(), 1)
@@ -123,6 +142,26 @@ class DeliveryCases(SchemeCases):
         assert not late.done()
         workers.receive(0)
         assert late.wait().updated == (0,)
+
+    def test_an_answer_about_an_older_version_counts_for_no_other(self, start: Start) -> None:
+        policy = make_policy(1.0)
+        workers = start(policy, 1)
+        with pytest.raises(SendError):
+            workers.sender.send_async().wait(0.0)
+        assert workers.pool.call(0, Worker.stage) == 1
+        fill(policy, 2.0)
+        pending = workers.sender.send_async()
+        assert workers.pool.call(0, Worker.commit_staged) == 1
+        assert not eventually(pending.done, 0.2)
+        assert workers.receive(0) == 2
+        assert pending.wait().updated == (0,)
+
+    def test_a_sender_waits_no_longer_than_it_was_told(self, start: Start) -> None:
+        workers = start(make_policy(1.0), 1, timeout=0.3)
+        begin = time.perf_counter()
+        with pytest.raises(SendError, match="did not confirm version 1 within"):
+            workers.sender.send()
+        assert 0.3 <= time.perf_counter() - begin < 2.0
 
     def test_looking_for_news_answers_at_once(self, start: Start) -> None:
         workers = start(make_policy(), 1)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from sync_core import SenderLostError, UnknownWorkerError
+from sync_core import RemoteCallError, SenderLostError, SendError, UnknownWorkerError
 from sync_core.testing.processes import descendants
 from sync_core.testing.schemes.base import SchemeCases, Start
-from sync_core.testing.schemes.models import make_policy
+from sync_core.testing.schemes.models import fill, make_policy
 from sync_core.testing.schemes.pool import Pool, Workers
 from sync_core.testing.schemes.worker import Worker
 from sync_core.testing.worker_groups import count_threads, eventually
@@ -23,7 +24,7 @@ class LifetimeCases(SchemeCases):
     @pytest.mark.usefixtures("parallel")
     def test_receivers_learn_that_the_sender_closed(self, start: Start) -> None:
         workers = start(make_policy(), 1)
-        waiting = workers.submit(0, 20.0)
+        waiting = workers.submit(0, 5.0)
         time.sleep(0.2)
         workers.sender.close()
         failure = waiting.exception(30)
@@ -47,7 +48,7 @@ class LifetimeCases(SchemeCases):
         new = workers.sender.add_worker()
         assert new == 1
         workers.connect(new)
-        assert workers.receive(new) == 1
+        assert workers.receive(new, timeout=5.0) == 1
         assert workers.values() == [{8.0}, {8.0}]
         assert workers.send().updated == (0, 1)
 
@@ -59,20 +60,67 @@ class LifetimeCases(SchemeCases):
             workers.sender.send(worker_ids=0)
         assert workers.send().updated == (1,)
 
-    def test_two_senders_at_once(self, pool: Pool) -> None:
-        pool.make_ready()
-        with (
-            self.sender(make_policy(1.0), model_id="actor") as first,
-            self.sender(make_policy(2.0), model_id="critic") as second,
-        ):
-            senders = (first, second)
-            for worker_id, sender in enumerate(senders):
-                pool.call(worker_id, Worker.connect, sender.address(0))
-            pending = [sender.send_async() for sender in senders]
-            calls = [pool.submit(worker_id, Worker.receive) for worker_id in (0, 1)]
-            assert all(send.wait().updated == (0,) for send in pending)
-            assert [call.result(30) for call in calls] == [1, 1]
-            assert [pool.call(i, Worker.values) for i in (0, 1)] == [{1.0}, {2.0}]
+    def test_a_worker_that_is_removed_gets_nothing_more(self, start: Start) -> None:
+        policy = make_policy(1.0)
+        workers = start(policy)
+        workers.send()
+        workers.sender.remove_worker(0)
+        fill(policy, 2.0)
+        pending = workers.sender.send_async()
+        workers.receive(1)
+        assert pending.wait().updated == (1,)
+        with suppress(RemoteCallError):
+            assert workers.receive(0, timeout=0.1) is None
+        assert workers.pool.call(0, Worker.values) == {1.0}
+
+    def test_a_late_worker_gets_what_went_to_all(self, start: Start) -> None:
+        self.need("late_join")
+        policy = make_policy(1.0)
+        workers = start(policy)
+        workers.send()
+        fill(policy, 2.0)
+        workers.send(worker_ids=[0])
+        workers.connect(workers.sender.add_worker())
+        assert workers.receive(2) == 1
+        assert workers.values() == [{2.0}, {1.0}, {1.0}]
+
+    def test_a_late_worker_may_take_an_id_of_its_own(self, start: Start) -> None:
+        self.need("late_join")
+        workers = start(make_policy(1.0), 1)
+        assert workers.sender.add_worker(2) == 2
+        workers.connect(2)
+        assert workers.send().updated == (0, 2)
+
+    def test_a_worker_that_comes_back_gets_the_newest_version(self, start: Start) -> None:
+        workers = start(make_policy(1.0))
+        workers.send()
+        workers.pool.call(0, Worker.leave, 7.0)
+        workers.connect(0)
+        assert workers.receive(0) == 1
+        assert workers.values() == [{1.0}, {1.0}]
+        assert workers.send().updated == (0, 1)
+
+    def test_a_worker_that_left_holds_nobody_up(self, start: Start) -> None:
+        workers = start(make_policy(1.0), timeout=2.0)
+        workers.send()
+        workers.pool.call(0, Worker.leave, 7.0)
+        begin = time.perf_counter()
+        pending = workers.sender.send_async()
+        assert time.perf_counter() - begin < 1.0, "send_async() waited for a worker"
+        assert workers.receive(1) == 2
+        with pytest.raises(SendError) as failure:
+            pending.wait()
+        assert failure.value.report.updated == (1,)
+        assert time.perf_counter() - begin < 4.0
+
+    def test_closing_ends_a_pending_send(self, start: Start) -> None:
+        workers = start(make_policy(1.0), 1)
+        pending = workers.sender.send_async()
+        begin = time.perf_counter()
+        workers.sender.close()
+        with pytest.raises(SendError):
+            pending.wait()
+        assert time.perf_counter() - begin < 5.0
 
     def test_nothing_is_left_behind(self, pool: Pool) -> None:
         if not Path("/proc/self/fd").exists():
@@ -83,8 +131,21 @@ class LifetimeCases(SchemeCases):
         before, names = _resources(pool), _shared_memory()
         for _ in range(3):
             self._use(pool)
-        assert eventually(lambda: _resources(pool) == before), (before, _resources(pool))
+        assert eventually(lambda: _resources(pool) == before, 4.0), (before, _resources(pool))
         assert eventually(lambda: _shared_memory() <= names), _shared_memory() - names
+
+    def test_what_was_forgotten_is_released(self, pool: Pool) -> None:
+        if not Path("/proc/self/fd").exists():
+            pytest.skip("what a process has open is looked up in /proc, which is not there")
+        pool.make_ready()
+        self._use(pool)
+        before = _own_resources()
+        sender = self.sender(make_policy(), 2)
+        Workers(sender, pool).send()
+        del sender
+        for worker_id in (0, 1):
+            pool.call(worker_id, Worker.reset)
+        assert eventually(lambda: _own_resources() == before, 4.0), (before, _own_resources())
 
     def _use(self, pool: Pool) -> None:
         for zero_copy in (False, True) if self.can("zero_copy") else (False,):

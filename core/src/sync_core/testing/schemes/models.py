@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -16,6 +17,9 @@ DTYPES = (
     torch.int32,
     torch.int64,
     torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
     torch.float16,
     torch.bfloat16,
     torch.float32,
@@ -23,7 +27,10 @@ DTYPES = (
     torch.complex64,
     torch.complex128,
     torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
     torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
 )
 # A quiet NaN, others with a payload, negative ones, a signalling one, infinity, minus zero.
 _NAN_BITS = (0x7FC00000, 0x7FC12345, -0x400000, -0x3EDCBB, 0x7F800001, 0x7F800000, -0x80000000)
@@ -47,13 +54,25 @@ def fill(model: nn.Module, value: float) -> None:
 
 def of_every_dtype(seed: int) -> dict[str, Tensor]:
     """One tensor of each dtype."""
-    return {str(dtype): _random_bits(seed + i, (5, 3), dtype) for i, dtype in enumerate(DTYPES)}
+    return {
+        str(dtype).removeprefix("torch."): _random_bits(seed + i, (5, 3), dtype)
+        for i, dtype in enumerate(DTYPES)
+    }
 
 
 def of_odd_shapes(seed: int) -> dict[str, Tensor]:
     """Tensors without dimensions, without elements, and of sizes that align with nothing."""
-    shapes = ((), (0,), (3, 0, 2), (1,), (7,), (1, 1, 1, 1), (13, 17), (4097,))
-    return {f"tensor{i}": _random_bits(seed, shape) for i, shape in enumerate(shapes)}
+    shapes = {
+        "scalar": (),
+        "empty": (0,),
+        "empty in the middle": (3, 0, 2),
+        "one": (1,),
+        "prime": (7,),
+        "ones": (1, 1, 1, 1),
+        "matrix": (13, 17),
+        "one more than a page": (4097,),
+    }
+    return {name: _random_bits(seed, shape) for name, shape in shapes.items()}
 
 
 def not_contiguous(seed: int) -> dict[str, Tensor]:
@@ -63,6 +82,8 @@ def not_contiguous(seed: int) -> dict[str, Tensor]:
         "transposed": base[0].t(),
         "sliced": base[1:, ::2, 1:3],
         "permuted": base.permute(2, 0, 1),
+        "with an offset": base.flatten()[5:],
+        "every third": base.flatten()[1::3],
         "channels_last": _random_bits(seed, (2, 3, 4, 5)).to(memory_format=torch.channels_last),
     }
 
@@ -70,7 +91,24 @@ def not_contiguous(seed: int) -> dict[str, Tensor]:
 def not_numbers(seed: int) -> dict[str, Tensor]:
     """Values that are equal to nothing, and differ only in their bits."""
     bits = torch.tensor(_NAN_BITS, dtype=torch.int32) if seed else torch.zeros(7).int()
-    return {"nan": bits.roll(seed).view(torch.float32)}
+    nan = bits.roll(seed).view(torch.float32)
+    tiny = torch.tensor([seed], dtype=torch.int32).view(torch.float32)
+    return {
+        "nan": nan,
+        "subnormal": tiny,
+        "double": nan.double(),
+        "complex": torch.complex(nan, -nan),
+    }
+
+
+def specimens(seed: int) -> dict[str, Tensor]:
+    """Every kind of small tensor, under a name that says what is special about it."""
+    kinds = (of_every_dtype, of_odd_shapes, not_contiguous, not_numbers)
+    found = {f"{kind.__name__}.{name}": t for kind in kinds for name, t in kind(seed).items()}
+    named = _random_bits(seed, (3,))
+    for name in ("a name of spaces", "Gewichtsmaß.重み", "n" * 300, "UPPER.lower.0"):
+        found[f"names.{name}"] = named.clone()
+    return found
 
 
 def many_small(seed: int) -> dict[str, Tensor]:
@@ -88,6 +126,13 @@ def large(seed: int) -> dict[str, Tensor]:
     return {f"tensor{i}": piece for i, piece in enumerate(pieces)}
 
 
+def huge(seed: int) -> dict[str, Tensor]:
+    """More bytes than 31 bits can count, the last of which differ from seed to seed."""
+    data = torch.zeros(2**31 + 4097, dtype=torch.uint8)
+    data[-4097:] = seed
+    return {"huge": data}
+
+
 class Tied(nn.Module):
     """An output layer that has the weight of the embedding."""
 
@@ -103,6 +148,79 @@ class Tied(nn.Module):
     def is_tied(self) -> bool:
         """Whether the weights still are one."""
         return self.output.weight.data_ptr() == self.embedding.weight.data_ptr()
+
+
+class Stateful(nn.Module):
+    """Has extra state, which is no parameter and no buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.scale = torch.tensor([float(seed)])
+
+    def get_extra_state(self) -> Tensor:
+        return self.scale
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.scale = state
+
+
+def stateful(seed: int) -> nn.Module:
+    """A module with extra state."""
+    return _seeded(seed, lambda: Stateful(seed))
+
+
+def parametrised(seed: int) -> nn.Module:
+    """A weight that is computed from two others."""
+    return _seeded(seed, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
+
+
+def nested(seed: int) -> nn.Module:
+    """Containers in containers, and a module that stands in two places."""
+
+    def make() -> nn.Module:
+        shared = nn.Linear(2, 2)
+        lists = nn.ParameterList([torch.rand(2), torch.rand(1)])
+        dicts = nn.ParameterDict({"a": torch.rand(3)})
+        return nn.ModuleDict({"x": nn.Sequential(shared, shared), "l": lists, "d": dicts})
+
+    return _seeded(seed, make)
+
+
+def recurrent(seed: int) -> nn.Module:
+    """Weights that torch would like to lie in one piece of memory."""
+    return _seeded(seed, lambda: nn.GRU(3, 4, num_layers=2, bidirectional=True))
+
+
+def convolutional(seed: int) -> nn.Module:
+    """Weights in another memory format, and buffers of integers."""
+
+    def make() -> nn.Module:
+        convolution = nn.Conv2d(3, 8, 3)
+        weight = convolution.weight
+        model = nn.Sequential(convolution, nn.BatchNorm2d(8))
+        model(torch.rand(2, 3, 5, 5))
+        weight.data = weight.data.to(memory_format=torch.channels_last)
+        return model
+
+    return _seeded(seed, make)
+
+
+def frozen(seed: int) -> nn.Module:
+    """Parameters of which some are not learned, in several precisions."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 3).bfloat16(), nn.Linear(3, 2).double())
+        model[0].requires_grad_(requires_grad=False)
+        return model
+
+    return _seeded(seed, make)
+
+
+def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
 
 
 def fingerprints(model: Any) -> dict[str, str]:

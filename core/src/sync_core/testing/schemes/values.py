@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import nn
 
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import (
     Tied,
+    convolutional,
     fingerprints,
+    frozen,
+    huge,
     large,
     many_small,
-    not_contiguous,
-    not_numbers,
-    of_every_dtype,
-    of_odd_shapes,
+    nested,
+    parametrised,
+    recurrent,
+    specimens,
+    stateful,
 )
+from sync_core.testing.schemes.pool import Pool, Workers
+
+#: Set it to test a model of more than 2 GiB, of which there are several copies in memory.
+HUGE = "SYNC_CONFORMANCE_HUGE"
+
+Prints = dict[str, str]
 
 
 class ValueCases(SchemeCases):
     """What is sent is told from what was there before by its bits, never by comparing numbers."""
 
-    @pytest.mark.parametrize(
-        "make", [of_every_dtype, of_odd_shapes, not_contiguous, not_numbers, many_small]
-    )
-    def test_every_bit_arrives(
-        self, start: Start, make: Callable[[int], dict[str, Tensor]], zero_copy: bool
-    ) -> None:
-        workers = start(make(1), 1, make=partial(make, 0), zero_copy=zero_copy)
-        for weights in (make(1), make(2)):
+    @pytest.fixture(scope="class", params=[False, True], ids=["copy", "zero_copy"])
+    @classmethod
+    def arrived(cls, request: pytest.FixtureRequest, pool: Pool) -> Iterator[list[Any]]:
+        """What was sent in two versions, and what each became; one model for all kinds."""
+        if request.param:
+            cls.need("zero_copy")
+        pool.make_ready()
+        with cls.sender(specimens(1), 1, zero_copy=request.param) as sender:
+            workers = Workers(sender, pool, partial(specimens, 0))
+            versions: list[tuple[Prints, Prints]] = []
+            for weights in (specimens(1), specimens(2)):
+                workers.send(weights)
+                versions.append((fingerprints(weights), workers.fingerprints()[0]))
+            yield versions
+
+    @pytest.mark.parametrize("name", list(specimens(0)))
+    def test_every_bit_arrives(self, arrived: list[tuple[Prints, Prints]], name: str) -> None:
+        assert [got[name] for _, got in arrived] == [sent[name] for sent, _ in arrived]
+
+    def test_5000_tensors(self, start: Start, zero_copy: bool) -> None:
+        workers = start(many_small(1), 1, make=partial(many_small, 0), zero_copy=zero_copy)
+        for weights in (many_small(1), many_small(2)):
             assert workers.send(weights).updated == (0,)
             assert workers.fingerprints() == [fingerprints(weights)]
 
@@ -57,9 +84,54 @@ class ValueCases(SchemeCases):
             assert workers.send(weights).updated == (0, 1)
             assert workers.fingerprints() == [fingerprints(weights)] * 2
 
+    def test_more_than_2_gib(self, start: Start) -> None:
+        if HUGE not in os.environ:
+            pytest.skip(f"set {HUGE}=1 where there is memory for it")
+        workers = start(huge(1), 1, make=partial(huge, 0), timeout=300.0)
+        assert workers.send().updated == (0,)
+        assert workers.fingerprints() == [fingerprints(huge(1))]
+
+    @pytest.mark.parametrize(
+        "make", [stateful, parametrised, nested, recurrent, convolutional, frozen]
+    )
+    def test_every_kind_of_module(
+        self, start: Start, make: Callable[[int], nn.Module], zero_copy: bool
+    ) -> None:
+        workers = start(make(1), 1, make=partial(make, 0), zero_copy=zero_copy)
+        for seed in (1, 2):
+            workers.send(make(seed))
+            assert workers.fingerprints() == [fingerprints(make(seed))]
+
     def test_tied_tensors_stay_tied(self, start: Start, zero_copy: bool) -> None:
         workers = start(Tied(1), 1, make=partial(Tied, 0), zero_copy=zero_copy)
         for seed in (1, 2):
             workers.send(Tied(seed))
             assert workers.fingerprints() == [fingerprints(Tied(seed))]
             assert workers.pool.call(0, lambda worker: worker.model.is_tied())
+
+    @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+    def test_both_ways_to_read_a_module(self, start: Start, strategy: str) -> None:
+        workers = start(nested(1), 1, make=partial(nested, 0), strategy=strategy)
+        workers.send()
+        assert workers.fingerprints() == [fingerprints(nested(1))]
+
+    def test_several_models_are_one_version(self, start: Start, zero_copy: bool) -> None:
+        def models(seed: int) -> dict[str, Any]:
+            return {
+                "actor": Tied(seed),
+                "critic": {"head": recurrent(seed)},
+                "step": torch.tensor(seed),
+            }
+
+        workers = start(models(1), 1, make=partial(models, 0), zero_copy=zero_copy)
+        for seed in (1, 2):
+            sent = models(seed)
+            workers.send(sent)
+            for name in ("actor", "critic"):
+                got = workers.pool.call(0, lambda worker, name: _prints(worker.model[name]), name)
+                assert got == _prints(sent[name])
+            assert workers.pool.call(0, lambda worker: int(worker.model["step"])) == seed
+
+
+def _prints(model: Any) -> Prints:
+    return fingerprints(model["head"] if isinstance(model, dict) else model)

@@ -45,6 +45,17 @@ class Worker:
         assert self.receiver is not None
         return self.receiver.receive(timeout)
 
+    def stage(self) -> int | None:
+        """Fetch a version, and do not commit it yet; which one."""
+        assert self.receiver is not None
+        return self.receiver.stage(20.0)
+
+    def commit_staged(self) -> int:
+        """Commit what was fetched; the version."""
+        assert self.receiver is not None
+        self.receiver.load()
+        return self.receiver.confirm()
+
     def serve(self) -> int:
         """Receive until the sender has gone; the version at the end."""
         assert self.receiver is not None

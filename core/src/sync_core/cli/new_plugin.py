@@ -1,0 +1,157 @@
+"""``sync-core new-plugin``: a distribution that installs and conforms as it is written."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import sync_core
+from sync_core import registry
+from sync_core.errors import PluginNewError
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    folder: str
+    group: str
+    called: str
+    summary: str
+    usage: str
+
+
+_SCHEME = _Kind(
+    "scheme",
+    registry.SCHEMES,
+    "scheme",
+    "The scheme `$name` of sync-core: weights go through files in a directory.",
+    'import sync_core\n\nsender = sync_core.Sender("$name", policy, num_workers=4)',
+)
+_LAYER = _Kind(
+    "layer",
+    registry.LAYERS,
+    "layer",
+    "The layer `$name` of sync-core: double precision travels as single precision.",
+    'import sync_core\n\nsender = sync_core.Sender("shm", policy, num_workers=4, layers=["$name"])',
+)
+_WORKERS = _Kind(
+    "workers",
+    registry.WORKERS,
+    "worker group",
+    "The worker group `$name` of sync-core: workers in the caller's thread.",
+    "import sync_core\n\n"
+    'collector = sync_core.Collector(make_env, policy, scheme="thread", workers="$name", …)',
+)
+
+# Where each template goes, below the distribution's folder.
+_FILES = {
+    "common/pyproject.txt": "pyproject.toml",
+    "common/README.txt": "README.md",
+    "common/workflow.txt": ".github/workflows/test.yml",
+    "{folder}/module.txt": "src/{package}/__init__.py",
+    "{folder}/test.txt": "tests/test_{package}.py",
+}
+
+
+def add_to(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "new-plugin",
+        help="write a distribution that passes the conformance suite as generated",
+        description=(
+            "Writes a scheme, or a layer or worker group: a small one that is complete, to be "
+            "replaced piece by piece, with its entry point, tests, README and CI file."
+        ),
+    )
+    parser.add_argument("name", metavar="NAME", help="such as my-transport")
+    kinds = parser.add_mutually_exclusive_group()
+    for option, kind in (("--layer", _LAYER), ("--workers", _WORKERS)):
+        kinds.add_argument(
+            option,
+            dest="kind",
+            action="store_const",
+            const=kind,
+            default=_SCHEME,
+            help=f"a {kind.called} instead of a scheme",
+        )
+    parser.add_argument(
+        "--directory", type=Path, help="where it is written to; it must not exist (./NAME)"
+    )
+    parser.set_defaults(run=_run)
+
+
+def write_plugin(name: str, kind: str = "scheme", directory: Path | None = None) -> Path:
+    """Write a distribution; its folder.
+
+    Args:
+        name: the plugin's name, and the distribution's.
+        kind: ``"scheme"``, ``"layer"`` or ``"workers"``.
+        directory: a folder that does not exist yet; None for one of that name here.
+
+    Raises:
+        PluginNewError: the name is no good or taken, or the folder exists.
+    """
+    chosen = next(each for each in (_SCHEME, _LAYER, _WORKERS) if each.folder == kind)
+    directory = Path(name) if directory is None else directory
+    _check(name, chosen, directory)
+    package = name.replace("-", "_")
+    words = {
+        "name": name,
+        "distribution": name,
+        "package": package,
+        "class_name": "".join(part.capitalize() for part in name.split("-")),
+        "group": chosen.group,
+        "kind": chosen.called,
+        "core_version": sync_core.__version__,
+    }
+    words["summary"] = Template(chosen.summary).substitute(words)
+    words["usage"] = Template(chosen.usage).substitute(words)
+    templates = resources.files("sync_core") / "templates"
+    for source, target in _FILES.items():
+        text = (templates / source.format(folder=chosen.folder)).read_text(encoding="utf-8")
+        path = directory / target.format(package=package)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(Template(text).substitute(words), encoding="utf-8")
+    (directory / "src" / package / "py.typed").touch()
+    return directory
+
+
+def _check(name: str, kind: _Kind, directory: Path) -> None:
+    if not _NAME.fullmatch(name):
+        raise PluginNewError(
+            f"{name!r} is no name for a plugin: lower-case letters, digits and single hyphens, "
+            "beginning with a letter; such as my-transport"
+        )
+    package = name.replace("-", "_")
+    if package in sys.stdlib_module_names or package.startswith("sync_core"):
+        raise PluginNewError(
+            f"the module {package!r} exists already; take another name, such as sync-{name}"
+        )
+    owners = [entry for entry in registry.installed(kind.group) if entry.name == name]
+    known = registry.KNOWN[kind.group].get(name)
+    if owners or known:
+        owner = owners[0].dist.name if owners and owners[0].dist else known
+        raise PluginNewError(
+            f"{owner} has a {kind.called} {name!r} already, and two of one name cannot be used; "
+            f"take another, such as my-{name}"
+        )
+    if directory.exists():
+        raise PluginNewError(f"{directory} exists already; give another by --directory")
+
+
+def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
+    if rest:
+        parser.error(f"new-plugin has no {' '.join(rest)!r}")
+    folder = write_plugin(arguments.name, arguments.kind.folder, arguments.directory)
+    sys.stdout.write(
+        f"{folder} is written, and conforms as it is:\n"
+        f"  cd {folder}\n  pip install -e .[test]\n  pytest\n"
+    )
+    return 0

@@ -1,0 +1,56 @@
+"""What all conformance classes build upon: their cases cannot be overridden away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+class Conformance:
+    """Base of the conformance classes.
+
+    A plugin that is known to fail a case says so, and why; everything else is an error when the
+    class is made, and so when pytest collects it. The marks of the case, such as its parameters,
+    hold for what overrides it. The case must fail then: when it passes, the mark has to go.
+
+    Raises:
+        TypeError: a subclass overrides a case and does not mark it as an expected failure.
+
+    Example:
+        >>> class Cases(Conformance):
+        ...     def test_speed(self) -> None: ...
+        >>> class TestMine(Cases):
+        ...     test_speed = None
+        Traceback (most recent call last):
+        ...
+        TypeError: TestMine overrides test_speed, a case that every plugin is to pass; ...
+        >>> class TestMine(Cases):
+        ...     @pytest.mark.xfail(reason="waits for issue 12", strict=True)
+        ...     def test_speed(self) -> None:
+        ...         super().test_speed()
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, override in vars(cls).items():
+            case = _inherited(cls, name)
+            if not name.startswith("test") or case is None:
+                continue
+            marks = list(getattr(override, "pytestmark", ()))
+            if not any(_expects_failure(mark) for mark in marks):
+                raise TypeError(
+                    f"{cls.__name__} overrides {name}, a case that every plugin is to pass; if "
+                    'it is known to fail, mark it @pytest.mark.xfail(reason="…", strict=True) '
+                    f"and let it call super().{name}(…)"
+                )
+            override.pytestmark = [*getattr(case, "pytestmark", ()), *marks]
+
+
+def _inherited(cls: type, name: str) -> Any:
+    return next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
+
+
+def _expects_failure(mark: pytest.Mark) -> bool:
+    reason = mark.kwargs.get("reason")
+    return mark.name == "xfail" and bool(reason) and mark.kwargs.get("strict") is True

@@ -1,0 +1,34 @@
+"""The scheme `file` does what every scheme does, and any tool reads its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import load_file
+
+from sync_core import Receiver, Sender
+from sync_core.testing import SchemeConformance
+
+
+class TestFile(SchemeConformance):
+    scheme = "file"
+    options: ClassVar[Mapping[str, Any]] = {"lost_after": 3.0}
+
+
+def test_another_tool_reads_the_files(tmp_path: Path) -> None:
+    source, target = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    with Sender("file", source, num_workers=1, directory=str(tmp_path), keep=2) as sender:
+        with Receiver(sender.address(0), target) as receiver:
+            for version in range(1, 5):
+                pending = sender.send_async()
+                assert receiver.receive() == version
+                pending.wait()
+        names = sorted(path.name for path in tmp_path.glob("*/*.safetensors"))
+        assert names == ["policy-00000003.safetensors", "policy-00000004.safetensors"]
+        loaded = load_file(next(tmp_path.glob("*/*4.safetensors")))
+        assert torch.equal(loaded["weight"], source.weight)
+    assert torch.equal(target.weight, source.weight)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,474 @@
+"""Schemes that are broken in one way each; `caught_by` is the case that is to notice."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sync_core import (
+    Answer,
+    Delivery,
+    Layout,
+    Payload,
+    ReceiverTransport,
+    SenderTransport,
+    TransportContext,
+    hookimpl,
+)
+from sync_core.testing import SchemeConformance
+from sync_plugin_std.shm import ShmScheme
+from sync_plugin_std.thread import ThreadReceiver, ThreadScheme, ThreadSender
+
+#: What mutants leak on purpose, for the test to release.
+released = threading.Event()
+descriptors: list[int] = []
+
+
+class Mutant(ThreadScheme):
+    """The scheme `thread`, of which one side is another."""
+
+    caught_by: ClassVar[str]
+    Sender: ClassVar[Any] = ThreadSender
+    Receiver: ClassVar[Any] = ThreadReceiver
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        side = type(self).Receiver if context.side == "receiver" else type(self).Sender
+        transport: SenderTransport | ReceiverTransport = side(context)
+        return transport
+
+
+def changing(change: Callable[[Payload], Payload]) -> Callable[[TransportContext], ThreadSender]:
+    """A sender that sends something else."""
+
+    class Sender(ThreadSender):
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            return super().send(change(payload), worker_ids)
+
+    return Sender
+
+
+def mapping(change: Callable[[Tensor], Tensor]) -> Callable[[TransportContext], ThreadSender]:
+    """A sender that changes each tensor."""
+
+    def changed(payload: Payload) -> Payload:
+        tensors = [change(tensor.detach()) for tensor in payload.tensors]
+        return Payload(payload.version, payload.layout.with_tensors(tensors), tensors)
+
+    return changing(changed)
+
+
+def choosing(keep: Callable[[int, str, Tensor], str | None]) -> Any:
+    """A sender that leaves tensors out, or gives them other names."""
+
+    def changed(payload: Payload) -> Payload:
+        named = zip(payload.layout.specs, payload.tensors, strict=True)
+        kept = {
+            name: tensor
+            for i, (spec, tensor) in enumerate(named)
+            if (name := keep(i, spec.name, tensor)) is not None
+        }
+        return Payload(payload.version, Layout.of(kept), tuple(kept.values()))
+
+    return changing(changed)
+
+
+class LosesTheTail(Mutant):
+    caught_by = "test_every_bit_arrives"
+
+    class Sender(ThreadSender):
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            deliveries = super().send(payload, worker_ids)
+            for slot in self._publisher.slots:
+                slot.block.memory[payload.nbytes - 4 : payload.nbytes] = 0
+            return deliveries
+
+
+class TurnsDoublesIntoFloats(Mutant):
+    caught_by = "test_every_bit_arrives"
+    Sender = mapping(lambda tensor: tensor.float() if tensor.dtype == torch.float64 else tensor)
+
+
+class GivesScalarsADimension(Mutant):
+    caught_by = "test_every_bit_arrives"
+    Sender = mapping(lambda tensor: tensor.reshape(-1) if tensor.dim() == 0 else tensor)
+
+
+class DropsEmptyTensors(Mutant):
+    caught_by = "test_every_bit_arrives"
+    Sender = choosing(lambda i, name, tensor: name if tensor.numel() else None)
+
+
+class FlipsNanBits(Mutant):
+    caught_by = "test_every_bit_arrives"
+    Sender = mapping(
+        lambda tensor: (
+            torch.nan_to_num(tensor, nan=float("nan"), posinf=None, neginf=None)
+            if tensor.dtype == torch.float32
+            else tensor
+        )
+    )
+
+
+class ForgetsTheSignOfZero(Mutant):
+    caught_by = "test_every_bit_arrives"
+    Sender = mapping(lambda tensor: tensor + 0 if tensor.dtype == torch.float32 else tensor)
+
+
+class IgnoresStrides(Mutant):
+    caught_by = "test_every_bit_arrives"
+    Sender = mapping(
+        lambda tensor: (
+            tensor
+            if tensor.is_contiguous()
+            else torch.as_strided(tensor, tensor.shape, torch.empty(tensor.shape).stride())
+        )
+    )
+
+
+class CutsLongNames(Mutant):
+    caught_by = "test_every_bit_arrives"
+    Sender = choosing(lambda i, name, tensor: name[:255])
+
+
+class Unties(Mutant):
+    caught_by = "test_tied_tensors_stay_tied"
+
+    @staticmethod
+    def Sender(context: TransportContext) -> ThreadSender:  # noqa: N802 - in the place of a class
+        def untied(payload: Payload) -> Payload:
+            tensors = payload.tensors
+            named = {n: tensors[i].detach().clone() for n, i in payload.layout.index.items()}
+            return Payload(payload.version, Layout.of(named), tuple(named.values()))
+
+        return changing(untied)(context)
+
+
+class CarriesAtMost4096Tensors(Mutant):
+    caught_by = "test_5000_tensors"
+    Sender = choosing(lambda i, name, tensor: name if i < 4096 else None)
+
+
+class ChangesTheTrainer(Mutant):
+    caught_by = "test_the_trainers_bits_and_versions_stay"
+    Sender = mapping(lambda tensor: tensor.zero_() if tensor.numel() == 1 else tensor)
+
+
+class MovesTheTrainer(Mutant):
+    caught_by = "test_the_trainers_module_is_never_altered"
+    Sender = mapping(lambda tensor: tensor.share_memory_())
+
+
+class AliasesTheTrainer(Mutant):
+    caught_by = "test_a_step_after_send_async_changes_nothing_that_arrives"
+    newest: ClassVar[dict[str, Payload]] = {}
+
+    class Sender(ThreadSender):
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            AliasesTheTrainer.newest[self._name] = payload
+            return super().send(payload, worker_ids)
+
+    class Receiver(ThreadReceiver):
+        def __init__(self, context: TransportContext) -> None:
+            super().__init__(context)
+            self._endpoint = context.endpoint
+
+        def receive(self, timeout: float) -> Payload | None:
+            return super().receive(timeout) and AliasesTheTrainer.newest[self._endpoint]
+
+
+class ReusesWhatIsRead(Mutant):
+    caught_by = "test_what_a_worker_views_is_never_overwritten"
+
+    class Receiver(ThreadReceiver):
+        def receive(self, timeout: float) -> Payload | None:
+            payload = super().receive(timeout)
+            self._publisher.give_back(self)
+            return payload
+
+
+class ConfirmsAtOnce(Mutant):
+    caught_by = "test_nothing_is_confirmed_before_it_is_committed"
+
+    class Sender(ThreadSender):
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            deliveries = super().send(payload, worker_ids)
+            for delivery in deliveries.values():
+                delivery.acknowledge()
+            return deliveries
+
+
+class ConfirmsBeforeApplying(Mutant):
+    caught_by = "test_an_apply_that_raises_reaches_the_sender"
+
+    class Receiver(ThreadReceiver):
+        def receive(self, timeout: float) -> Payload | None:
+            payload = super().receive(timeout)
+            if payload is not None:
+                self.acknowledge(Answer(version=payload.version))
+            return payload
+
+
+class SwallowsTheWorkersError(Mutant):
+    caught_by = "test_an_apply_that_raises_reaches_the_sender"
+
+    class Receiver(ThreadReceiver):
+        def acknowledge(self, answer: Answer) -> None:
+            super().acknowledge(Answer(version=answer.version))
+
+
+class ConfirmsAnotherVersion(Mutant):
+    caught_by = "test_an_answer_about_an_older_version_counts_for_no_other"
+
+    class Receiver(ThreadReceiver):
+        def acknowledge(self, answer: Answer) -> None:
+            newest = self._publisher.newest(self._worker_id)
+            super().acknowledge(replace(answer, version=newest))
+
+
+class SaysThatNothingTravelled(Mutant):
+    caught_by = "test_the_report_tells_how_much_travelled"
+
+    class Sender(ThreadSender):
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            deliveries = super().send(payload, worker_ids)
+            for delivery in deliveries.values():
+                delivery.nbytes = 1
+            return deliveries
+
+
+class DeliversOldestFirst(Mutant):
+    caught_by = "test_the_newest_version_is_the_one_that_counts"
+
+    class Sender(ThreadSender):
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            waiting = [self._publisher.newest(worker_id) for worker_id in worker_ids]
+            if any(waiting):
+                return {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
+            return super().send(payload, worker_ids)
+
+
+class IgnoresWorkerIds(Mutant):
+    caught_by = "test_some_workers_only"
+
+    class Sender(ThreadSender):
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            deliveries = super().send(payload, tuple(self._publisher._places))
+            return {worker_id: deliveries[worker_id] for worker_id in worker_ids}
+
+
+class DeliversToRemovedWorkers(Mutant):
+    caught_by = "test_a_worker_that_is_removed_gets_nothing_more"
+
+    class Sender(IgnoresWorkerIds.Sender):
+        def remove_worker(self, worker_id: int) -> None:
+            pass
+
+
+class LateWorkersGetNothing(Mutant):
+    caught_by = "test_a_worker_that_joins_late_gets_the_newest_version"
+
+    class Sender(ThreadSender):
+        def add_worker(self, worker_id: int, worker: Any = None) -> None:
+            self._publisher._newest_for_all = None
+            super().add_worker(worker_id, worker)
+
+
+class CannotAddWorkers(Mutant):
+    caught_by = "test_a_worker_that_joins_late_gets_the_newest_version"
+
+    class Sender(ThreadSender):
+        def add_worker(self, worker_id: int, worker: Any = None) -> None:
+            raise NotImplementedError
+
+
+class CountsLateWorkersItself(Mutant):
+    caught_by = "test_a_late_worker_may_take_an_id_of_its_own"
+
+    class Sender(ThreadSender):
+        def add_worker(self, worker_id: int, worker: Any = None) -> None:
+            super().add_worker(len(self._publisher._places), worker)
+
+
+class ForgetsWhoComesBack(Mutant):
+    caught_by = "test_a_worker_that_comes_back_gets_the_newest_version"
+
+    class Receiver(ThreadReceiver):
+        def __init__(self, context: TransportContext) -> None:
+            super().__init__(context)
+            self._seen = self._publisher.newest(self._worker_id)
+
+        def receive(self, timeout: float) -> Payload | None:
+            return super().receive(min(timeout, 1.0))
+
+
+class WaitsForWhoeverLeft(Mutant):
+    caught_by = "test_a_worker_that_left_holds_nobody_up"
+
+    class Sender(ThreadSender):
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            if any(place.lost for place in self._publisher._places.values()):
+                time.sleep(1.5)
+            return super().send(payload, worker_ids)
+
+
+class RaisesForWhoeverLeft(Mutant):
+    caught_by = "test_a_worker_that_left_holds_nobody_up"
+
+    class Sender(ThreadSender):
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            if any(place.lost for place in self._publisher._places.values()):
+                raise ConnectionError("a worker is gone")
+            return super().send(payload, worker_ids)
+
+
+class ForgetsTheTimeout(Mutant):
+    caught_by = "test_waiting_for_news_ends_in_time"
+
+    class Receiver(ThreadReceiver):
+        def receive(self, timeout: float) -> Payload | None:
+            return super().receive(timeout + 2.0)
+
+
+class BlocksWhereItShouldLook(Mutant):
+    caught_by = "test_looking_for_news_answers_at_once"
+
+    class Receiver(ThreadReceiver):
+        def receive(self, timeout: float) -> Payload | None:
+            return super().receive(max(timeout, 0.01))
+
+
+class ReturnsTooEarly(Mutant):
+    caught_by = "test_waiting_for_news_ends_in_time"
+
+    class Receiver(ThreadReceiver):
+        def receive(self, timeout: float) -> Payload | None:
+            return super().receive(timeout / 4)
+
+
+class DoesNotEndWhenClosed(Mutant):
+    caught_by = "test_receivers_learn_that_the_sender_closed"
+
+    class Sender(ThreadSender):
+        def close(self) -> None:
+            pass
+
+
+class SharesStateBetweenSenders(Mutant):
+    caught_by = "test_two_senders_at_once"
+    last: ClassVar[list[ThreadSender]] = []
+
+    class Sender(ThreadSender):
+        def __init__(self, context: TransportContext) -> None:
+            super().__init__(context)
+            SharesStateBetweenSenders.last[:] = [self]
+
+        def address(self, worker_id: int) -> str:
+            return SharesStateBetweenSenders.last[0]._name
+
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            return ThreadSender.send(SharesStateBetweenSenders.last[0], payload, worker_ids)
+
+
+class HasAnAddressThatDoesNotPickle(Mutant):
+    caught_by = "test_addresses_pickle"
+
+    class Sender(ThreadSender):
+        def address(self, worker_id: int) -> Any:
+            return threading.Lock()
+
+
+class AcceptsAnyOption(Mutant):
+    caught_by = "test_an_option_that_does_not_exist"
+
+    @staticmethod
+    def Sender(context: TransportContext) -> ThreadSender:  # noqa: N802 - in the place of a class
+        return ThreadSender(replace(context, options={}))
+
+
+class RefusesPartialUpdates(Mutant):
+    caught_by = "test_a_partial_update"
+
+    class Sender(ThreadSender):
+        def __init__(self, context: TransportContext) -> None:
+            super().__init__(context)
+            self._layout = context.layout
+
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            if payload.layout != self._layout:
+                raise ValueError("not the layout of the sender")
+            return super().send(payload, worker_ids)
+
+
+class LeaksAThread(Mutant):
+    caught_by = "test_nothing_is_left_behind"
+
+    class Sender(ThreadSender):
+        def __init__(self, context: TransportContext) -> None:
+            super().__init__(context)
+            threading.Thread(target=released.wait, daemon=True).start()
+
+
+class LeaksADescriptor(Mutant):
+    caught_by = "test_nothing_is_left_behind"
+
+    class Receiver(ThreadReceiver):
+        def __init__(self, context: TransportContext) -> None:
+            super().__init__(context)
+            descriptors.append(os.open("/dev/null", os.O_RDONLY))
+
+
+class DeclaresWhatNobodyKnows(Mutant):
+    caught_by = "test_its_capabilities_are_known_or_explained"
+    capabilities = frozenset({"late_join", "telepathy"})
+
+
+class AcceptsAnyToken(ShmScheme):
+    caught_by = "test_the_wrong_token_is_refused"
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        return super().create_transport(replace(context, token=""))
+
+
+MUTANTS: tuple[Any, ...] = (*Mutant.__subclasses__(), AcceptsAnyToken)
+
+
+class TestBaseline(SchemeConformance):
+    """What all but one of them are made of passes everything that one of them fails."""
+
+    scheme = "thread"
+    group = "thread"
+
+
+class TestBaselineShm(SchemeConformance):
+    scheme = "shm"
+
+
+globals().update(
+    {
+        f"Test{mutant.__name__}": type(
+            f"Test{mutant.__name__}",
+            (SchemeConformance,),
+            {
+                "scheme": mutant(),
+                "options": MappingProxyType({}),
+                "group": "thread",
+                "__module__": __name__,
+            },
+        )
+        for mutant in MUTANTS
+    }
+)
+CAUGHT_BY = {f"Test{mutant.__name__}": mutant.caught_by for mutant in MUTANTS} | {
+    "TestBaseline": "",
+    "TestBaselineShm": AcceptsAnyToken.caught_by,
+}

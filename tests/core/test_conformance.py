@@ -1,0 +1,77 @@
+"""The conformance classes themselves: run by name, and not to be talked out of a case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sync_core.testing import LayerConformance
+from sync_core.testing.negated import Negated
+
+pytest_plugins = ["pytester"]
+
+
+def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    command = ("-p", "pytest_sync_core", "-p", "no:cacheprovider", "--pyargs")
+    return pytester.runpytest_inprocess(*command, "sync_core.testing.suite", *arguments)
+
+
+def test_a_layer_by_its_name(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "--layer", "bf16", "--tolerance", "0.01", "-k", "come_back", "-v")
+    result.assert_outcomes(passed=16)
+    result.stdout.fnmatch_lines(["*TestLayerConformance?bf16?::test_shapes_come_back*"])
+
+
+def test_a_scheme_that_is_not_packaged_with_an_option(pytester: pytest.Pytester) -> None:
+    name = "sync_plugin_std.thread:ThreadScheme"
+    run(pytester, "--scheme", name, "--option", "slots=4", "-k", "dtype").assert_outcomes(passed=40)
+
+
+def test_a_worker_group_by_its_name(pytester: pytest.Pytester) -> None:
+    run(pytester, "--workers", "inline", "-k", "keyword").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a plugin: --scheme NAME"),
+        (["--scheme", "threed"], "did you mean 'thread'?"),
+        (["--scheme", "nowhere:Scheme"], "leads to nothing"),
+        (["--scheme", "thread", "--option", "slots"], "--option is KEY=VALUE"),
+    ],
+)
+def test_command_lines_that_make_no_sense(
+    pytester: pytest.Pytester, arguments: list[str], message: str
+) -> None:
+    result = run(pytester, *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert message in result.stderr.str()
+
+
+def test_what_is_left_out_is_skipped_with_a_reason(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "--scheme", "none", "-k", "dtype", "-rs")
+    result.assert_outcomes(skipped=40)
+    result.stdout.fnmatch_lines(["*workers act with the trainer's own object*"])
+
+
+def test_a_case_cannot_be_overridden_away() -> None:
+    for override in (lambda self: None, None, pytest.mark.skip(lambda self: None)):
+        with pytest.raises(TypeError, match=r"TestMine overrides test_it_keeps.*xfail"):
+            type("TestMine", (LayerConformance,), {"test_it_keeps_no_thread": override})
+
+
+def test_an_expected_failure_has_a_reason_and_keeps_the_parameters_of_its_case() -> None:
+    case = "test_shapes_come_back"
+
+    def fails(self: Any, senders: Any, shape: Any) -> None: ...
+
+    for wrong in (pytest.mark.xfail(strict=True), pytest.mark.xfail(reason="known")):
+        fails.pytestmark = []  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match="xfail"):
+            type("TestMine", (LayerConformance,), {case: wrong(fails)})
+    fails.pytestmark = []  # type: ignore[attr-defined]
+    right = pytest.mark.xfail(reason="scalars are lost", strict=True)(fails)
+    made: Any = type("TestMine", (LayerConformance,), {"layer": Negated(), case: right})
+    marks = [mark.name for mark in made.test_shapes_come_back.pytestmark]
+    assert marks == ["parametrize", "xfail"]

@@ -1,0 +1,99 @@
+"""`sync-core new-plugin`: what it writes conforms, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sync_core.cli import main
+
+pytest_plugins = ["pytester"]
+
+KINDS = {
+    "my-transport": [],
+    "my-layer": ["--layer"],
+    "my-group": ["--workers"],
+}
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one plugin of each kind, importable."""
+    for name, options in KINDS.items():
+        folder = tmp_path / name
+        assert main(["new-plugin", name, *options, "--directory", str(folder)]) == 0
+        monkeypatch.syspath_prepend(str(folder / "src"))
+    return tmp_path
+
+
+def test_what_is_written_is_clean(written: Path) -> None:
+    ruff = [sys.executable, "-m", "ruff"]
+    # As its author has it, without our own settings.
+    subprocess.run([*ruff, "check", "."], check=True, cwd=written)
+    subprocess.run([*ruff, "format", "--check", "."], check=True, cwd=written)
+    files = {str(p.relative_to(written)) for p in written.rglob("*") if p.is_file()}
+    assert {
+        "my-transport/.github/workflows/test.yml",
+        "my-transport/README.md",
+        "my-transport/pyproject.toml",
+        "my-transport/src/my_transport/__init__.py",
+        "my-transport/src/my_transport/py.typed",
+        "my-transport/tests/test_my_transport.py",
+    } <= files
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [
+            "--scheme",
+            "my_transport:MyTransport",
+            "--group",
+            "thread",
+            "-k",
+            "not 5000 and not large",
+        ],
+        ["--layer", "my_layer:MyLayer", "--tolerance", "1e-7"],
+        ["--workers", "my_group:MyGroup"],
+    ],
+    ids=["scheme", "layer", "workers"],
+)
+def test_what_is_written_conforms(
+    written: Path, pytester: pytest.Pytester, arguments: list[str]
+) -> None:
+    command = ("-p", "pytest_sync_core", "-p", "no:cacheprovider", "--pyargs")
+    result = pytester.runpytest_inprocess(*command, "sync_core.testing.suite", *arguments)
+    outcomes = result.parseoutcomes()
+    assert outcomes["passed"] > 20
+    assert not outcomes.keys() & {"failed", "error", "errors"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["My_Transport"], "no name for a plugin: lower-case letters"),
+        (["shm"], "sync-plugin-std has a scheme 'shm' already.* such as my-shm"),
+        (["bf16", "--layer"], "sync-plugin-std has a layer 'bf16' already"),
+        (["json"], "the module 'json' exists already"),
+    ],
+)
+def test_names_that_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-plugin", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert all(part in error for part in message.split(".*"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new-plugin", "my-transport", "--directory", str(tmp_path)]) == 1
+    assert "exists already; give another by --directory" in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""What a stranger gets: the wheels, each in an environment that has only it and what it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(240)
+
+ROOT = Path(__file__).parents[2]
+PROJECTS = {
+    "sync-core": ROOT / "core",
+    "sync-plugin-std": ROOT / "plugins",
+    "sync-plugin-ray": ROOT / "plugins_ray",
+    "sync-plugin-dist": ROOT / "plugins_dist",
+    "sync-plugin-file": ROOT / "docs/examples/sync-plugin-file",
+    "sync-layer-fp8": ROOT / "docs/examples/sync-layer-fp8",
+}
+
+USE = """
+import sync_core, torch
+source, target = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+with sync_core.Sender({way}, model=source, num_workers=1) as sender:
+    with sync_core.Receiver(sender.address(0), target) as receiver:
+        pending = sender.send_async()
+        assert receiver.receive(30.0) == 1
+        assert pending.wait().updated == (0,)
+assert torch.allclose(source.weight, target.weight, atol={tolerance})
+
+from sync_core.cli import main
+main(["list", "--json"])
+"""
+LOOPBACK = "__import__('sync_core.testing').testing.loopback.Loopback()"
+
+
+class Stranger:
+    """An environment.
+
+    What others have written, such as torch, is linked to, as copying it would take minutes. Our
+    own distributions are left out of that, so that they can come from the wheels alone.
+    """
+
+    def __init__(self, folder: Path, wheels: dict[str, Path]) -> None:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+        self._bin = folder / "bin"
+        self._wheels = wheels
+        (site,) = folder.glob("lib/python*/site-packages")
+        others = folder / "others"
+        others.mkdir()
+        for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+            if "sync_" not in path.name and path.suffix != ".pth":
+                (others / path.name).symlink_to(path)
+        (site / "others.pth").write_text(f"{others}\n")
+
+    def install(self, *distributions: str) -> None:
+        """Install from the wheels."""
+        pip = [sys.executable, "-m", "pip", "--python", str(self._bin / "python")]
+        chosen = [str(self._wheels[distribution]) for distribution in distributions]
+        subprocess.run([*pip, "install", "-qq", "--no-deps", "--no-index", *chosen], check=True)
+
+    def run(self, *command: str) -> str:
+        """What a program of the environment prints."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        environment["PATH"] = f"{self._bin}:{environment['PATH']}"
+        done = subprocess.run(
+            [str(self._bin / command[0]), *command[1:]],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=self._bin,
+            timeout=150,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheels of all distributions, built as an index would be given them."""
+    folder = tmp_path_factory.mktemp("wheels")
+    pip = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "-w", str(folder), *map(str, PROJECTS.values())], check=True)
+    return {path.name.split("-")[0].replace("_", "-"): path for path in folder.iterdir()}
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, wheels: dict[str, Path]) -> Stranger:
+    """An environment with nothing of ours."""
+    return Stranger(tmp_path / "stranger", wheels)
+
+
+@pytest.mark.parametrize("distribution", PROJECTS)
+def test_a_wheel_holds_the_package_and_nothing_else(
+    wheels: dict[str, Path], distribution: str
+) -> None:
+    package = distribution.replace("-", "_")
+    with zipfile.ZipFile(wheels[distribution]) as wheel:
+        names = wheel.namelist()
+        (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+        fields = HeaderParser().parsestr(wheel.read(metadata).decode())
+        source = wheel.read(f"{package}/__init__.py").decode()
+    assert f"{package}/py.typed" in names
+    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops <= {package, "pytest_sync_core.py"}
+    assert f'__version__ = "{fields["Version"]}"' in source
+    assert fields["Name"] == distribution
+    folders = {part for name in names for part in name.split("/")[:-1]}
+    assert not folders & {"tests", "docs", "examples", "__pycache__"}
+    # The suite, which pytest finds by such a name, is what the wheel is for.
+    tests = [n for n in names if n.split("/")[-1].startswith(("test_", "conftest"))]
+    assert all(name.startswith("sync_core/testing/suite/") for name in tests)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "names", "way", "tolerance"),
+    [
+        ("sync-plugin-ray", {"ray"}, "'ray'", 0.0),
+        ("sync-plugin-dist", {"dist", "rpc"}, "'dist'", 0.0),
+        ("sync-plugin-file", {"file"}, "'file'", 0.0),
+        ("sync-layer-fp8", {"fp8"}, f"{LOOPBACK}, layers=['fp8']", 0.1),
+    ],
+    ids=["ray", "dist", "file", "fp8"],
+)
+def test_a_plugin_alone_is_found_by_its_name(
+    stranger: Stranger,
+    distribution: str,
+    names: set[str],
+    way: str,
+    tolerance: float,
+) -> None:
+    stranger.install("sync-core", distribution)
+    program = USE.format(way=way, tolerance=tolerance)
+    found = json.loads(stranger.run("python", "-c", program))
+    assert {plugin["name"] for plugin in found} == names
+    assert all(plugin["error"] is None for plugin in found)
+
+
+def test_the_examples_conform(stranger: Stranger) -> None:
+    stranger.install("sync-core", "sync-plugin-file", "sync-layer-fp8", "sync-plugin-std")
+    listed = stranger.run("sync-core", "list").split()
+    assert {"file", "fp8", "shm"} <= set(listed)
+    suite = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs")
+    plugins = ("--scheme", "file", "--group", "thread", "--layer", "fp8", "--tolerance", "0.08")
+    out = stranger.run(*suite, "sync_core.testing.suite", *plugins, "-k", "not 5000 and not large")
+    assert " passed" in out
+    assert " failed" not in out
