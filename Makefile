@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests soak demo docs format install clean
+.PHONY: help test check tests soak chaos long-life demo docs format install clean
 
 help:
 	@echo "make test                        every check and every test"
@@ -16,6 +16,8 @@ help:
 	@echo "make check                       linters, types and import contracts"
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
 	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
+	@echo "make chaos [ARGS=]               every fault on every scheme; writes docs/reliability.md"
+	@echo "make long-life [ARGS=]           100,000 sends by each scheme: does anything grow?"
 	@echo "make docs                        these pages and the reference, into docs/_build"
 	@echo "make format                      let ruff put the code into shape"
 	@echo "make install                     make .venv and install everything (the others do too)"
@@ -34,6 +36,12 @@ tests: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak/soak.py $(ARGS)
+
+chaos: $(INSTALLED)
+	$(BIN)/python tests/chaos/chaos.py $(ARGS)
+
+long-life: $(INSTALLED)
+	$(BIN)/python tests/chaos/long_life.py $(ARGS)
 
 demo: $(INSTALLED)
 	$(BIN)/python docs/examples/cartpole.py --scheme $(SCHEME) --workers $(WORKERS)

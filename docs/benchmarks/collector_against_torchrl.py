@@ -5,13 +5,15 @@
     /tmp/compare/bin/python docs/benchmarks/collector_against_torchrl.py
 
 Prints a Markdown table of median frames per second. TorchRL's ``single``, ``sync`` and
-``first-ready`` are `Collector`, `MultiSyncCollector` and `MultiAsyncCollector`.
+``first-ready`` are `Collector`, `MultiSyncCollector` and `MultiAsyncCollector`; with
+``--scheme ray`` (and ``-e plugins_ray``) the latter two are `RayCollector`.
 """
 
 from __future__ import annotations
 
 import argparse
 from statistics import median
+from typing import Any
 
 import torchrl_collect
 
@@ -23,12 +25,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--envs", nargs="+", choices=ENVS, default=ENVS)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--scheme", choices=("shm", "ray"), default="shm")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--frames", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turns", type=int, default=2)
     arguments = parser.parse_args()
-    options = {
+    options: dict[str, Any] = {
+        "scheme": arguments.scheme,
         "workers": arguments.workers,
         "frames_per_batch": arguments.frames,
         "rounds": arguments.rounds,
@@ -40,7 +44,7 @@ def main() -> None:
             _compare(env, mode, arguments.turns, options)
 
 
-def _compare(env: str, mode: str, turns: int, options: dict[str, int]) -> None:
+def _compare(env: str, mode: str, turns: int, options: dict[str, Any]) -> None:
     ours: list[float] = []
     theirs: list[float] = []
     sync: list[float] = []

@@ -12,6 +12,7 @@ from typing import Any
 
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors.distributed import RayCollector
 from torchrl.envs import GymEnv
 
 from sync_core.bench.collector import BenchPolicy
@@ -21,14 +22,27 @@ _BATCHES = 3
 
 
 def measure(
-    env: str, mode: str, *, workers: int, frames_per_batch: int, rounds: int
+    env: str, mode: str, *, scheme: str, workers: int, frames_per_batch: int, rounds: int
 ) -> list[float]:
-    """Frames per second of each round, in a mode of `sync_core.bench.collector.MODES`."""
+    """Frames per second of each round, in a mode of `sync_core.bench.collector.MODES`.
+
+    With the scheme ``"ray"`` the workers are Ray's, as ours are then.
+    """
     policy = TensorDictModule(BenchPolicy(env), in_keys=["observation"], out_keys=["action"])
     make = partial(GymEnv, env)
     options: dict[str, Any] = {"frames_per_batch": frames_per_batch, "total_frames": -1}
+    collector: Any
     if mode == "single":
         collector = Collector(make, policy, **options)
+    elif scheme == "ray":
+        collector = RayCollector(
+            [make] * workers,
+            policy,
+            sync=mode == "sync",
+            remote_configs={"num_cpus": 1, "num_gpus": 0},
+            # It takes -1 for none.
+            **options | {"total_frames": 10**9},
+        )
     else:
         kind = MultiSyncCollector if mode == "sync" else MultiAsyncCollector
         collector = kind([make] * workers, policy, num_threads=1, num_sub_threads=1, **options)

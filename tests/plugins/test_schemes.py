@@ -18,6 +18,7 @@ from sync_core import (
     SendError,
 )
 from sync_core.testing import SchemeConformance
+from sync_core.testing.faults import Fault, Faulty, few_descriptors
 from sync_core.testing.schemes.models import fill, make_policy
 from sync_plugin_std import with_pipe
 
@@ -71,6 +72,37 @@ class SharedMemoryCases(SchemeConformance):
             receiver.close()
         with pytest.raises(OptionError, match="cannot hold slots"):
             self.sender(policy, directory=str(tmp_path / "nowhere"))
+
+    def test_a_worker_that_can_open_no_more_descriptors(self) -> None:
+        policy, target = make_policy(1.0), make_policy()
+        with self.sender(policy) as sender, Receiver(sender.address(0), target) as receiver:
+            for value in (1.0, 2.0, 3.0):
+                fill(policy, value)
+                pending = sender.send_async()
+                if value == 2.0:
+                    with few_descriptors(), pytest.raises(CapacityError, match="ulimit -n"):
+                        receiver.receive(5.0)
+                    with pytest.raises(SendError, match="ulimit -n"):
+                        pending.wait()
+                    continue
+                assert receiver.receive(5.0) == value
+                assert pending.wait().updated == (0,)
+                assert all((parameter == value).all() for parameter in target.parameters())
+
+    def test_after_an_answer_that_was_lost(self) -> None:
+        policy, target = make_policy(1.0), make_policy()
+        lost = Fault(action="drop", point="acknowledge", version=1)
+        with (
+            Sender(Faulty(self.scheme, lost), policy, num_workers=1) as sender,
+            Receiver(sender.address(0), target) as receiver,
+        ):
+            pending = sender.send_async()
+            assert receiver.receive(5.0) == 1
+            with pytest.raises(SendError):
+                pending.wait(0.1)
+            pending = sender.send_async()
+            assert receiver.receive(5.0) == 2
+            assert pending.wait().updated == (0,)
 
     def test_a_slot_that_is_read_is_never_written_to(self) -> None:
         policy, target = make_policy(1.0), make_policy()

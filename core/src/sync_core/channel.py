@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from sync_core.errors import CapacityError
+
 #: What the longest message takes, in bytes.
 MAX_MESSAGE = 1 << 20
 _MAX_DESCRIPTORS = 4
@@ -38,7 +40,7 @@ class Channel:
         self._socket = connection
         self._received = bytearray()
         self._messages: deque[Message] = deque()
-        self._descriptors: deque[int] = deque()
+        self._descriptors: deque[int | None] = deque()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -83,7 +85,7 @@ class Channel:
             ConnectionError: the other side is gone, or sent no messages of ours.
         """
         try:
-            data, descriptors, _, _ = socket.recv_fds(
+            data, descriptors, flags, _ = socket.recv_fds(
                 self._socket, 1 << 16, _MAX_DESCRIPTORS, _CLOSE_ON_EXEC
             )
         except BlockingIOError:
@@ -91,6 +93,9 @@ class Channel:
         except OSError as error:
             raise ConnectionError(f"the connection is gone: {error}") from error
         self._descriptors.extend(descriptors)
+        if flags & socket.MSG_CTRUNC:
+            # In its place, so that nobody takes the next one for it.
+            self._descriptors.append(None)
         if len(self._descriptors) > _MAX_DESCRIPTORS:
             raise ConnectionError("the peer sent file descriptors that nobody asked for")
         if not data:
@@ -107,16 +112,25 @@ class Channel:
 
         Raises:
             ConnectionError: a message promised one that did not come.
+            CapacityError: it was lost, as this process may not open one more.
         """
         if not self._descriptors:
             raise ConnectionError("a message came without its file descriptor")
-        return self._descriptors.popleft()
+        descriptor = self._descriptors.popleft()
+        if descriptor is None:
+            raise CapacityError(
+                "this process can open no more file descriptors, one of which shared memory "
+                "takes; type: ulimit -n 4096"
+            )
+        return descriptor
 
     def close(self) -> None:
         """Close the connection and what came over it unused."""
         self._socket.close()
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
+        for descriptor in self._descriptors:
+            if descriptor is not None:
+                os.close(descriptor)
+        self._descriptors.clear()
 
     def _parse(self) -> None:
         while len(self._received) >= 4:

@@ -48,9 +48,17 @@ def create(nbytes: int, directory: str | None = None) -> int:
 
 
 def create_sparse(nbytes: int) -> int:
-    """A file descriptor of new anonymous memory whose pages come as they are written to."""
+    """A file descriptor of new anonymous memory whose pages come as they are written to.
+
+    Raises:
+        CapacityError: this process may make no file of that size.
+    """
     descriptor = _open(None)
-    os.ftruncate(descriptor, nbytes)
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise CapacityError(_shortage(nbytes, _available(None), None)) from error
     return descriptor
 
 

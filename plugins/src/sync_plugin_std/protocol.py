@@ -15,6 +15,8 @@ worker    ``hello``, token, worker, pid          the first message of a connecti
 sender    ``welcome`` + 2 descriptors            accepted; the board, and the pipe's reading end
 sender    ``slot``, index, live + descriptor     a slot that will be offered; those there are
 worker    ``answer``, answer, held               committed, or not; reads only ``held`` from now
+worker    ``lacks``, index                       it could not open a slot that it was told of
+worker    ``on``, version, held                  asks for more, and will not answer about this one
 sender    ``gone``, reason                       refused, replaced, removed, or the sender closes
 ========  =====================================  ===============================================
 """

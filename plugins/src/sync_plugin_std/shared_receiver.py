@@ -10,6 +10,7 @@ from functools import partial
 from sync_core import (
     Answer,
     Block,
+    CapacityError,
     Channel,
     Message,
     Payload,
@@ -40,6 +41,8 @@ class SharedReceiver(ReceiverTransport):
         self._channel = channel
         self._blocks: dict[int, Block] = {}
         self._held: set[int] = set()
+        # Accepted, and not answered about: until that is known, the sender offers nothing more.
+        self._unanswered = 0
         self._closed = False
         try:
             self._send(hello(context.token, context.worker_id))
@@ -55,6 +58,9 @@ class SharedReceiver(ReceiverTransport):
     def receive(self, timeout: float) -> Payload | None:
         """The newest version, once there is one that was not seen."""
         deadline = time.monotonic() + timeout
+        if self._unanswered:
+            self._send({"type": "on", "version": self._unanswered, "held": list(self._held)})
+            self._unanswered = 0
         while not take_token(self._tokens):
             left = max(0.0, deadline - time.monotonic())
             ready = self._poll.poll(left * 1000)
@@ -67,6 +73,7 @@ class SharedReceiver(ReceiverTransport):
     def acknowledge(self, answer: Answer) -> None:
         """Answer, and say which slots are still read."""
         held = list(self._held)
+        self._unanswered = 0
         self._send({"type": "answer", "answer": answer.to_message(), "held": held})
 
     def close(self) -> None:
@@ -80,10 +87,15 @@ class SharedReceiver(ReceiverTransport):
 
     def _read(self, offer: Offer) -> Payload:
         since = time.perf_counter()
-        while offer.slot not in self._blocks:
-            self._handle_next(self._timeout)
+        try:
+            while offer.slot not in self._blocks:
+                self._handle_next(self._timeout)
+        except CapacityError as error:
+            self.acknowledge(Answer.refusal(offer.version, error))
+            raise
         block = self._blocks[offer.slot]
         self._held.add(offer.slot)
+        self._unanswered = offer.version
         release = partial(self._held.discard, offer.slot)
         try:
             return Payload.unpack(
@@ -124,14 +136,23 @@ class SharedReceiver(ReceiverTransport):
             raise SenderLostError(f"the sender does not keep to the protocol: {error}") from error
 
     def _map_slot(self, message: Message) -> None:
-        descriptor = self._channel.pop_descriptor()
         try:
-            block = memory.map_block(descriptor, writable=False)
-        finally:
-            os.close(descriptor)
+            block = self._map(self._channel.pop_descriptor())
+        except CapacityError:
+            self._send({"type": "lacks", "index": message["index"]})
+            raise
         live = set(message["live"])
         self._blocks = {index: known for index, known in self._blocks.items() if index in live}
         self._blocks[message["index"]] = block
+
+    @staticmethod
+    def _map(descriptor: int) -> Block:
+        try:
+            return memory.map_block(descriptor, writable=False)
+        except OSError as error:
+            raise CapacityError(f"a slot cannot be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
 
     def _send(self, message: Message) -> None:
         try:

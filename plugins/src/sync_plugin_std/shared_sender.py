@@ -94,14 +94,23 @@ class SharedSender(ServingTransport[SharedPeer]):
 
     def handle(self, peer: SharedPeer, message: Message) -> None:
         """Take an answer."""
-        if message["type"] != "answer":
-            raise ValueError(f"{message['type']!r} is no message")
         assert peer.worker_id is not None
-        peer.offered = None
-        answer = Answer.from_message(message["answer"])
-        peer.seen = answer.version
+        kind, answer = message["type"], None
+        if kind == "answer":
+            answer = Answer.from_message(message["answer"])
+            version = answer.version
+        elif kind == "on":
+            version = int(message["version"])
+        elif kind == "lacks":
+            peer.knows.discard(int(message["index"]))
+            self.offer(peer)
+            return
+        else:
+            raise ValueError(f"{kind!r} is no message")
+        peer.offered, peer.seen = None, version
         self._publisher.give_back(peer, message["held"])
-        self._publisher.answer(peer.worker_id, answer, peer)
+        if answer is not None:
+            self._publisher.answer(peer.worker_id, answer, peer)
         # Not to this peer, whose place another may have taken.
         self.offer_to([peer.worker_id])
 

@@ -21,7 +21,6 @@ from sync_core.testing.schemes.models import (
     large,
     many_small,
     nested,
-    of_every_dtype,
     parametrised,
     recurrent,
     specimens,
@@ -66,15 +65,15 @@ class ValueCases(SchemeCases):
     @pytest.mark.parametrize("verify", ["checksum", "readback"])
     def test_what_is_verified_arrives(self, start: Start, verify: str, zero_copy: bool) -> None:
         pytest.importorskip("xxhash", reason="verify= needs sync-core[verify]")
-        make = partial(of_every_dtype, 0)
-        workers = start(of_every_dtype(1), 1, make=make, zero_copy=zero_copy, verify="checksum")
+        make = partial(specimens, 0)
+        workers = start(specimens(1), 1, make=make, zero_copy=zero_copy, verify="checksum")
         answered = workers.send().workers[0].commit_seconds > 0
         if verify == "readback":
             if not answered:
                 pytest.skip("the scheme brings no answers of its workers back")
             workers.sender.close()
-            workers = start(of_every_dtype(1), 1, make=make, zero_copy=zero_copy, verify=verify)
-        for weights in (of_every_dtype(1), of_every_dtype(2)):
+            workers = start(specimens(1), 1, make=make, zero_copy=zero_copy, verify=verify)
+        for weights in (specimens(1), specimens(2)):
             assert workers.send(weights).updated == (0,)
             assert workers.fingerprints() == [fingerprints(weights)]
 

@@ -1,0 +1,79 @@
+"""What the runner asks of its workers, and the model that they hold."""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sync_core import Address, Receiver
+from sync_core.testing.faults import few_descriptors
+from sync_core.testing.schemes.worker import Worker
+from sync_core.testing.worker_groups import count_threads
+
+
+def make_model(value: float = 0.0) -> dict[str, Tensor]:
+    """1.2 MB in tensors small and large, all of one value."""
+    sizes = (1, 50_000, 7, 100_000, 33, 100_000, 50_000, 2)
+    return {f"tensor{i}": torch.full((size,), value) for i, size in enumerate(sizes)}
+
+
+def fill(model: dict[str, Tensor], value: float) -> None:
+    """Give all of it one value, in place."""
+    for tensor in model.values():
+        tensor.fill_(value)
+
+
+def connect(worker: Worker, address: Address, background: bool) -> None:
+    """Make a receiver; the model stays, if there is one of this kind already."""
+    if worker.receiver is not None:
+        worker.receiver.close()
+    worker.model = make_model()
+    worker.receiver = Receiver(address, worker.model, background=background)
+
+
+def receive_until(worker: Worker, version: int, seconds: float, descriptors: int | None) -> int:
+    """Receive until the version is there, or the time is over; the version at the end.
+
+    Args:
+        worker: the worker.
+        version: the version.
+        seconds: the time.
+        descriptors: how many can be opened meanwhile; None for as many as there are.
+    """
+    assert worker.receiver is not None
+    deadline = time.monotonic() + seconds
+    with ExitStack() as stack:
+        if descriptors is not None:
+            stack.enter_context(few_descriptors(descriptors))
+        while worker.receiver.version < version and time.monotonic() < deadline:
+            worker.receiver.receive(max(0.0, deadline - time.monotonic()))
+    return worker.receiver.version
+
+
+def values(worker: Worker) -> list[float]:
+    """Every value in the model: one, unless it is torn."""
+    return sorted({value for tensor in worker.model.values() for value in tensor.unique().tolist()})
+
+
+def leave(worker: Worker) -> None:
+    """Close the receiver, which gives the memory of a zero-copy model back."""
+    if worker.receiver is not None:
+        worker.receiver.close()
+        worker.receiver = None
+    worker.model = {}
+
+
+def resources(worker: Worker | None = None) -> dict[str, int]:
+    """What this process has open."""
+    del worker
+    # What an exception has kept, until its traceback is collected, is no leak.
+    gc.collect()
+    return {
+        "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        "threads": count_threads(),
+    }

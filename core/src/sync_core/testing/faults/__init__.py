@@ -1,0 +1,26 @@
+"""Faults for tests, on any scheme: processes that die or stand still, versions that are lost.
+
+A fault strikes at a named point on the way of one version, in the process whose fault it is, with
+nothing patched: `Faulty` is a scheme around a scheme. See ``docs/how-to/faults.md``.
+"""
+
+from sync_core.testing.faults.fault import POINTS, Fault, InjectedFaultError
+from sync_core.testing.faults.layer import Raising
+from sync_core.testing.faults.limits import few_descriptors, full, small_files
+from sync_core.testing.faults.process import execute, fork, kill, stop
+from sync_core.testing.faults.scheme import Faulty
+
+__all__ = [
+    "POINTS",
+    "Fault",
+    "Faulty",
+    "InjectedFaultError",
+    "Raising",
+    "execute",
+    "few_descriptors",
+    "fork",
+    "full",
+    "kill",
+    "small_files",
+    "stop",
+]
