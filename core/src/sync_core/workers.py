@@ -29,9 +29,7 @@ class WorkerGroup(ABC):
         WorkerTimeoutError: a worker did not start in time; likewise.
     """
 
-    #: What the group can do: ``"parallel"`` (workers run at once), ``"cross_process"``,
-    #: ``"cross_host"``, ``"restart"`` (a lost worker's place can be taken by a new one), ``"add"``
-    #: (workers can join later).
+    #: What the group can do; `sync_core.capabilities` says what each name means.
     capabilities: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
