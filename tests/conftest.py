@@ -15,7 +15,15 @@ def pytest_configure() -> None:
 # Before xdist's own, which reads the groups.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file together, as its tests share workers, and all that share one Ray."""
+    """Keep a file together, as its tests share workers, and all that share one Ray.
+
+    Those over Ray come first: they take longest, and one process runs them meanwhile.
+    """
     for item in items:
-        group = "ray" if "plugins_ray" in item.path.parts else str(item.path)
+        group = "ray" if _over_ray(item) else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=_over_ray, reverse=True)
+
+
+def _over_ray(item: pytest.Item) -> bool:
+    return "plugins_ray" in item.path.parts

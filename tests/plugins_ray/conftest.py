@@ -1,4 +1,4 @@
-"""One Ray for all tests in this folder: it starts once, and ends with the session."""
+"""One Ray for all tests in this folder: it starts once, and ends with the last of them."""
 
 from __future__ import annotations
 
@@ -20,3 +20,10 @@ def one_ray() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Let no test elsewhere find the processes of Ray among its own."""
+    if nextitem is None or "plugins_ray" not in nextitem.path.parts:
+        ray.shutdown()

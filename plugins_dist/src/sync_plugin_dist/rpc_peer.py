@@ -57,6 +57,8 @@ class ChildPeer(Peer):
         finally:
             os.close(lifeline)
         _lifelines.add(self._lifeline)
+        # However it is forgotten, and whatever became of the process.
+        weakref.finalize(self, self._lifeline.close)
 
     @property
     def alive(self) -> bool:

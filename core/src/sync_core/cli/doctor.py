@@ -8,12 +8,10 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from importlib_metadata import EntryPoint
@@ -24,18 +22,14 @@ from sync_core import registry
 from sync_core.cli.listing import distribution_of, make_console
 from sync_core.cli.trial import MODEL, VERSIONS, WORKERS, Outcome
 from sync_core.errors import PluginNotFoundError
+from sync_core.processes import WorkerProcess, start_process
 
 #: Seconds from the deadline, which stops a scheme that keeps to it, to the end by force.
 GRACE = 5.0
 # An interpreter that imports torch has so long, which says nothing about the scheme.
 _START = 120.0
+_MAIN = "sync_core.cli.trial:answer"
 _STYLES = {"ok": "green", "failed": "red", "skipped": "yellow"}
-
-# Like worker processes, this one finds whatever only the sys.path of its parent leads to.
-_BOOT = (
-    "import sys; fd, scheme, timeout, *sys.path = sys.argv[1:]; del sys.argv[1:]; "
-    "from sync_core.cli.trial import answer; answer(int(fd), scheme, float(timeout))"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +82,20 @@ def diagnose(entry: EntryPoint, timeout: float) -> Diagnosis:
         timeout: deadline in seconds.
     """
     ours, theirs = multiprocessing.Pipe()
-    path = [str(Path(folder).absolute()) for folder in sys.path]
-    arguments = [str(theirs.fileno()), entry.name, str(timeout), *path]
     with ours:
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, *arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            process = start_process(_MAIN, entry.name, str(timeout), fds=[theirs.fileno()])
         try:
             outcome = _await(ours, process, entry.name, timeout)
         finally:
             # The process group is the scheme's alone: whatever it has started and did not end.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.exited(GRACE)
     return Diagnosis(entry.name, *distribution_of(entry), **asdict(outcome))
 
 
-def _await(
-    connection: Connection, process: subprocess.Popen[bytes], scheme: str, timeout: float
-) -> Outcome:
+def _await(connection: Connection, process: WorkerProcess, scheme: str, timeout: float) -> Outcome:
     outcome: Outcome | None = None
     try:
         for limit in (_START, timeout + GRACE):
@@ -119,8 +104,7 @@ def _await(
             outcome = connection.recv()
     except EOFError:
         outcome = None
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
+    process.exited(GRACE)
     return outcome or Outcome("failed", problem=_died(scheme, process.returncode))
 
 

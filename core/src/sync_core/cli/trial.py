@@ -51,7 +51,7 @@ class Outcome:
     problem: str | None = None
 
 
-def answer(fd: int, scheme: str, timeout: float) -> None:
+def answer(fd: int, scheme: str, timeout: str) -> None:
     """Try a scheme in this process, which was started for that, and send what became of it.
 
     Args:
@@ -60,13 +60,15 @@ def answer(fd: int, scheme: str, timeout: float) -> None:
         scheme: the scheme's name.
         timeout: deadline in seconds.
     """
+    # A process group of its own: whatever the scheme starts can be ended by that.
+    os.setsid()
     os.set_inheritable(fd, False)
     # What a plugin prints is no part of the output, which may be JSON.
     os.dup2(2, 1)
     connection = Connection(fd)
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     connection.send(None)
-    connection.send(try_scheme(scheme, timeout))
+    connection.send(try_scheme(scheme, float(timeout)))
 
 
 def _end_with(connection: Connection) -> None:
