@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Protocol
 
-from importlib_metadata import Distribution, PackageNotFoundError, version
+from importlib_metadata import PackageNotFoundError, version
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -14,6 +15,19 @@ import sync_core
 from sync_core.errors import PluginVersionError
 
 _CORE = "sync-core"
+
+
+class Distribution(Protocol):
+    """What is read of a distribution; the type that has it depends on importlib_metadata."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def requires(self) -> list[str] | None: ...
 
 
 def requirements_of(distribution: Distribution) -> Iterator[Requirement]:

@@ -9,13 +9,19 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
-from importlib_metadata import Distribution, PackageNotFoundError, distribution
+from importlib_metadata import PackageNotFoundError, distribution
 from packaging.requirements import Requirement
 
 from sync_core import registry
 from sync_core.cli.findings.finding import Finding
 from sync_core.errors import PluginConflictError
-from sync_core.requirements import installed_version, is_core, is_met, requirements_of
+from sync_core.requirements import (
+    Distribution,
+    installed_version,
+    is_core,
+    is_met,
+    requirements_of,
+)
 
 _GROUPS = (registry.SCHEMES, registry.LAYERS, registry.WORKERS)
 
@@ -86,7 +92,7 @@ def _what_to_install(asking: Distribution, requirement: Requirement) -> str:
 
 
 def _distributions() -> dict[str, Distribution]:
-    found = {}
+    found: dict[str, Distribution] = {}
     with suppress(PackageNotFoundError):  # its sources alone have no metadata
         found["sync-core"] = distribution("sync-core")
     for group in _GROUPS:
