@@ -178,6 +178,26 @@ def test_a_plugin_that_ends_the_process(install: Install, monkeypatch: pytest.Mo
 
 
 @pytest.mark.timeout(60)
+def test_a_plugin_that_hangs(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNC_DISABLE", "sync-plugin-ray,sync-plugin-dist,sync-plugin-std")
+    install("owl", source="import time; time.sleep(600)")
+    (finding,) = loading.find(timeout=1.0)
+    assert_line(str(finding), "plugins: importing all that are installed hangs; to see which, type")
+
+
+@pytest.mark.timeout(60)
+def test_list_tells_which_core_a_plugin_was_made_for(
+    install: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SYNC_DISABLE", "sync-plugin-ray,sync-plugin-dist,sync-plugin-std")
+    install("owl", requires="sync-core<0.1")
+    assert main(["list", "--json"]) == 0
+    (owl,) = (p for p in json.loads(capsys.readouterr().out) if p["distribution"] == "owl")
+    assert owl["requires"] == "sync-core<0.1"
+    assert owl["error"].endswith("; type: pip install -U owl")
+
+
+@pytest.mark.timeout(60)
 def test_doctor_prints_them(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
