@@ -21,10 +21,18 @@ import sync_plugin_std
 from sync_core import cli, errors, registry
 from sync_core.capabilities import SCHEME_CAPABILITIES, WORKER_CAPABILITIES
 from sync_core.cli import bench_collector
+from sync_core.cli.doctor import Diagnosis
+from sync_core.cli.findings.finding import Finding
+from sync_core.cli.listing import Listed
 from sync_core.hook_check import HOOKS
 
 _CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext")
 _WIDTH = 96
+#: What a command prints with ``--json``: a list of the first, or an object with a list of each.
+PRINTED: Mapping[str, Mapping[str, type]] = {
+    "sync-core list": {"": Listed},
+    "sync-core doctor": {"schemes": Diagnosis, "findings": Finding},
+}
 
 
 def write(folder: Path) -> None:
@@ -181,9 +189,17 @@ def _commands() -> str:
         *(
             f"{command}\n{'-' * len(command)}\n\n.. code-block:: text\n\n"
             + textwrap.indent(_help(parser), "   ")
+            + "".join(_printed(key, cls) for key, cls in PRINTED.get(command, {}).items())
             for command, parser in subcommands().items()
         ),
     )
+
+
+def _printed(key: str, described: type) -> str:
+    where = f"the list ``{key}`` of the object" if key else "the list"
+    rows = [(f"``{name}``", told) for name, told in arguments_of(described).items()]
+    head = f"\nEach entry of {where} that ``--json`` prints:\n\n"
+    return head + _table(("key", "what it is"), rows)
 
 
 def _testing() -> str:

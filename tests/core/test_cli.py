@@ -22,6 +22,11 @@ def test_list_shows_what_is_installed(capsys: pytest.CaptureFixture[str]) -> Non
     assert plugins["layers", "interval"]["hooks"] == ["skip_update"]
     assert "cross_process" in plugins["worker groups", "process"]["capabilities"]
     assert all(plugin["error"] is None for plugin in plugins.values())
+    assert shm["requires"] == "sync-core==0.1.*"
+    assert shm["options"] is None
+    assert plugins["layers", "interval"]["options"] == ["pushes"]
+    assert plugins["worker groups", "process"]["options"] == ["torch_threads"]
+    assert not any(plugin["disabled"] or plugin["conflicts"] for plugin in plugins.values())
 
 
 def test_list_in_a_pipe_keeps_a_plugin_to_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +51,20 @@ def test_list_says_why_a_plugin_cannot_be_used(
     out = capsys.readouterr().out
     assert "(broken 1.0) does not import: RuntimeError: a [/] is no markup" in out
     assert out.count("first 1.0 and second 1.0; remove one") == 2
+    assert main(["list", "--json"]) == 0
+    plugins = {p["distribution"]: p for p in json.loads(capsys.readouterr().out)}
+    assert (plugins["first"]["conflicts"], plugins["second"]["conflicts"]) == (
+        ["second"],
+        ["first"],
+    )
+    monkeypatch.setenv("SYNC_DISABLE", "second,broken")
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out.count("disabled; to use it, take it out of SYNC_DISABLE") == 2
+    assert main(["list", "--json"]) == 0
+    plugins = {p["distribution"]: p for p in json.loads(capsys.readouterr().out)}
+    assert plugins["second"]["disabled"]
+    assert plugins["second"]["error"] is None
+    assert plugins["first"]["conflicts"] == []
 
 
 @pytest.mark.timeout(120)

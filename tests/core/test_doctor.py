@@ -82,7 +82,9 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def doctor(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
     status = main(["doctor", *arguments, "--json"])
-    return status, {each["name"]: each for each in json.loads(capfd.readouterr().out)}
+    told = json.loads(capfd.readouterr().out)
+    assert {*told} == {"schemes", "findings"}
+    return status, {each["name"]: each for each in told["schemes"]}
 
 
 @pytest.mark.timeout(180)
@@ -155,7 +157,7 @@ def test_in_a_pipe_a_scheme_keeps_to_one_line(
     plugins: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "needy"]) == 0
-    head, needy = capfd.readouterr().out.splitlines()
+    head, needy, *_ = capfd.readouterr().out.splitlines()
     assert head.split()[:3] == ["scheme", "distribution", "verdict"]
     assert needy.split()[:4] == ["needy", "doctored-needy", "1.0", "skipped"]
     assert needy.rstrip().endswith("type: workers=[...]")

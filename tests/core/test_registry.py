@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+import sync_core
 from sync_core import (
     NotAPluginError,
     PluginConflictError,
     PluginImportError,
     PluginNotFoundError,
+    PluginVersionError,
     Sender,
     UnknownHookError,
     hookimpl,
@@ -44,6 +47,7 @@ class Site:
         name: str = "carrier-pigeon",
         attribute: str = "",
         version: str = "1.2",
+        requires: Sequence[str] = (),
     ) -> None:
         module = distribution.replace("-", "_")
         (self.path / f"{module}.py").write_text(source)
@@ -51,6 +55,7 @@ class Site:
         info.mkdir()
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+            + "".join(f"Requires-Dist: {each}\n" for each in requires)
         )
         target = f"{module}:{attribute}" if attribute else module
         (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {target}\n")
@@ -152,6 +157,34 @@ def test_a_plugin_that_does_not_import(site: Site) -> None:
     ) as failure:
         Sender("carrier-pigeon", num_workers=1)
     assert isinstance(failure.value.__cause__, ModuleNotFoundError)
+
+
+@pytest.mark.parametrize("core", ["sync-core<0.1", "Sync_Core>=0.0.5,!=0.1.*", "sync-core>7"])
+def test_a_plugin_made_for_another_core_is_refused_before_it_is_imported(
+    site: Site, core: str
+) -> None:
+    site.install("pigeon-plugin", "raise SystemError", requires=["torch", core])
+    with pytest.raises(PluginVersionError) as refusal:
+        registry.find(registry.SCHEMES, "carrier-pigeon")
+    assert str(refusal.value) == (
+        f"scheme 'carrier-pigeon' (pigeon-plugin 1.2) was made for {Requirement(core)}, and this "
+        f"is sync-core {sync_core.__version__}; type: pip install -U pigeon-plugin"
+    )
+
+
+@pytest.mark.parametrize(
+    "requires",
+    [
+        ["sync-core>=0.1,<0.4"],
+        ["sync-core"],
+        ["sync-core[testing]<0.1 ; extra == 'test'"],
+        ["sync-core<0.1 ; python_version < '3'"],
+        ["this is no requirement"],
+    ],
+)
+def test_a_plugin_made_for_this_core_is_loaded(site: Site, requires: list[str]) -> None:
+    site.install("pigeon-plugin", SCHEME, requires=requires)
+    assert registry.find(registry.SCHEMES, "carrier-pigeon").capabilities == {"pull"}
 
 
 @pytest.mark.parametrize(

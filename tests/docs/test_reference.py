@@ -115,6 +115,13 @@ def test_nothing_is_asked_for_that_is_no_capability() -> None:
     assert asked <= known
 
 
+def test_everything_that_a_command_prints_as_json_is_described(reference: ModuleType) -> None:
+    for printed in reference.PRINTED.values():
+        for described in printed.values():
+            fields = {field.name for field in dataclasses.fields(described)}
+            assert fields == {*reference.arguments_of(described)}
+
+
 def test_every_option_of_a_command_is_described(reference: ModuleType) -> None:
     for command, parser in reference.subcommands().items():
         assert parser.description, command

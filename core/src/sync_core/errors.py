@@ -28,6 +28,10 @@ class PluginImportError(PluginError, ImportError):
     """The plugin is installed, but importing it failed; the cause is chained."""
 
 
+class PluginVersionError(PluginError, ImportError):
+    """The plugin was made for an older or a newer core than the one that is installed."""
+
+
 class NotAPluginError(PluginError, TypeError):
     """The object found has none of the hooks that its kind needs."""
 

@@ -18,6 +18,7 @@ from sync_core.errors import (
     PluginNotFoundError,
 )
 from sync_core.hook_check import check_hooks, implemented
+from sync_core.requirements import check_core
 from sync_core.workers import WorkerGroup
 
 SCHEMES = "sync.schemes"
@@ -88,6 +89,7 @@ def find(group: str, name: Any) -> Plugin:
     Raises:
         PluginNotFoundError: nothing installed has the name; says what to install or to type.
         PluginConflictError: two distributions claim the name.
+        PluginVersionError: it was made for another core; it is not imported.
         PluginImportError: it does not import; the cause is chained.
         NotAPluginError: it is something else, or a class that needs arguments.
         UnknownHookError: it has a hook that does not exist, or with other arguments.
@@ -114,11 +116,13 @@ def load(group: str, entry: EntryPoint) -> Any:
     """The plugin that an entry point refers to; a class that needs arguments stays a class.
 
     Raises:
+        PluginVersionError: it was made for another core; it is not imported.
         PluginImportError: it does not import; the cause is chained.
         NotAPluginError: it is something else.
         UnknownHookError: it has a hook that does not exist, or with other arguments.
     """
-    owner = _describe(group, entry.name, *_distribution_of(entry))
+    owner = describe(group, entry)
+    check_core(owner, entry.dist)
     try:
         loaded = entry.load()
     except Exception as error:
@@ -134,8 +138,18 @@ def installed(group: str) -> list[EntryPoint]:
     Names in the environment variable ``SYNC_DISABLE``, divided by commas, are left out; a plugin
     can be named by its distribution too.
     """
-    found = [entry for entry in entry_points(group=group) if not is_disabled(entry)]
+    return [entry for entry in claimed(group) if not is_disabled(entry)]
+
+
+def claimed(group: str) -> list[EntryPoint]:
+    """As `installed`, with those that are disabled."""
+    found = entry_points(group=group)
     return sorted(found, key=lambda entry: (entry.name, str(_distribution_of(entry))))
+
+
+def describe(group: str, entry: EntryPoint) -> str:
+    """The kind, name, distribution and version of what an entry point refers to."""
+    return _describe(group, entry.name, *_distribution_of(entry))
 
 
 def is_disabled(entry: EntryPoint) -> bool:

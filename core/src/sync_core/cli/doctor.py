@@ -1,4 +1,7 @@
-"""``sync-core doctor``: does each installed scheme really move weights on this machine?"""
+"""``sync-core doctor``: does each installed scheme really move weights on this machine?
+
+What is amiss around the schemes is found in `sync_core.cli.findings`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sync_core import registry
+from sync_core.cli.findings import loading, machine, network, plugins
+from sync_core.cli.findings.finding import Finding
 from sync_core.cli.listing import distribution_of, make_console
 from sync_core.cli.trial import MODEL, VERSIONS, WORKERS, Outcome
 from sync_core.errors import PluginNotFoundError
@@ -60,10 +65,13 @@ def add_to(subparsers: Any) -> None:
         help="does each installed scheme really move weights on this machine?",
         description=(
             f"Sends {VERSIONS} versions of a small model to {WORKERS} workers by each scheme, and "
-            "checks on the workers what arrived. The exit status is 1 if a scheme failed."
+            "checks on the workers what arrived. Then it tells what is amiss around them, with "
+            "a remedy each. The exit status is 1 if a scheme failed."
         ),
     )
-    parser.add_argument("schemes", nargs="*", metavar="SCHEME", help="only these")
+    parser.add_argument(
+        "schemes", nargs="*", metavar="SCHEME", help="only these, without loading others"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--timeout", type=float, default=30.0, metavar="SECONDS", help="for each scheme (30)"
@@ -136,11 +144,23 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     for entry in _entries(arguments.schemes):
         with progress.status(f"trying {entry.name}"):
             diagnoses.append(diagnose(entry, arguments.timeout))
+    findings = _findings(whole=not arguments.schemes)
     if arguments.json:
-        sys.stdout.write(json.dumps([asdict(each) for each in diagnoses], indent=2) + "\n")
+        told = {
+            "schemes": [asdict(each) for each in diagnoses],
+            "findings": [asdict(each) for each in findings],
+        }
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
     else:
         print_table(diagnoses)
+        for finding in findings:
+            make_console().print(str(finding), style="yellow")
     return int(any(each.verdict == "failed" for each in diagnoses))
+
+
+def _findings(*, whole: bool) -> list[Finding]:
+    found = [*machine.find(), *network.find(), *plugins.find()]
+    return [*found, *loading.find()] if whole else found
 
 
 def _entries(names: list[str]) -> list[EntryPoint]:

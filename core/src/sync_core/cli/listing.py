@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from importlib_metadata import EntryPoint
@@ -16,12 +17,16 @@ from rich.table import Table
 from sync_core import registry
 from sync_core.errors import PluginError
 from sync_core.hook_check import HOOKS, implemented
+from sync_core.requirements import core_requirement
+from sync_core.workers import WorkerGroup
 
 _TITLES = {
     registry.SCHEMES: "schemes",
     registry.LAYERS: "layers",
     registry.WORKERS: "worker groups",
 }
+_DISABLED = f"disabled; to use it, take it out of {registry.DISABLE}"
+_GIVEN_TO_EVERY_GROUP = frozenset(inspect.signature(WorkerGroup).parameters)
 # Where no terminal sets a width, as in a pipe, a plugin keeps to one line.
 _UNWRAPPED = 10_000
 
@@ -35,8 +40,13 @@ class Listed:
         name: its name.
         distribution: where it comes from.
         version: the version of that.
+        requires: the core that it was made for, as its distribution says; None if it does not.
         hooks: the hooks that it implements.
         capabilities: what it declares that it can do.
+        options: what a worker group takes as ``worker_options``, and a layer when it is made;
+            None of a scheme, which reads its options only when a sender is made.
+        disabled: whether ``SYNC_DISABLE`` leaves it out; it is not loaded then.
+        conflicts: other distributions that claim the name, and are not disabled.
         error: why it cannot be used, or None.
     """
 
@@ -44,8 +54,12 @@ class Listed:
     name: str
     distribution: str | None
     version: str | None
+    requires: str | None = None
     hooks: tuple[str, ...] = ()
     capabilities: tuple[str, ...] = ()
+    options: tuple[str, ...] | None = None
+    disabled: bool = False
+    conflicts: tuple[str, ...] = ()
     error: str | None = None
 
 
@@ -65,7 +79,7 @@ def listed() -> list[Listed]:
     return [
         _listed(group, title, entry)
         for group, title in _TITLES.items()
-        for entry in registry.installed(group)
+        for entry in registry.claimed(group)
     ]
 
 
@@ -82,13 +96,38 @@ def make_console() -> Console:
 
 def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
     distribution, version = distribution_of(entry)
+    required = core_requirement(entry.dist)
+    requires = None if required is None else str(required)
+    plugin = Listed(kind, entry.name, distribution, version, requires)
+    if registry.is_disabled(entry):
+        return replace(plugin, disabled=True)
+    plugin = replace(plugin, conflicts=_conflicts(group, entry))
     try:
         loaded = registry.load(group, registry.entry_point(group, entry.name))
     except PluginError as error:
-        return Listed(kind, entry.name, distribution, version, error=str(error))
-    hooks = tuple(hook for hook in HOOKS if hook in implemented(loaded))
-    capabilities = () if group == registry.LAYERS else tuple(sorted(loaded.capabilities))
-    return Listed(kind, entry.name, distribution, version, hooks, capabilities)
+        return replace(plugin, error=str(error))
+    return replace(
+        plugin,
+        hooks=tuple(hook for hook in HOOKS if hook in implemented(loaded)),
+        capabilities=() if group == registry.LAYERS else tuple(sorted(loaded.capabilities)),
+        options=_options(group, loaded),
+    )
+
+
+def _conflicts(group: str, entry: EntryPoint) -> tuple[str, ...]:
+    others = (each for each in registry.installed(group) if each.name == entry.name)
+    names = (distribution_of(each)[0] for each in others)
+    return tuple(name for name in names if name and name != distribution_of(entry)[0])
+
+
+def _options(group: str, loaded: Any) -> tuple[str, ...] | None:
+    if group == registry.SCHEMES:
+        return None
+    if group == registry.WORKERS:
+        given = inspect.signature(loaded).parameters
+        return tuple(name for name in given if name not in _GIVEN_TO_EVERY_GROUP)
+    # One that is a module, or was made without arguments, is used as it is.
+    return tuple(inspect.signature(loaded).parameters) if inspect.isclass(loaded) else ()
 
 
 def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
@@ -116,7 +155,7 @@ def _table(title: str, plugins: list[Listed], box: Box | None) -> Table:
             plugin.distribution,
             plugin.version,
             ", ".join(plugin.hooks),
-            plugin.error or ", ".join(plugin.capabilities),
-            style="red" if plugin.error else None,
+            _DISABLED if plugin.disabled else plugin.error or ", ".join(plugin.capabilities),
+            style="yellow" if plugin.disabled else "red" if plugin.error else None,
         )
     return table

@@ -14,6 +14,7 @@ from typing import Any
 import sync_core
 from sync_core import registry
 from sync_core.errors import PluginNewError
+from sync_core.requirements import promised_to
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -109,7 +110,7 @@ def write_plugin(name: str, kind: str = "scheme", directory: Path | None = None)
         "class_name": "".join(part.capitalize() for part in name.split("-")),
         "group": chosen.group,
         "kind": chosen.called,
-        "core_version": sync_core.__version__,
+        "core_requirement": promised_to(sync_core.__version__),
     }
     words["summary"] = Template(chosen.summary).substitute(words)
     words["usage"] = Template(chosen.usage).substitute(words)

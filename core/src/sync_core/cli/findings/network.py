@@ -1,0 +1,50 @@
+"""Whether processes on other machines could find this one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Iterator, Mapping
+
+from sync_core.cli.findings.finding import Finding
+
+# Of torch.distributed's gloo and of torch RPC. NCCL's own takes patterns, and reports them itself.
+_INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+def find() -> Iterator[Finding]:
+    """All of it."""
+    yield from host_name(socket.gethostname())
+    yield from interfaces(os.environ, {name for _, name in socket.if_nameindex()})
+
+
+def host_name(name: str) -> Iterator[Finding]:
+    """A name of this machine that leads to no address, by which gloo and RPC would choose one."""
+    try:
+        socket.getaddrinfo(name, None)
+    # A name that is too long for the resolver is refused by a codec.
+    except (OSError, UnicodeError) as error:
+        yield Finding(
+            "host name",
+            f"{name!r} has no address ({error}), so gloo and RPC find no interface by it",
+            f"type, as root: echo '127.0.1.1 {name}' >> /etc/hosts; for several machines, with "
+            "the address that the others reach",
+        )
+
+
+def interfaces(environment: Mapping[str, str], present: Collection[str]) -> Iterator[Finding]:
+    """Environment variables that name a network interface which this machine lacks.
+
+    Args:
+        environment: the environment variables.
+        present: the names of the interfaces that there are.
+    """
+    for variable in _INTERFACE_NAMES:
+        names = filter(None, environment.get(variable, "").split(","))
+        missing = [name for name in names if name not in present]
+        if missing:
+            yield Finding(
+                f"{variable}={environment[variable]}",
+                f"this machine has no network interface {missing[0]!r}",
+                f"type: unset {variable}, or name one of: {', '.join(sorted(present))}",
+            )
