@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -12,18 +13,22 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Before xdist's own, which reads the groups.
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file together, as its tests share workers, and all that share one Ray.
-
-    Those over Ray come first: they take longest, and one process runs them meanwhile.
-    """
-    for item in items:
-        group = "ray" if _over_ray(item) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=_over_ray, reverse=True)
+    """Begin with those over Ray: they take longest, and one process runs them meanwhile."""
+    items.sort(key=lambda item: _over_ray(item.nodeid), reverse=True)
 
 
-def _over_ray(item: pytest.Item) -> bool:
-    return "plugins_ray" in item.path.parts
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file together, as its tests share workers, and all that share one Ray."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if _over_ray(nodeid) else nodeid.split("::")[0]
+
+    return Scheduling(config, log)
+
+
+def _over_ray(nodeid: str) -> bool:
+    return nodeid.startswith("tests/plugins_ray/")

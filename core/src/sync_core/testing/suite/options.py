@@ -45,6 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Make the classes, or say what is wrong with the command line."""
     chosen.clear()
+    # A process that has run tests before may have imported it, with what was chosen then.
+    sys.modules.pop(f"{__package__}.test_plugins", None)
     scheme, layer, workers = (config.getoption(name) for name in ("scheme", "layer", "workers"))
     if not (scheme or layer or workers):
         raise pytest.UsageError("name a plugin: --scheme NAME, --layer NAME or --workers NAME")
