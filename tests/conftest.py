@@ -21,11 +21,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file together, as its tests share workers, and all that share one Ray."""
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "ray" if _over_ray(nodeid) else nodeid.split("::")[0]
+            return "ray" if _over_ray(nodeid) else nodeid.split("::", maxsplit=1)[0]
 
     return Scheduling(config, log)
 
