@@ -1,4 +1,4 @@
-"""One Ray for all tests in this folder: it starts once, and ends with the last of them."""
+"""One Ray for the tests in this folder: it starts once, and ends with the last of them."""
 
 from __future__ import annotations
 
