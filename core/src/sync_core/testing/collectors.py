@@ -92,7 +92,7 @@ class CollectorConformance(Conformance):
     worker_options: ClassVar[dict[str, Any]] = {}
 
     def collector(self, env: Any = long_episodes, policy: Any = None, **options: Any) -> Collector:
-        options = {"num_workers": 2, "frames_per_batch": 4, "timeout": 30.0, **options}
+        options = {"num_workers": 2, "frames_per_batch": 4, "timeout": 60.0, **options}
         return Collector(
             env,
             policy,
