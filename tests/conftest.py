@@ -7,31 +7,24 @@ from typing import Any
 
 import pytest
 
-# One Ray for all would be started once, and take longer than everything else together.
-_OTHER_RAY = ("test_ray_collector.py", "test_ray_chaos.py", "test_three_nodes.py")
-
-
 def pytest_configure() -> None:
     """Let what tests start be interrupted, which shells forbid to what runs in the background."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with those over Ray: they take longest, and two processes run them meanwhile."""
+    """Begin with those over Ray: they take longest, and one process runs them meanwhile."""
     items.sort(key=lambda item: _over_ray(item.nodeid), reverse=True)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file together, as its tests share workers; those over Ray share one of two."""
+    """Keep a file together, as its tests share workers; those over Ray share one Ray."""
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::", maxsplit=1)[0]
-            if not _over_ray(nodeid):
-                return file
-            return "the other ray" if file.endswith(_OTHER_RAY) else "ray"
+            return "ray" if _over_ray(nodeid) else nodeid.split("::", maxsplit=1)[0]
 
     return Scheduling(config, log)
 

@@ -40,6 +40,8 @@ from torch import nn
 from torch.distributed import rpc
 
 name, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+# They meet under the number of worlds that a process has joined before.
+rpc._init_counter = int(sys.argv[4])
 policy = nn.Linear(3, 2)
 nets = {"critic": nn.Linear(3, 2)}
 options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=30)
@@ -53,9 +55,10 @@ class World:
     """This process as the trainer, and three workers."""
 
     def __init__(self, store: Path) -> None:
+        worlds = str(rpc._init_counter)
         self.processes = {
             name: subprocess.Popen(
-                [sys.executable, "-c", WORKER, name, str(rank), str(store)],
+                [sys.executable, "-c", WORKER, name, str(rank), str(store), worlds],
                 stdin=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
