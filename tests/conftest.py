@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+
 def pytest_configure() -> None:
     """Let what tests start be interrupted, which shells forbid to what runs in the background."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
