@@ -68,4 +68,4 @@ $(INSTALLED): requirements-dev.txt constraints.txt $(wildcard */pyproject.toml)
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out docs/_build \
 	    docs/reference/generated
-	find core plugins plugins_ray tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+	find core plugins plugins_ray plugins_dist tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
