@@ -13,8 +13,15 @@ from sync_core.testing.chaos.plan import Plan
 pytestmark = pytest.mark.timeout(120)
 
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
-# Actors that are to be stopped are not always; see docs/decisions/0015-faults.md.
-CASES = [case for case in sample("ray", SEED, 60) if "stop" not in case.trial][:5]
+# They run, so that it is seen when they begin to work.
+UNRELIABLE = pytest.mark.xfail(
+    reason="an actor that is to be stopped answers all the same; docs/decisions/0015-faults.md",
+    strict=False,
+)
+CASES = [
+    pytest.param(case, id=case.key, marks=[UNRELIABLE] if case.trial.startswith("stop") else [])
+    for case in sample("ray", SEED, 5)
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +32,7 @@ def runners() -> Iterator[dict[str, Runner]]:
         runner.close()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.key)
+@pytest.mark.parametrize("case", CASES)
 def test_as_documented(case: Case, runners: dict[str, Runner]) -> None:
     if case.subject not in runners:
         runners[case.subject] = Runner(case.subject)
