@@ -12,6 +12,7 @@ import torch
 from sync_core import (
     AddressError,
     CapacityError,
+    Layout,
     OptionError,
     Receiver,
     Sender,
@@ -49,6 +50,18 @@ class TestThread(SchemeConformance):
 
 class SharedMemoryCases(SchemeConformance):
     """Of schemes whose slots lie in shared memory."""
+
+    def test_no_header_is_read_of_a_layout_that_is_known(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Large enough to be gathered in the worker, whose commits make no views of a slot then.
+        policy, target = torch.nn.Linear(1024, 512), torch.nn.Linear(1024, 512)
+        with self.sender(policy) as sender, Receiver(sender.address(0), target) as receiver:
+            monkeypatch.setattr(Layout, "from_header", lambda _: pytest.fail("a header was read"))
+            for _ in range(5):
+                pending = sender.send_async()
+                assert receiver.receive() == pending.version
+                assert pending.wait().updated == (0,)
 
     @pytest.mark.parametrize(
         ("directory", "where"),

@@ -39,6 +39,7 @@ class SharedReceiver(ReceiverTransport):
         self._worker_id = context.worker_id
         self._timeout = context.timeout
         self._channel = channel
+        self._layout = context.layout
         self._blocks: dict[int, Block] = {}
         self._held: set[int] = set()
         # Accepted, and not answered about: until that is known, the sender offers nothing more.
@@ -98,13 +99,20 @@ class SharedReceiver(ReceiverTransport):
         self._unanswered = offer.version
         release = partial(self._held.discard, offer.slot)
         try:
-            return Payload.unpack(
-                block, offer.version, digest=offer.layout, release=release, since=since
+            payload = Payload.unpack(
+                block,
+                offer.version,
+                digest=offer.layout,
+                known=self._layout,
+                release=release,
+                since=since,
             )
         except PayloadError as error:
             release()
             self.acknowledge(Answer.refusal(offer.version, error))
             raise
+        self._layout = payload.layout
+        return payload
 
     def _handle_next(self, timeout: float) -> None:
         """Act on the next message, if one comes in time."""

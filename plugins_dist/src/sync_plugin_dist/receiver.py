@@ -11,7 +11,6 @@ from sync_core import (
     Answer,
     Block,
     Channel,
-    Layout,
     Message,
     Payload,
     PayloadError,
@@ -42,7 +41,7 @@ class DistReceiver(ReceiverTransport):
         self._timeout = context.timeout
         self._messages: deque[Message] = deque()
         self._blocks: list[Block] = []
-        self._layout: Layout | None = None
+        self._layout = context.layout
         self._model_nbytes = 0 if context.layout is None else context.layout.nbytes
         self._wire: Wire | None = None
         self._offered = 0

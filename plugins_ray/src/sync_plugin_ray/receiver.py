@@ -10,7 +10,6 @@ import ray
 
 from sync_core import (
     Answer,
-    Layout,
     Payload,
     PayloadError,
     ReceiverTransport,
@@ -41,7 +40,7 @@ class MailboxReceiver(ReceiverTransport):
         self._mailbox = context.endpoint
         self._reader = secrets.token_hex(16)
         self._seen = 0
-        self._layout: Layout | None = None
+        self._layout = context.layout
         self._cluster = Cluster()
         try:
             join = self._mailbox.join.remote(
