@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from sync_core.testing.chaos import ChaosConformance
+from sync_core.testing.chaos import Case, ChaosConformance, Runner
+from sync_core.testing.chaos.plan import Plan
 
 
 class TestFaults(ChaosConformance):
     counts = {"dist": 5, "dist-broadcast": 4, "rpc": 2}
+
+    def test_all_workers_of_a_world_that_is_fixed_die(self, runners: dict[str, Runner]) -> None:
+        plan = Plan.of(Case("rpc", "kill before answer", "blocking", 3))
+        assert not runners["rpc"].run(plan).complaints
