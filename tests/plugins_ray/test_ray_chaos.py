@@ -13,15 +13,7 @@ from sync_core.testing.chaos.plan import Plan
 pytestmark = pytest.mark.timeout(120)
 
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
-# They run, so that it is seen when they begin to work.
-UNRELIABLE = pytest.mark.xfail(
-    reason="an actor that is to be stopped answers all the same; docs/decisions/0015-faults.md",
-    strict=False,
-)
-CASES = [
-    pytest.param(case, id=case.key, marks=[UNRELIABLE] if case.trial.startswith("stop") else [])
-    for case in sample("ray", SEED, 5)
-]
+CASES = [pytest.param(case, id=case.key) for case in sample("ray", SEED, 5)]
 
 
 @pytest.fixture(scope="module")
