@@ -86,9 +86,9 @@ class _Run:
         self._pids: dict[int, int] = {}
         self._there = list(_IDS)
         self._model = hosted.make_model()
-        faulty = Faulty(plan.subject.scheme, *plan.faults, find_pid=lambda i: self._pids[i])
+        self._scheme = Faulty(plan.subject.scheme, *plan.faults, find_pid=lambda i: self._pids[i])
         self._sender = Sender(
-            faulty,
+            self._scheme,
             self._model,
             num_workers=WORKERS,
             layers=plan.layers,
@@ -127,6 +127,8 @@ class _Run:
     def _strike(self, round_: Round) -> None:
         trial, version = round_.trial, round_.version
         report, calls, failure = self._send(version, round_)
+        for fault in self._scheme.missed:
+            self._ledger.complain(Verdict.OTHER, f"the fault did not strike: {fault}")
         if trial.stops:
             for worker_id in round_.worker_ids:
                 os.kill(self._pids[worker_id], signal.SIGCONT)
