@@ -13,7 +13,7 @@ from sync_core.address import Address
 from sync_core.cadence import Cadence
 from sync_core.errors import ClosedError, PendingSendError
 from sync_core.extract import Strategy
-from sync_core.membership import Membership, MembershipEvent, WorkerStatus
+from sync_core.membership import Membership, MembershipEvent
 from sync_core.models import either
 from sync_core.outlet import Outlet
 from sync_core.pending import PendingSend
@@ -26,6 +26,7 @@ from sync_core.update import Update
 from sync_core.updater import Updater
 from sync_core.verify import Verify
 from sync_core.worker_ids import check_handle, count_workers, normalize
+from sync_core.worker_status import WorkerStatus
 from sync_core.workers import WorkerGroup
 
 
