@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from sync_core.answer import Answer
 from sync_core.errors import SendError, WorkerTimeoutError
 from sync_core.report import SendReport, WorkerResult
+from sync_core.stopwatch import Stopwatch
 from sync_core.transport import Delivery
 
 
@@ -33,6 +34,7 @@ class PendingSend:
         unwaited: workers that get the version, and are not waited for; and why.
         prepare_seconds: see `SendReport`.
         publish_seconds: see `SendReport`.
+        packing: how long packing took so far.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PendingSend:
         unwaited: Mapping[int, Literal["quarantine", "restart"]] = MappingProxyType({}),
         prepare_seconds: float = 0.0,
         publish_seconds: float = 0.0,
+        packing: Stopwatch | None = None,
     ) -> None:
         self.version = version
         self._deliveries = deliveries
@@ -58,6 +61,7 @@ class PendingSend:
         self._finish = finish
         self._prepare_seconds = prepare_seconds
         self._publish_seconds = publish_seconds
+        self._packing = packing or Stopwatch()
         self._report: SendReport | None = None
 
     @property
@@ -133,6 +137,7 @@ class PendingSend:
             ordered,
             prepare_seconds=self._prepare_seconds,
             publish_seconds=self._publish_seconds,
+            pack_seconds=self._packing.seconds,
         )
 
     def _result(self, delivery: Delivery, now: float) -> WorkerResult:

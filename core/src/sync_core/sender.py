@@ -21,6 +21,7 @@ from sync_core.remedies import OnFailure, Remedies
 from sync_core.report import SendReport
 from sync_core.send_log import tell
 from sync_core.source import Source
+from sync_core.stopwatch import Stopwatch
 from sync_core.terms import Terms
 from sync_core.update import Update
 from sync_core.updater import Updater
@@ -225,7 +226,8 @@ class Sender(Updater):
                 update = self._outlet.prepare(update, self._version + 1, due)
                 self._version += 1
             prepared = time.perf_counter()
-            deliveries = self._outlet.send(update, self._version, due) if due else {}
+            packing = Stopwatch()
+            deliveries = self._outlet.send(update, self._version, due, packing) if due else {}
             self._pending = PendingSend(
                 self._version,
                 deliveries,
@@ -236,6 +238,7 @@ class Sender(Updater):
                 unwaited=self._members.sent(self._version, deliveries),
                 prepare_seconds=prepared - started,
                 publish_seconds=time.perf_counter() - prepared,
+                packing=packing,
             )
             return self._pending
 
