@@ -99,7 +99,8 @@ class PendingSend:
             limit = self._started + self._timeout
             if timeout is not None:
                 limit = time.perf_counter() + timeout
-            for delivery in self._waited.values():
+            # The one that was offered its version last is likely to answer last: fewer wake-ups.
+            for delivery in reversed(self._waited.values()):
                 delivery.wait(max(0.0, limit - time.perf_counter()))
             self._report = self._finish(self._make_report(), waited=True)
         if self._report.failed:
