@@ -38,7 +38,7 @@ from sync_core.errors import (
     WorkerTimeoutError,
 )
 from sync_core.hookspecs import hookimpl
-from sync_core.layout import Layout, TensorSpec
+from sync_core.layout import Layout
 from sync_core.membership import MembershipEvent
 from sync_core.notice import Notice
 from sync_core.payload import Payload
@@ -51,6 +51,7 @@ from sync_core.remedies import WorkerFailure
 from sync_core.report import SendReport, WorkerResult
 from sync_core.sender import Sender
 from sync_core.serving import Peer, ServingTransport, hello
+from sync_core.tensor_spec import TensorSpec
 from sync_core.transport import Delivery, ReceiverTransport, SenderTransport
 from sync_core.update import Update
 from sync_core.worker_status import WorkerState, WorkerStatus

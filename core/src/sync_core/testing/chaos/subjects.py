@@ -52,6 +52,7 @@ class Subject:
 # Small parts, so that a version of the model here takes several.
 _PARTS = {"bucket_mb": 0.2}
 
+#: The schemes of this project, by name; `dist` twice, as it has two topologies.
 SUBJECTS: Mapping[str, Subject] = MappingProxyType(
     {
         "thread": Subject(scheme="thread", group="thread", shares=True),
