@@ -11,6 +11,7 @@ sender    ``welcome``                             accepted
 sender    ``offer``, version                      there is a newer version for this worker
 worker    ``take``                                it waits for the newest version now
 sender    ``wire``, number, rank, size            join this process group
+both      ``key``, number, key, value             how to find an end of it; the sender passes it on
 sender    ``data``, number, version, digest, …    the version follows, in so many bytes, over it
 sender    ``again``                               leave the process group; ``take`` if need be
 sender    ``nothing``                             there is nothing newer any more
@@ -79,12 +80,10 @@ class Endpoint:
     Args:
         host: its name or address.
         port: of the connections for control.
-        store_port: of the store by which process groups come together.
     """
 
     host: str
     port: int
-    store_port: int
 
 
 def listen(host: str, port: int) -> socket.socket:
