@@ -18,6 +18,7 @@ sender    ``nothing``                             there is nothing newer any mor
 worker    ``received``, version                   it has come whole, and is staged
 worker    ``broken``, number                      the process group failed here
 worker    ``answer``, answer                      committed, or not
+worker    ``leave``, reason                       it hangs up, and not because it dies
 sender    ``gone``, reason                        refused, replaced, removed, or the sender closes
 ========  ======================================  ==============================================
 
@@ -73,6 +74,17 @@ class Transfer:
         return transfer
 
 
+class LeftError(Exception):
+    """A worker has hung up, and said why."""
+
+
+@dataclass(slots=True)
+class Farewell:
+    """What a receiver says to its sender when it is closed; nothing without a reason."""
+
+    reason: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Where a sender listens.
@@ -80,10 +92,12 @@ class Endpoint:
     Args:
         host: its name or address.
         port: of the connections for control.
+        farewell: shared with whoever closes the receiver.
     """
 
     host: str
     port: int
+    farewell: Farewell | None = None
 
 
 def listen(host: str, port: int) -> socket.socket:

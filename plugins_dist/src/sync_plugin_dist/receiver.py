@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from contextlib import suppress
 from functools import partial
 
 from sync_core import (
@@ -22,7 +23,7 @@ from sync_core import (
 )
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.parts import cut
-from sync_plugin_dist.protocol import Transfer
+from sync_plugin_dist.protocol import Farewell, Transfer
 from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
 from sync_plugin_dist.wire import Wire
 
@@ -40,6 +41,7 @@ class DistReceiver(ReceiverTransport):
 
     def __init__(self, context: TransportContext, options: DistOptions) -> None:
         self._timeout = context.timeout
+        self._farewell: Farewell | None = context.endpoint.farewell
         self._messages: deque[Message] = deque()
         self._blocks: list[Block] = []
         self._layout = context.layout
@@ -75,6 +77,9 @@ class DistReceiver(ReceiverTransport):
     def close(self) -> None:
         """Hang up."""
         self._end_wire()
+        if self._farewell is not None and self._farewell.reason:
+            with suppress(ConnectionError):
+                self._channel.send({"type": "leave", "reason": self._farewell.reason})
         self._channel.close()
         self._blocks.clear()
 

@@ -21,7 +21,7 @@ from sync_plugin_dist.lane import Lane
 from sync_plugin_dist.office import DistPeer, Office
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.parts import pack
-from sync_plugin_dist.protocol import Endpoint, listen
+from sync_plugin_dist.protocol import Endpoint, LeftError, listen
 from sync_plugin_dist.rendezvous import Rendezvous
 from sync_plugin_dist.wire import Wire
 
@@ -136,6 +136,8 @@ class DistSender(ServingTransport[DistPeer], Office):
         elif kind == "answer":
             answer = Answer.from_message(message["answer"])
             self.publisher.answer(peer.id, answer, peer)
+        elif kind == "leave":
+            raise LeftError(str(message["reason"]))
         else:
             raise ValueError(f"{kind!r} is no message")
 
@@ -159,7 +161,8 @@ class DistSender(ServingTransport[DistPeer], Office):
 
     def describe_loss(self, peer: DistPeer, cause: Exception) -> str:
         """Also say who goes on without it, where workers are served together."""
-        reason = super().describe_loss(peer, cause)
+        left = isinstance(cause, LeftError)
+        reason = str(cause) if left else super().describe_loss(peer, cause)
         if not self.collective:
             return reason
         others = ", ".join(str(i) for i in sorted(self._peers) if i != peer.worker_id)
