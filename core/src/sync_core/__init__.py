@@ -1,10 +1,11 @@
 """Weight synchronisation for reinforcement learning and RLHF, as a plugin framework."""
 
+from typing import TYPE_CHECKING
+
 from sync_core.address import Address
 from sync_core.answer import Answer
 from sync_core.block import Block
 from sync_core.channel import Channel, Message
-from sync_core.collector import Collector
 from sync_core.contexts import ApplyContext, SendContext, SkipContext, TransportContext
 from sync_core.errors import (
     AddressError,
@@ -56,6 +57,20 @@ from sync_core.transport import Delivery, ReceiverTransport, SenderTransport
 from sync_core.update import Update
 from sync_core.worker_status import WorkerState, WorkerStatus
 from sync_core.workers import WorkerGroup
+
+if TYPE_CHECKING:
+    from sync_core.collector import Collector
+else:
+
+    def __getattr__(name: str) -> object:
+        # A collector needs tensordict, whose import takes as long as torch's; workers that only
+        # receive weights need not wait for it.
+        if name == "Collector":
+            from sync_core.collector import Collector
+
+            return Collector
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 
