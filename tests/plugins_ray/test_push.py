@@ -6,7 +6,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -417,39 +416,6 @@ def test_a_forgotten_sender_ends(large: list[Any]) -> None:
     assert policy_of(large[0]) == {1.0}
     assert not ray.get(large[0].shares_memory.remote())
     assert eventually(lambda: "sync-ray-sender" not in {t.name for t in threading.enumerate()})
-
-
-_SHUT_DOWN = """
-import ray, torch
-from sync_core import ClosedError, Sender
-class Agent:
-    def __init__(self):
-        self.policy = torch.nn.Linear(2, 2)
-ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
-sender = Sender("ray", torch.nn.Linear(2, 2), workers=[ray.remote(Agent).remote()])
-sender.send()
-ray.shutdown()
-try:
-    sender.send()
-except ClosedError as error:
-    print(error)
-print(ray.is_initialized())
-ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
-try:
-    sender.send()
-except ClosedError as error:
-    print(error)
-sender.close()
-print(ray.is_initialized())
-"""
-
-
-def test_ray_shut_down_between_two_sends() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _SHUT_DOWN], capture_output=True, text=True, timeout=100, check=True
-    )
-    closed = "Ray was shut down since this was made; make a new one"
-    assert done.stdout.splitlines()[-4:] == [closed, "False", closed, "True"]
 
 
 def eventually(condition: Any, seconds: float = 10.0) -> bool:

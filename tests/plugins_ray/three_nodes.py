@@ -17,6 +17,7 @@ from ray.experimental import get_object_locations
 from torch import nn
 
 from sync_core import Receiver, Sender, SendError, WorkerLostError
+from sync_plugin_ray.group import RayGroup
 
 WIDTH = 2000
 
@@ -61,6 +62,8 @@ def main() -> None:
 
         ray.get(actors[1].value.remote())
         actors[3].sleep.remote(60)
+        group = RayGroup(repr, 1, remote_configs={"num_cpus": 0, "resources": {"n2": 1}})
+        call = group.call(0, lambda _: time.sleep(60))
         pending = sender.send_async(policy(2.0))
         cluster.remove_node(nodes[1])
         with pytest.raises(SendError) as caught:
@@ -70,9 +73,14 @@ def main() -> None:
         assert sorted(failed) in ([3], [3, 4])
         assert all(isinstance(result.error, WorkerLostError) for result in failed.values())
         assert caught.value.report.updated[:3] == (0, 1, 2)
+        with pytest.raises(WorkerLostError) as lost:
+            call.result(30)
+        assert str(lost.value) == "worker 0: its actor died while running main.<locals>.<lambda>"
+        assert not group.alive(0)
+        group.stop()
         say("removed")
-        for lost in (3, 4):
-            sender.remove_worker(lost)
+        for worker_id in (3, 4):
+            sender.remove_worker(worker_id)
         assert sender.send(policy(3.0)).updated == (0, 1, 2)
 
         add_node(cluster, "n3")
