@@ -54,6 +54,7 @@ from sync_core.testing.faults import (
     stop,
 )
 from sync_core.testing.faults.gate import gated
+from sync_core.testing.processes import descendants
 from sync_core.testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
@@ -121,6 +122,16 @@ def test_what_the_sender_says_and_what_the_worker_has(
         # A fault strikes once.
         receiver.receive(0.0)
         assert error_of(sender, receiver) is None
+        assert held(target) == {7.0}
+
+
+def test_whoever_waits_for_a_version_is_not_sent_home_by_an_old_one_that_comes_again() -> None:
+    fault = Fault(action="duplicate", point="staged", version=1)
+    with connected(fault, timeout=10.0) as (sender, receiver, target):
+        assert error_of(sender, receiver) is None
+        started = time.monotonic()
+        assert receiver.receive(0.3) is None
+        assert time.monotonic() - started >= 0.3
         assert held(target) == {7.0}
 
 
@@ -219,10 +230,10 @@ def test_hooks_and_points_that_there_are_not() -> None:
 
 
 def test_a_fork_ends_and_is_reaped() -> None:
-    before = _children()
+    before = descendants()
     fork(0.05)
-    assert _children() - before
-    assert eventually(lambda: not _children() - before)
+    assert descendants() - before
+    assert eventually(lambda: not descendants() - before)
 
 
 def test_limits_end_with_the_block() -> None:
@@ -289,11 +300,6 @@ def test_the_page_about_them(capsys: pytest.CaptureFixture[str]) -> None:
     code, printed = re.findall(r"```(?:python|text)\n(.*?)```", page.read_text(), re.DOTALL)
     exec(compile(code, str(page), "exec"), {})
     assert capsys.readouterr().out == printed
-
-
-def _children() -> set[str]:
-    tasks = Path("/proc/self/task").iterdir()
-    return {pid for task in tasks for pid in (task / "children").read_text().split()}
 
 
 _STOPS_ITSELF = """

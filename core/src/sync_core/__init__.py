@@ -39,8 +39,8 @@ from sync_core.errors import (
     WorkerTimeoutError,
 )
 from sync_core.hookspecs import hookimpl
-from sync_core.layout import Layout, TensorSpec
-from sync_core.membership import MembershipEvent, WorkerState, WorkerStatus
+from sync_core.layout import Layout
+from sync_core.membership import MembershipEvent
 from sync_core.notice import Notice
 from sync_core.payload import Payload
 from sync_core.pending import PendingSend
@@ -52,8 +52,10 @@ from sync_core.remedies import WorkerFailure
 from sync_core.report import SendReport, WorkerResult
 from sync_core.sender import Sender
 from sync_core.serving import Peer, ServingTransport, hello
+from sync_core.tensor_spec import TensorSpec
 from sync_core.transport import Delivery, ReceiverTransport, SenderTransport
 from sync_core.update import Update
+from sync_core.worker_status import WorkerState, WorkerStatus
 from sync_core.workers import WorkerGroup
 
 if TYPE_CHECKING:

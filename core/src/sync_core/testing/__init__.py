@@ -9,6 +9,7 @@ import pytest
 
 # Before the import, or pytest would not explain their failures.
 pytest.register_assert_rewrite(
+    "sync_core.testing.chaos",
     "sync_core.testing.collectors",
     "sync_core.testing.layers",
     "sync_core.testing.schemes",

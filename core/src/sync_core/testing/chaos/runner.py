@@ -46,7 +46,6 @@ class Runner:
         begin = time.monotonic()
         ledger = Ledger()
         self._pool.make_ready()
-        self._resources.begin()
         run = _Run(plan, self._pool, ledger)
         try:
             run.go()
@@ -60,7 +59,7 @@ class Runner:
             self._pool.stop()
             self._resources.forget()
         else:
-            for leak in self._resources.end(replaced=run.replaced):
+            for leak in self._resources.check(replaced=run.replaced):
                 ledger.complain(Verdict.LEAK, leak)
         seconds = time.monotonic() - begin
         complaints = tuple(ledger.complaints)
@@ -94,6 +93,7 @@ class _Run:
             num_workers=WORKERS,
             layers=plan.layers,
             zero_copy=plan.mode == "zero_copy",
+            verify=plan.verify,
             timeout=plan.subject.timeout,
             **plan.subject.options,
         )
@@ -101,6 +101,9 @@ class _Run:
     def go(self) -> None:
         self._connect(_IDS)
         for round_ in self._plan.rounds:
+            # Where workers cannot be replaced, nobody may be left to send to.
+            if not self._there:
+                return
             self._ledger.round = round_
             self._strike(round_)
             self._heal(round_)
