@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,9 @@ from sync_core.errors import ModelError, OptionError
 from sync_core.models import names_of
 from sync_core.notice import Notice
 from sync_core.payload import Payload
+from sync_core.release import release_with
 from sync_core.stack import Stack
+from sync_core.stopwatch import Stopwatch
 from sync_core.terms import Terms
 from sync_core.transport import Delivery, SenderTransport
 from sync_core.update import Update
@@ -75,7 +76,7 @@ class Outlet:
                 notify=notify,
             )
         )
-        self._close = weakref.finalize(self, self.transport.close)
+        self._close = release_with(self, self.transport.close)
 
     def address(self, worker_id: int) -> Address:
         """The address of a worker.
@@ -93,10 +94,10 @@ class Outlet:
         return self.stack.prepare_weights(update, context)
 
     def send(
-        self, update: Update, version: int, worker_ids: tuple[int, ...]
+        self, update: Update, version: int, worker_ids: tuple[int, ...], packing: Stopwatch
     ) -> dict[int, Delivery]:
         """Hand what was prepared last to the transport."""
-        payload = Payload(version, update.layout, update.tensors)
+        payload = Payload(version, update.layout, update.tensors, packing=packing)
         deliveries = dict(self._opened().send(payload, worker_ids))
         self._verification.guard(deliveries.values())
         return deliveries
