@@ -38,6 +38,7 @@ from sync_core.errors import (
     WorkerTimeoutError,
 )
 from sync_core.hookspecs import hookimpl
+from sync_core.launching import LaunchedGroup, LaunchedWorker, Launcher
 from sync_core.layout import Layout, TensorSpec
 from sync_core.membership import MembershipEvent, WorkerState, WorkerStatus
 from sync_core.notice import Notice
@@ -71,6 +72,9 @@ __all__ = [
     "CorruptionError",
     "Delivery",
     "HookResultError",
+    "LaunchedGroup",
+    "LaunchedWorker",
+    "Launcher",
     "Layout",
     "LayoutMismatchError",
     "MembershipEvent",
