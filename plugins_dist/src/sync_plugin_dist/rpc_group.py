@@ -32,7 +32,8 @@ class RpcGroup(LaunchedGroup[RpcWorker]):
     ``trainer`` and the others as ``worker0``, ``worker1``, …. Stopping asks first: the call in
     progress has half of the timeout (at most 5 s) to finish.
 
-    A torch RPC world is fixed when it begins: no worker can be added or restarted.
+    No worker can be added or restarted: a torch RPC world of a given size is fixed when it begins,
+    and into one without, nobody can come any more once a member has died.
 
     The factory, functions, arguments, results and exceptions travel by cloudpickle; tensors among
     them are copied. Arguments are pickled by `call`, so changing them afterwards changes nothing.
