@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 
 
 def pytest_configure() -> None:
-    """Let what tests start be interrupted, which shells forbid to what runs in the background."""
+    """Let what tests start be interrupted, and join no Ray but its own."""
+    # Shells forbid it to what runs in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ray looks for clusters of the whole machine, of which another test may be ending one.
+    os.environ["RAY_ADDRESS"] = "local"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,12 +1,13 @@
 """Every fault on every scheme, then random sequences of them, then readers that look for tears.
 
-    make chaos                                          # all of it: hours
+    make chaos ARGS='--jobs 3'                          # all of it: hours on two cores
     make chaos ARGS='--schemes shm,mp --cases 20 --sequences 50 --reads 100000'
 
 What is done is kept in a journal, so that a run that was broken off is gone on with; `--fresh`
-begins a new one. Each scheme has a process of its own, which is ended when a case hangs. At the
-end the tables are printed, and written to `docs/reliability.md`. Ends with code 1 if anything was
-not as documented.
+begins a new one. Cases mostly wait for deadlines, so that `--jobs` processes, each with a share of
+them, take little longer than one with its own; the readers have the machine to themselves. A
+process is ended when a case hangs, and the next one goes on. At the end the tables are printed, and
+written to `docs/reliability.md`. Ends with code 1 if anything was not as documented.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import logging
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 from sync_core.testing.chaos import (
@@ -29,7 +33,8 @@ from sync_core.testing.chaos import (
     sample,
     sequence_of,
 )
-from sync_core.testing.chaos.outcome import Complaint, Journal, table
+from sync_core.testing.chaos.outcome import Complaint, Journal
+from sync_core.testing.chaos.page import page_of
 from sync_core.testing.chaos.plan import Plan
 from sync_core.testing.chaos.torn import hunt
 
@@ -44,21 +49,20 @@ def main() -> None:
     arguments = _parse()
     arguments.journal.parent.mkdir(parents=True, exist_ok=True)
     if arguments.child:
-        _run_scheme(arguments.child, arguments)
+        name, share = arguments.child
+        # That workers fail is what is asked for.
+        logging.disable(logging.WARNING)
+        if share == "reads":
+            _read(name, arguments)
+        else:
+            _try(name, int(share), arguments)
         return
-    journal = Journal(arguments.journal)
     if arguments.fresh:
-        journal.path.unlink(missing_ok=True)
+        arguments.journal.unlink(missing_ok=True)
         _reads_path(arguments).unlink(missing_ok=True)
-    for name in arguments.schemes:
-        while (code := _run_child(name)) != 0:
-            begun = _begun_path(arguments)
-            if not begun.exists():
-                raise SystemExit(f"the process that tries {name} ended with code {code} at once")
-            journal.add(_hung(begun.read_text(), name, code))
-            begun.unlink()
-    outcomes = [outcome for outcome in journal.read() if outcome.subject in arguments.schemes]
-    page = "\n".join(_page(outcomes, arguments))
+    _run_all(arguments)
+    outcomes = [o for o in Journal(arguments.journal).read() if o.subject in arguments.schemes]
+    page = page_of(outcomes, _reads(arguments))
     _say(page)
     arguments.page.write_text(page)
     wrong = [outcome for outcome in outcomes if not outcome.ok]
@@ -76,25 +80,52 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=1000, help="of all schemes together")
     parser.add_argument("--reads", type=int, default=10_000_000, help="of each kind; 0 for none")
     parser.add_argument("--seed", type=int, default=0, help="of the sample and the sequences")
+    parser.add_argument("--jobs", type=int, default=1, help="so many processes at a time")
     parser.add_argument("--journal", type=Path, default=Path("out/chaos.jsonl"))
     parser.add_argument("--page", type=Path, default=_PAGE, help="what to write")
     parser.add_argument("--fresh", action="store_true", help="forget what was done before")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def _run_child(name: str) -> int:
+def _run_all(arguments: argparse.Namespace) -> None:
+    shares = [
+        (name, share)
+        for name in arguments.schemes
+        for share in range(1 if SUBJECTS[name].alone else arguments.jobs)
+    ]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for done in [pool.submit(_run_share, *each, arguments) for each in shares]:
+            done.result()
+    for name in arguments.schemes:
+        if SUBJECTS[name].shares and arguments.reads and (code := _run_child(name, "reads")) != 0:
+            raise SystemExit(f"the readers of {name} ended with code {code}")
+
+
+def _run_share(name: str, share: int, arguments: argparse.Namespace) -> None:
+    """Run cases of a scheme, in another process when one has hung."""
+    begun = _begun_path(arguments, name, share)
+    begun.unlink(missing_ok=True)
+    while (code := _run_child(name, str(share))) != 0:
+        if not begun.exists():
+            raise SystemExit(f"the process that tries {name} ended with code {code} at once")
+        Journal(arguments.journal).add(_hung(begun.read_text(), name, code))
+        begun.unlink()
+
+
+def _run_child(name: str, share: str) -> int:
     arguments = [argument for argument in sys.argv[1:] if argument != "--fresh"]
-    return subprocess.call([sys.executable, __file__, *arguments, "--child", name])
+    return subprocess.call([sys.executable, __file__, *arguments, "--child", name, share])
 
 
-def _run_scheme(name: str, arguments: argparse.Namespace) -> None:
+def _try(name: str, share: int, arguments: argparse.Namespace) -> None:
     journal = Journal(arguments.journal)
     done = {outcome.key for outcome in journal.read()}
-    begun = _begun_path(arguments)
+    begun = _begun_path(arguments, name, share)
+    jobs = 1 if SUBJECTS[name].alone else arguments.jobs
     faulthandler.enable()
     with Runner(name) as runner:
-        for plan in _plans(name, arguments):
+        for plan in islice(_plans(name, arguments), share, None, jobs):
             if plan.key in done:
                 continue
             begun.write_text(plan.key)
@@ -103,8 +134,6 @@ def _run_scheme(name: str, arguments: argparse.Namespace) -> None:
             journal.add(outcome)
             begun.unlink()
             _say(f"{outcome.key}: {'ok' if outcome.ok else 'WRONG'}, {outcome.seconds:.1f} s")
-    faulthandler.dump_traceback_later(_READ_LIMIT, exit=True)
-    _read(name, arguments)
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -121,15 +150,13 @@ def _plans(name: str, arguments: argparse.Namespace) -> Iterator[Plan]:
 
 def _read(name: str, arguments: argparse.Namespace) -> None:
     subject = SUBJECTS[name]
-    if not subject.shares or not arguments.reads:
-        return
-    path = _reads_path(arguments)
-    rows = json.loads(path.read_text()) if path.exists() else {}
+    rows = _reads(arguments)
+    faulthandler.dump_traceback_later(_READ_LIMIT, exit=True)
     for kind, zero_copy, kill_every in (
         ("copy", False, None),
         ("zero-copy", True, None),
-        ("copy, readers killed", False, 5.0),
-        ("zero-copy, readers killed", True, 5.0),
+        ("copy, readers killed", False, 1.0),
+        ("zero-copy, readers killed", True, 1.0),
     ):
         key = f"{name} | {kind}"
         if key in rows or (kill_every is not None and not subject.processes):
@@ -137,8 +164,9 @@ def _read(name: str, arguments: argparse.Namespace) -> None:
         count = arguments.reads if kill_every is None else arguments.reads // 10
         seen = hunt(subject, reads=count, zero_copy=zero_copy, kill_every=kill_every)
         rows[key] = asdict(seen)
-        path.write_text(json.dumps(rows))
+        _reads_path(arguments).write_text(json.dumps(rows))
         _say(f"{key}: {seen}")
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _hung(key: str, name: str, code: int) -> Outcome:
@@ -146,42 +174,20 @@ def _hung(key: str, name: str, code: int) -> Outcome:
     return Outcome(key, name, ("hang or crash",), _LIMIT, (what,))
 
 
-def _page(outcomes: list[Outcome], arguments: argparse.Namespace) -> Iterator[str]:
-    wrong = sum(not outcome.ok for outcome in outcomes)
-    yield "# Reliability\n"
-    yield "Written by `make chaos`; see [how faults are injected](how-to/faults.md).\n"
-    yield (
-        f"{len(outcomes)} runs, {wrong} of them not as documented. In each run, three workers get "
-        "versions before, during and after a fault, and are looked at: every send ends within its "
-        "deadline, and reports what became of each worker; whoever is not hurt has the new version "
-        "whole; whoever is hurt has the old or the new one whole, or is gone; the next send works; "
-        "who takes the place of one that was killed comes up to date; nothing is left open.\n"
-    )
-    yield table(outcomes)
-    path = _reads_path(arguments)
-    if path.exists():
-        yield "Readers in tight loops, while the trainer publishes as fast as it can:\n"
-        yield _reads_table(json.loads(path.read_text()).items())
-
-
-def _reads_table(rows: Iterable[tuple[str, dict[str, int]]]) -> str:
-    heads = ("reads", "torn", "backwards", "versions", "killed")
-    lines = [
-        "| scheme | way | " + " | ".join(heads) + " |",
-        "| --- | --- |" + " ---: |" * len(heads),
-    ]
-    lines += [f"| {key} | " + " | ".join(f"{row[h]:,}" for h in heads) + " |" for key, row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def _begun_path(arguments: argparse.Namespace) -> Path:
-    path: Path = arguments.journal.with_suffix(".begun")
+def _begun_path(arguments: argparse.Namespace, name: str, share: int) -> Path:
+    path: Path = arguments.journal.with_suffix(f".{name}.{share}.begun")
     return path
 
 
 def _reads_path(arguments: argparse.Namespace) -> Path:
     path: Path = arguments.journal.with_suffix(".reads.json")
     return path
+
+
+def _reads(arguments: argparse.Namespace) -> dict[str, dict[str, int]]:
+    path = _reads_path(arguments)
+    rows: dict[str, dict[str, int]] = json.loads(path.read_text()) if path.exists() else {}
+    return rows
 
 
 def _say(text: str) -> None:

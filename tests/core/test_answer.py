@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Generator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from sync_core import (
@@ -19,6 +21,7 @@ from sync_core import (
     Sender,
     SendError,
     WorkerLostError,
+    hookimpl,
 )
 
 
@@ -118,6 +121,54 @@ def test_a_refusal_of_a_receiver_reaches_the_delivery() -> None:
             receiver.receive()
         with pytest.raises(SendError, match="ValueError: 1"):
             pending.wait()
+
+
+class RaisesLate:
+    """A layer that raises when the model has been loaded already."""
+
+    def __init__(self) -> None:
+        self.raises = True
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self) -> Generator[None, bool, bool]:
+        result = yield
+        if self.raises:
+            raise ValueError("too late")
+        return result
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_a_layer_that_raises_when_the_model_is_loaded(*, zero_copy: bool) -> None:
+    model, copy, layer = nn.Linear(2, 2), nn.Linear(2, 2), RaisesLate()
+    with Sender(
+        "thread", model, num_workers=1, layers=[layer], zero_copy=zero_copy, timeout=10.0
+    ) as sender:
+        receiver = Receiver(sender.address(0), copy)
+        pending = sender.send_async()
+        with pytest.raises(ValueError, match="too late"):
+            receiver.receive()
+        with pytest.raises(SendError, match=r"has version 1, .*(\n.*)*too late"):
+            pending.wait()
+        assert receiver.version == 1
+        assert torch.equal(copy.weight, model.weight)
+        layer.raises = False
+        pending = sender.send_async()
+        assert receiver.receive() == 2
+        assert pending.wait().updated == (0,)
+
+
+def test_what_a_receiver_has_loaded_before_says_nothing_of_what_it_drops() -> None:
+    with Sender("thread", nn.Linear(2, 2), num_workers=1, timeout=10.0) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+        pending = sender.send_async()
+        assert receiver.receive() == 1
+        pending.wait()
+        pending = sender.send_async()
+        assert receiver.stage() == 2
+        receiver.reject(ValueError("not wanted"))
+        with pytest.raises(SendError, match="could not apply version 2; it keeps the one it had"):
+            pending.wait()
+        assert receiver.version == 1
 
 
 @pytest.mark.parametrize("answer", [None, {}, {"version": 1, "failure": []}, "committed"])

@@ -358,6 +358,33 @@ def test_updates_that_are_not_waited_for() -> None:
         assert values(next(collector), "action") == [2.0] * 2
 
 
+def test_collection_goes_on_while_an_update_is_under_way() -> None:
+    committed = threading.Event()
+
+    class HoldsUpOne:
+        @hookimpl(wrapper=True)
+        def apply_weights(self, context: ApplyContext) -> Any:
+            if context.worker_id == 1:
+                assert committed.wait(30)
+            return (yield)
+
+    policy = Scale()
+    options: dict[str, Any] = {"scheme": "thread", "workers": "thread", "num_workers": 2}
+    with Collector(
+        Slow, policy, frames_per_batch=10, sync=False, layers=[HoldsUpOne()], **options
+    ) as collector:
+        next(collector)
+        policy.set(1.0)
+        pending = collector.update_policy_weights_(blocking=False)
+        assert isinstance(pending, PendingSend)
+        # One batch of each may have begun before; what comes then is of the worker that goes on.
+        batches = [next(collector) for _ in range(5)]
+        assert not pending.done()
+        assert {batch["policy_version"][0].item() for batch in batches[-2:]} == {1}
+        committed.set()
+        assert pending.wait().updated == (0, 1)
+
+
 def test_weights_by_name() -> None:
     options: dict[str, Any] = {"scheme": "thread", "frames_per_batch": 2}
     with Collector(long_episodes, Scale(), **options) as collector:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,14 +21,20 @@ from torch import Tensor
 from sync_core import (
     ApplyError,
     CapacityError,
+    Delivery,
+    Layout,
     LayoutMismatchError,
+    Payload,
     Receiver,
     Sender,
     SendError,
+    SenderTransport,
     SendReport,
     SyncError,
+    TransportContext,
     WorkerResult,
     WorkerTimeoutError,
+    hookimpl,
 )
 from sync_core.testing.chaos import SUBJECTS, Outcome, Verdict
 from sync_core.testing.chaos.ledger import Ledger
@@ -41,7 +51,10 @@ from sync_core.testing.faults import (
     fork,
     full,
     small_files,
+    stop,
 )
+from sync_core.testing.faults.gate import gated
+from sync_core.testing.processes import descendants
 from sync_core.testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
@@ -109,6 +122,16 @@ def test_what_the_sender_says_and_what_the_worker_has(
         # A fault strikes once.
         receiver.receive(0.0)
         assert error_of(sender, receiver) is None
+        assert held(target) == {7.0}
+
+
+def test_whoever_waits_for_a_version_is_not_sent_home_by_an_old_one_that_comes_again() -> None:
+    fault = Fault(action="duplicate", point="staged", version=1)
+    with connected(fault, timeout=10.0) as (sender, receiver, target):
+        assert error_of(sender, receiver) is None
+        started = time.monotonic()
+        assert receiver.receive(0.3) is None
+        assert time.monotonic() - started >= 0.3
         assert held(target) == {7.0}
 
 
@@ -207,10 +230,10 @@ def test_hooks_and_points_that_there_are_not() -> None:
 
 
 def test_a_fork_ends_and_is_reaped() -> None:
-    before = _children()
+    before = descendants()
     fork(0.05)
-    assert _children() - before
-    assert eventually(lambda: not _children() - before)
+    assert descendants() - before
+    assert eventually(lambda: not descendants() - before)
 
 
 def test_limits_end_with_the_block() -> None:
@@ -279,6 +302,84 @@ def test_the_page_about_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == printed
 
 
-def _children() -> set[str]:
-    tasks = Path("/proc/self/task").iterdir()
-    return {pid for task in tasks for pid in (task / "children").read_text().split()}
+_STOPS_ITSELF = """
+import os, threading, time
+from sync_core.testing.faults import stop
+ended = threading.Event()
+def run():
+    begin = time.monotonic()
+    stop(os.getpid())
+    print(time.monotonic() - begin)
+    ended.set()
+threading.Thread(target=run).start()
+while not ended.is_set():
+    pass
+"""
+
+
+def test_a_thread_that_stops_its_process_does_not_run_on() -> None:
+    command = [sys.executable, "-c", _STOPS_ITSELF]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        stopped = eventually(lambda: _state(program.pid) == "T", 30.0)
+        time.sleep(0.1)
+        os.kill(program.pid, signal.SIGCONT)
+        seconds, _ = program.communicate()
+    assert stopped
+    assert float(seconds) > 0.1
+
+
+def test_a_process_that_was_stopped_stands_still() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as program:
+        stop(program.pid)
+        state = _state(program.pid)
+        program.kill()
+    assert state == "T"
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_fault_strikes_where_a_view_of_the_memory_is_copied() -> None:
+    made: list[str] = []
+    tensors = torch.ones(2), torch.ones(4)
+    layout = Layout.of({"a": tensors[0], "b": tensors[1]})
+    _, second = gated(tensors, layout, 64, lambda: made.append("struck"))
+    view = second.detach().view(-1).view(torch.uint8)
+    assert made == []
+    assert view.numpy().nbytes == 16
+    assert made == ["struck"]
+
+
+class Idle(SenderTransport):
+    """Sends nothing."""
+
+    capabilities = frozenset({"pull"})
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport:
+        del context
+        return self
+
+    def address(self, worker_id: int) -> None:
+        del worker_id
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        return {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
+
+    def add_worker(self, worker_id: int, worker: object = None) -> None:
+        del worker_id, worker
+
+    def remove_worker(self, worker_id: int) -> None:
+        del worker_id
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_fault_that_could_not_strike_is_told() -> None:
+    faults = [Fault(action="delay", point="transfer", version=version) for version in (1, 2)]
+    scheme = Faulty(Idle(), *faults)
+    with Sender(scheme, make_model(7.0), num_workers=1) as sender:
+        sender.send_async()
+    assert scheme.missed == (faults[0],)

@@ -22,7 +22,8 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_core.membership import Membership, WorkerState
+from sync_core.membership import Membership
+from sync_core.worker_status import WorkerState
 
 
 class Clock:

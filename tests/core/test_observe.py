@@ -35,7 +35,7 @@ def send_and_receive(sender: Sender, receiver: Receiver) -> SendReport:
     return pending.wait()
 
 
-@pytest.mark.parametrize("scheme", ["thread", "shm"])
+@pytest.mark.parametrize("scheme", ["thread", "shm", "dist"])
 def test_the_phases_are_told_apart_and_add_up(scheme: str) -> None:
     with Sender(scheme, nn.Linear(2, 2), num_workers=1, layers=[Slow()]) as sender:
         receiver = Receiver(
@@ -46,6 +46,7 @@ def test_the_phases_are_told_apart_and_add_up(scheme: str) -> None:
     assert (report.scheme, report.model_id) == (scheme, "policy")
     assert report.prepare_seconds >= 0.02
     assert 0 < report.publish_seconds < report.seconds
+    assert 0 < report.pack_seconds < report.seconds
     assert result.commit_seconds >= 0.03
     assert result.pause_seconds >= result.commit_seconds + 0.04
     parts = (

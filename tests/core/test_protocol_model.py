@@ -33,9 +33,10 @@ from sync_core import (
     WorkerLostError,
     membership,
 )
-from sync_core.membership import Membership, WorkerState, WorkerStatus
+from sync_core.membership import Membership
 from sync_core.pending import PendingSend
 from sync_core.remedies import Remedies
+from sync_core.worker_status import WorkerState, WorkerStatus, acknowledged
 
 VERSIONS = 3
 IDS = (0, 1)
@@ -482,9 +483,6 @@ def never_back(worker: WorkerStatus, version: int) -> WorkerStatus:
     if worker.state is WorkerState.QUARANTINED:
         return worker
     return acknowledged(worker, version)
-
-
-acknowledged = membership.acknowledged
 
 
 @pytest.mark.parametrize(

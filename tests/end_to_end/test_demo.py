@@ -40,10 +40,3 @@ def test_another_scheme_and_too_few_frames(tmp_path: Path) -> None:
     assert result.returncode == 1, result.stdout + result.stderr
     assert "Missed the goal of 450" in result.stdout
     assert (tmp_path / "cartpole.png").exists()
-
-
-@pytest.mark.timeout(120)
-def test_it_runs_over_ray(tmp_path: Path) -> None:
-    options = ("--scheme", "ray", "--frames", "4096", "--seed", "1")
-    result = run(tmp_path / "cartpole.png", *options)
-    assert "Missed the goal of 450" in result.stdout, result.stdout + result.stderr

@@ -1,33 +1,14 @@
-"""A sample of the matrix of faults, the same unless ``CHAOS_SEED`` is set."""
+"""A sample of the matrix of faults over torch.distributed."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
-import pytest
-
-from sync_core.testing.chaos import Case, Runner, sample
+from sync_core.testing.chaos import Case, ChaosConformance, Runner
 from sync_core.testing.chaos.plan import Plan
 
-pytestmark = pytest.mark.timeout(120)
 
-SEED = int(os.environ.get("CHAOS_SEED", "0"))
-COUNTS = {"dist": 5, "dist-broadcast": 4, "rpc": 2}
-CASES = [case for name, count in COUNTS.items() for case in sample(name, SEED, count)]
+class TestFaults(ChaosConformance):
+    counts = {"dist": 5, "dist-broadcast": 4, "rpc": 2}
 
-
-@pytest.fixture(scope="module")
-def runners() -> Iterator[dict[str, Runner]]:
-    made: dict[str, Runner] = {}
-    yield made
-    for runner in made.values():
-        runner.close()
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.key)
-def test_as_documented(case: Case, runners: dict[str, Runner]) -> None:
-    if case.subject not in runners:
-        runners[case.subject] = Runner(case.subject)
-    outcome = runners[case.subject].run(Plan.of(case))
-    assert outcome.ok, (f"CHAOS_SEED={SEED}", *outcome.complaints)
+    def test_all_workers_of_a_world_that_is_fixed_die(self, runners: dict[str, Runner]) -> None:
+        plan = Plan.of(Case("rpc", "kill before answer", "blocking", 3))
+        assert not runners["rpc"].run(plan).complaints

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from sync_core.errors import ApplyError, CorruptionError, ReadbackError, WorkerError
@@ -15,7 +15,13 @@ _FAILURES: Mapping[str, type[WorkerError]] = {
     "corruption": CorruptionError,
     "readback": ReadbackError,
     "apply": ApplyError,
+    "late": ApplyError,
 }
+_OUTCOMES = {
+    "readback": "could not apply version {}; its model is known bad",
+    "late": "has version {}, and something raised after that was loaded",
+}
+_USUAL_OUTCOME = "could not apply version {}; it keeps the one it had"
 # A traceback says most at its end; the whole has to fit into the buffer of a socket.
 _LONGEST_ERROR = 60_000
 
@@ -29,7 +35,9 @@ class Answer:
     Args:
         version: the version.
         error: why it was not committed; None when it was.
-        failure: the kind of that error: ``"apply"``, ``"corruption"`` or ``"readback"``.
+        failure: the kind of that error: ``"apply"``, ``"corruption"``, ``"readback"``, or
+            ``"late"`` when the model has the version, and a layer or ``on_commit`` raised after
+            it was loaded.
         stage_seconds: from the moment at which the worker's transport knew of the version to
             the one at which it had all of it; 0 where the transport does not measure that.
         commit_seconds: what loading it into the model took.
@@ -52,17 +60,24 @@ class Answer:
     digest: str | None = None
 
     @classmethod
-    def refusal(cls, version: int, error: BaseException) -> Self:
-        """The answer of a worker that could not commit a version because of ``error``."""
+    def refusal(cls, version: int, error: BaseException, *, loaded: bool = False) -> Self:
+        """The answer of a worker that could not commit a version because of ``error``.
+
+        Args:
+            version: the version.
+            error: what was raised.
+            loaded: whether the model has the version all the same.
+        """
         kinds = [name for name, kind in _FAILURES.items() if isinstance(error, kind)]
+        usual = "late" if loaded else "apply"
         text = "".join(traceback.format_exception(error)).rstrip()
         return cls(
-            version=version, error=text[-_LONGEST_ERROR:], failure=kinds[0] if kinds else "apply"
+            version=version, error=text[-_LONGEST_ERROR:], failure=kinds[0] if kinds else usual
         )
 
     def to_message(self) -> dict[str, Any]:
         """The answer as a mapping of numbers and strings, which JSON and pickle can hold."""
-        message = asdict(self)
+        message = {name: getattr(self, name) for name in _NAMES}
         if self.error is not None:
             message["error"] = self.error[-_LONGEST_ERROR:]
         return message
@@ -75,8 +90,7 @@ class Answer:
             ValueError: it is none; says which of its entries is wrong.
         """
         given = message if isinstance(message, Mapping) else {}
-        known = {field.name for field in fields(cls)}
-        answer = cls(**{"version": None, **{k: v for k, v in given.items() if k in known}})
+        answer = cls(**{"version": None, **{k: v for k, v in given.items() if k in _NAMES}})
         for name, holds in answer._checks().items():
             if not holds:
                 raise ValueError(f"an answer cannot have {name}={getattr(answer, name)!r:.80}")
@@ -86,11 +100,8 @@ class Answer:
         """What the sender reports for the worker; None when the version was committed."""
         if self.error is None:
             return None
-        keeps = (
-            "its model is known bad" if self.failure == "readback" else "it keeps the one it had"
-        )
-        message = f"could not apply version {self.version}; {keeps}\n{self.error}"
-        return _FAILURES[self.failure](worker_id, message)
+        outcome = _OUTCOMES.get(self.failure, _USUAL_OUTCOME).format(self.version)
+        return _FAILURES[self.failure](worker_id, f"{outcome}\n{self.error}")
 
     def _checks(self) -> dict[str, bool]:
         return {
@@ -102,6 +113,9 @@ class Answer:
             "pause_seconds": _is_duration(self.pause_seconds),
             "digest": isinstance(self.digest, str | None),
         }
+
+
+_NAMES = frozenset(field.name for field in fields(Answer))
 
 
 def _is_duration(value: object) -> bool:

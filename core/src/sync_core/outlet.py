@@ -15,6 +15,7 @@ from sync_core.notice import Notice
 from sync_core.payload import Payload
 from sync_core.release import release_with
 from sync_core.stack import Stack
+from sync_core.stopwatch import Stopwatch
 from sync_core.terms import Terms
 from sync_core.transport import Delivery, SenderTransport
 from sync_core.update import Update
@@ -93,10 +94,10 @@ class Outlet:
         return self.stack.prepare_weights(update, context)
 
     def send(
-        self, update: Update, version: int, worker_ids: tuple[int, ...]
+        self, update: Update, version: int, worker_ids: tuple[int, ...], packing: Stopwatch
     ) -> dict[int, Delivery]:
         """Hand what was prepared last to the transport."""
-        payload = Payload(version, update.layout, update.tensors)
+        payload = Payload(version, update.layout, update.tensors, packing=packing)
         deliveries = dict(self._opened().send(payload, worker_ids))
         self._verification.guard(deliveries.values())
         return deliveries

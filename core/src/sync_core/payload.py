@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from sync_core.block import Block, tensors_of
 from sync_core.commit import copy
 from sync_core.layout import Layout
+from sync_core.stopwatch import Stopwatch
 
 
 def _nothing_to_release() -> None:
@@ -31,6 +32,7 @@ class Payload:
         source: the tensors, in the order of ``layout.specs``; or the block that they lie in.
         release: called by the receiver when it no longer reads the tensors.
         stage_seconds: (receiver) how long the version took to come, once it was known of.
+        packing: (sender) how long `pack` took, all its calls together.
 
     Example:
         >>> layout = Layout.of({"bias": torch.ones(3)})
@@ -44,6 +46,7 @@ class Payload:
     source: Sequence[Tensor] | Block
     release: Callable[[], None] = _nothing_to_release
     stage_seconds: float = 0.0
+    packing: Stopwatch = field(default_factory=Stopwatch, compare=False)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -62,12 +65,13 @@ class Payload:
             block: what is written to.
             positions: which tensors; None for all.
         """
-        block.write_header(self.layout)
-        targets, sources = block.views(self.layout), self.tensors
-        if positions is not None:
-            targets = tuple(targets[position] for position in positions)
-            sources = tuple(sources[position] for position in positions)
-        copy(targets, sources)
+        with self.packing:
+            block.write_header(self.layout)
+            targets, sources = block.views(self.layout), self.tensors
+            if positions is not None:
+                targets = tuple(targets[position] for position in positions)
+                sources = tuple(sources[position] for position in positions)
+            copy(targets, sources)
 
     def to_bytes(self) -> bytes:
         """The payload as the bytes of a ``.safetensors`` file."""

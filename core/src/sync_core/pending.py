@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from sync_core.answer import Answer
 from sync_core.errors import SendError, WorkerTimeoutError
 from sync_core.report import SendReport, WorkerResult
+from sync_core.stopwatch import Stopwatch
 from sync_core.transport import Delivery
 
 
@@ -33,6 +34,7 @@ class PendingSend:
         unwaited: workers that get the version, and are not waited for; and why.
         prepare_seconds: see `SendReport`.
         publish_seconds: see `SendReport`.
+        packing: how long packing took so far.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PendingSend:
         unwaited: Mapping[int, Literal["quarantine", "restart"]] = MappingProxyType({}),
         prepare_seconds: float = 0.0,
         publish_seconds: float = 0.0,
+        packing: Stopwatch | None = None,
     ) -> None:
         self.version = version
         self._deliveries = deliveries
@@ -58,6 +61,7 @@ class PendingSend:
         self._finish = finish
         self._prepare_seconds = prepare_seconds
         self._publish_seconds = publish_seconds
+        self._packing = packing or Stopwatch()
         self._report: SendReport | None = None
 
     @property
@@ -95,7 +99,8 @@ class PendingSend:
             limit = self._started + self._timeout
             if timeout is not None:
                 limit = time.perf_counter() + timeout
-            for delivery in self._waited.values():
+            # The one that was offered its version last is likely to answer last: fewer wake-ups.
+            for delivery in reversed(self._waited.values()):
                 delivery.wait(max(0.0, limit - time.perf_counter()))
             self._report = self._finish(self._make_report(), waited=True)
         if self._report.failed:
@@ -133,6 +138,7 @@ class PendingSend:
             ordered,
             prepare_seconds=self._prepare_seconds,
             publish_seconds=self._publish_seconds,
+            pack_seconds=self._packing.seconds,
         )
 
     def _result(self, delivery: Delivery, now: float) -> WorkerResult:

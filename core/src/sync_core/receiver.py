@@ -17,7 +17,14 @@ from sync_core.background import Background
 from sync_core.binding import Binding
 from sync_core.compare import check_match
 from sync_core.defaults import Defaults
-from sync_core.errors import AddressError, ClosedError, ModelError, SenderLostError, SyncError
+from sync_core.errors import (
+    AddressError,
+    ClosedError,
+    ModelError,
+    ReadbackError,
+    SenderLostError,
+    SyncError,
+)
 from sync_core.extract import Strategy, named_tensors
 from sync_core.getter import address_of
 from sync_core.hook_check import implemented
@@ -85,6 +92,7 @@ class Receiver:
         self._found: Any = None
         self._version = 0
         self._staged: Payload | None = None
+        self._loaded = False
         self._load_began = self._load_ended = 0.0
         self._lease = Lease()
         if model is not None:
@@ -154,8 +162,9 @@ class Receiver:
 
         Raises:
             SenderLostError: the sender has closed or died; the model keeps its version.
-            SyncError: the weights could not be committed. The model keeps its version, and the
-                sender is told.
+            SyncError: the weights could not be committed. The model keeps its version, unless
+                it was a layer or ``on_commit`` that raised after they were loaded: see `version`.
+                The sender is told which.
         """
         if self.stage(timeout) is None:
             return None
@@ -177,17 +186,14 @@ class Receiver:
         if not self._leave.alive:
             raise ClosedError("the receiver is closed")
         self.reject(SyncError("a newer version was asked for before this one was committed"))
-        try:
-            payload = self._transport.receive(self._timeout if timeout is None else timeout)
-        except SenderLostError:
-            self.close()
-            raise
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        payload = self._next(deadline)
+        while payload is not None and payload.version <= self._version:
+            payload.release()
+            payload = self._next(deadline)
         if payload is None:
             return None
-        if payload.version <= self._version:
-            payload.release()
-            return None
-        self._staged = payload
+        self._staged, self._loaded = payload, False
         return payload.version
 
     @property
@@ -201,7 +207,11 @@ class Receiver:
             self._load_began = time.perf_counter()
             update = Update(self._staged.layout, self._staged.source)
             context = self._address.apply_context(self._staged.version)
-            self._stack.apply_weights(update, self._resolve_model(), context)
+            model = self._resolve_model()
+            try:
+                self._stack.apply_weights(update, model, context)
+            finally:
+                self._loaded = self._stack.applied
             self._load_ended = time.perf_counter()
 
     def reject(self, error: BaseException) -> None:
@@ -209,13 +219,15 @@ class Receiver:
         payload, self._staged = self._staged, None
         if payload is None:
             return
+        if self._loaded and not isinstance(error, ReadbackError):
+            self._version = payload.version
         if self._address.zero_copy and self._found is not None:
             # It may have been pointed at the payload already, unless it cannot be read at all.
             with suppress(ModelError):
                 vacate(self._found, payload)
         else:
             payload.release()
-        self._answer(Answer.refusal(payload.version, error))
+        self._answer(Answer.refusal(payload.version, error, loaded=self._loaded))
 
     def confirm(self) -> int:
         """Make what was loaded the model's version, and tell the sender so."""
@@ -231,7 +243,7 @@ class Receiver:
             if self._on_commit is not None:
                 self._on_commit(payload.version)
         except BaseException as error:
-            self._answer(Answer.refusal(payload.version, error))
+            self._answer(Answer.refusal(payload.version, error, loaded=True))
             raise
         self._answer(
             Answer(
@@ -267,6 +279,7 @@ class Receiver:
         self._stack_without_layers.apply_weights(
             update, self._resolve_model(), self._address.apply_context(version=0)
         )
+        self._loaded = False
 
     def update_weights(self, weights: Any = None) -> int | None:
         """Commit the weights given, or what the sender has; see `apply_weights` and `receive`."""
@@ -289,6 +302,13 @@ class Receiver:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _next(self, deadline: float) -> Payload | None:
+        try:
+            return self._transport.receive(max(0.0, deadline - time.monotonic()))
+        except SenderLostError:
+            self.close()
+            raise
 
     def _answer(self, answer: Answer) -> None:
         # A sender that has gone meanwhile needs no answer; the next receive() says that it went.

@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 
 from sync_core.address import Address
 from sync_core.errors import OptionError, WorkerError
-from sync_core.membership import Membership, WorkerStatus
+from sync_core.membership import Membership
 from sync_core.report import SendReport
+from sync_core.worker_status import WorkerStatus
 from sync_core.workers import WorkerGroup
 
 _log = logging.getLogger("sync_core")

@@ -21,7 +21,8 @@ class WorkerResult:
             as the worker measured; 0 where that is nothing, or is not measured.
         commit_seconds: what loading it into the model took, as the worker measured.
         acknowledge_seconds: the rest after the send was published: until the worker asked for
-            the version, and until its answer was here.
+            the version, and until its answer was here. Clocks of two machines cannot tell one
+            from the other.
         pause_seconds: how long the version held up the thread in the worker that called
             `receive`, from when it was there until it was answered for, as the worker measured.
         error: why the worker does not have the new version, or None.
@@ -62,6 +63,9 @@ class SendReport:
             layers had changed it.
         publish_seconds: until the transport's `send` returned: the weights were packed, and
             published or on their way. The trainer may change them from then on.
+        pack_seconds: what copying the weights into the memory that they travel in took. It is part
+            of ``publish_seconds``, but where a scheme sends the first parts while it packs the
+            others it may be longer. 0 where nothing is packed.
     """
 
     version: int
@@ -71,6 +75,7 @@ class SendReport:
     model_id: str = ""
     prepare_seconds: float = 0.0
     publish_seconds: float = 0.0
+    pack_seconds: float = 0.0
 
     @property
     def nbytes(self) -> int:

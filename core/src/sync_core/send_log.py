@@ -57,6 +57,7 @@ def _fields(report: SendReport) -> dict[str, str | int | float]:
         "seconds": report.seconds,
         "prepare_seconds": report.prepare_seconds,
         "publish_seconds": report.publish_seconds,
+        "pack_seconds": report.pack_seconds,
         "stage_seconds": max((r.stage_seconds for r in workers), default=0.0),
         "commit_seconds": max((r.commit_seconds for r in workers), default=0.0),
         "acknowledge_seconds": max((r.acknowledge_seconds for r in workers), default=0.0),

@@ -12,7 +12,7 @@ from sync_core.address import Address
 from sync_core.cadence import Cadence
 from sync_core.errors import ClosedError, PendingSendError
 from sync_core.extract import Strategy
-from sync_core.membership import Membership, MembershipEvent, WorkerStatus
+from sync_core.membership import Membership, MembershipEvent
 from sync_core.models import either
 from sync_core.outlet import Outlet
 from sync_core.pending import PendingSend
@@ -21,11 +21,13 @@ from sync_core.remedies import OnFailure, Remedies
 from sync_core.report import SendReport
 from sync_core.send_log import tell
 from sync_core.source import Source
+from sync_core.stopwatch import Stopwatch
 from sync_core.terms import Terms
 from sync_core.update import Update
 from sync_core.updater import Updater
 from sync_core.verify import Verify
 from sync_core.worker_ids import check_handle, count_workers, normalize
+from sync_core.worker_status import WorkerStatus
 from sync_core.workers import WorkerGroup
 
 
@@ -224,7 +226,8 @@ class Sender(Updater):
                 update = self._outlet.prepare(update, self._version + 1, due)
                 self._version += 1
             prepared = time.perf_counter()
-            deliveries = self._outlet.send(update, self._version, due) if due else {}
+            packing = Stopwatch()
+            deliveries = self._outlet.send(update, self._version, due, packing) if due else {}
             self._pending = PendingSend(
                 self._version,
                 deliveries,
@@ -235,6 +238,7 @@ class Sender(Updater):
                 unwaited=self._members.sent(self._version, deliveries),
                 prepare_seconds=prepared - started,
                 publish_seconds=time.perf_counter() - prepared,
+                packing=packing,
             )
             return self._pending
 

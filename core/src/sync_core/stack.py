@@ -36,6 +36,8 @@ class Stack:
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._manager.register(defaults, "sync-core")
+        self._applied = _Applied()
+        self._manager.register(self._applied)
         plugins = (backend, *layers)
         # Innermost, so that it sees what comes from implementations that wrap no other.
         self._register_check(plugins, wrappers=False)
@@ -72,7 +74,13 @@ class Stack:
 
     def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> None:
         """Load the update into the model."""
+        self._applied.so_far = False
         self._manager.hook.apply_weights(update=update, model=model, context=context)
+
+    @property
+    def applied(self) -> bool:
+        """Whether the model was loaded by `apply_weights`, even if a layer raised after that."""
+        return self._applied.so_far
 
     def skip_update(self, context: SkipContext) -> bool:
         """Whether the worker is left out of this push."""
@@ -103,6 +111,18 @@ class Stack:
             check.suspects(hook) for hook in ("prepare_weights", "apply_weights", "skip_update")
         ):
             self._manager.register(check)
+
+
+class _Applied:
+    """Notes that the model is loaded, before any layer goes on after its ``yield``."""
+
+    so_far = False
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self) -> Generator[None, Any, Any]:
+        result = yield
+        self.so_far = True
+        return result
 
 
 class _Check:

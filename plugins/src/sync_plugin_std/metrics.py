@@ -44,7 +44,7 @@ _SECONDS = Instrument("sync_send_seconds", "histogram", "From the call to its en
 _PHASES = Instrument(
     "sync_phase_seconds",
     "histogram",
-    "Phases of sends: prepare and publish of each, the others of each worker updated.",
+    "Phases of sends: prepare, publish and pack of each, the others of each worker updated.",
     (*_WHICH, "phase"),
     "s",
 )
@@ -116,6 +116,7 @@ def _points(report: SendReport) -> Iterator[tuple[Instrument, float, dict[str, s
     yield _SECONDS, report.seconds, {}
     yield _PHASES, report.prepare_seconds, {"phase": "prepare"}
     yield _PHASES, report.publish_seconds, {"phase": "publish"}
+    yield _PHASES, report.pack_seconds, {"phase": "pack"}
     for worker_id in report.updated:
         result = report.workers[worker_id]
         for phase in ("stage", "commit", "acknowledge", "pause"):

@@ -5,6 +5,7 @@
 """
 
 from sync_core.testing.chaos.cases import MODES, Case, cases_of, sample
+from sync_core.testing.chaos.conformance import ChaosConformance
 from sync_core.testing.chaos.outcome import Outcome, Verdict
 from sync_core.testing.chaos.runner import Runner
 from sync_core.testing.chaos.sequences import sequence_of
@@ -16,6 +17,7 @@ __all__ = [
     "SUBJECTS",
     "TRIALS",
     "Case",
+    "ChaosConformance",
     "Outcome",
     "Runner",
     "Subject",

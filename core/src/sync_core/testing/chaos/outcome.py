@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Outcome:
         trials: the faults.
         seconds: how long it took.
         complaints: what was not as documented.
+        day: when it was; today, where it is not said.
     """
 
     key: str
@@ -45,6 +47,7 @@ class Outcome:
     trials: tuple[str, ...]
     seconds: float
     complaints: tuple[Complaint, ...] = field(default=())
+    day: str = field(default_factory=lambda: datetime.now(UTC).date().isoformat())
 
     @property
     def ok(self) -> bool:
@@ -96,4 +99,4 @@ def table(outcomes: Iterable[Outcome]) -> str:
 
 def _outcome(line: dict[str, Any]) -> Outcome:
     complaints = tuple(Complaint(Verdict(c["verdict"]), c["detail"]) for c in line["complaints"])
-    return Outcome(line["key"], line["subject"], tuple(line["trials"]), line["seconds"], complaints)
+    return Outcome(**{**line, "trials": tuple(line["trials"]), "complaints": complaints})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from sync_core.testing.chaos.cases import Case
 from sync_core.testing.chaos.subjects import SUBJECTS, Subject
@@ -76,6 +76,11 @@ class Plan:
     def trials(self) -> tuple[str, ...]:
         """The faults that it meets."""
         return tuple(r.name for r in self.rounds if r.worker_ids)
+
+    @property
+    def verify(self) -> Literal["checksum"] | None:
+        """The sender's option, where a fault needs it."""
+        return next((r.trial.verify for r in self.rounds if r.trial.verify), None)
 
     @property
     def faults(self) -> Sequence[Fault]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from sync_core.testing.chaos.worker import resources
+from sync_core.testing.chaos import worker as hosted
 from sync_core.testing.schemes.pool import Pool
 from sync_core.testing.worker_groups import eventually
 
@@ -26,40 +26,39 @@ class Resources:
     def __init__(self, pool: Pool, worker_ids: Sequence[int]) -> None:
         self._pool = pool
         self._worker_ids = worker_ids
-        self._warm: set[int | None] = set()
-        self._before: dict[int | None, Counts] = {}
+        self._usual: dict[int | None, Counts] = {}
 
-    def begin(self) -> None:
-        """Look before a run."""
-        self._before = {who: self._look(who) for who in self._warm}
-
-    def end(self, replaced: set[int]) -> Iterator[str]:
-        """What there is more of; the workers must live, and have left.
+    def check(self, replaced: set[int]) -> Iterator[str]:
+        """What there is more of than after the first run; the workers must live, and have left.
 
         Args:
-            replaced: the workers that are new since `begin`.
+            replaced: the workers that are new since the last time.
         """
         for who in (None, *self._worker_ids):
             if who in replaced:
-                self._warm.discard(who)
-            elif who in self._warm and not eventually(partial(self._is_as_before, who)):
+                self._usual.pop(who, None)
+            if who not in self._usual:
+                self._usual[who] = self._look(who, collect=True)
+            elif not eventually(partial(self._is_as_usual, who)):
                 name = "the trainer" if who is None else f"worker {who}"
-                yield f"{name} had {self._before[who]}, and has {self._look(who)}"
-            else:
-                self._warm.add(who)
+                now = self._look(who, collect=True)
+                yield f"{name} had {self._usual[who]}, and has {now}"
+                self._usual[who] = now
 
     def forget(self) -> None:
         """All workers are new."""
-        self._warm &= {None}
+        self._usual.clear()
 
-    def _is_as_before(self, who: int | None) -> bool:
-        before, now = self._before[who], self._look(who)
-        return all(now[name] <= count for name, count in before.items())
+    def _is_as_usual(self, who: int | None) -> bool:
+        usual = self._usual[who]
+        # To collect garbage takes longer than most runs, so it is done only where it matters.
+        looks = (self._look(who, collect=collect) for collect in (False, True))
+        return any(all(now[name] <= count for name, count in usual.items()) for now in looks)
 
-    def _look(self, who: int | None) -> Counts:
+    def _look(self, who: int | None, *, collect: bool) -> Counts:
         if who is not None:
-            counts: Counts = self._pool.call(who, resources)
+            counts: Counts = self._pool.call(who, partial(hosted.resources, collect=collect))
             return counts
         tasks = Path("/proc/self/task").iterdir()
         children = sum(len((task / "children").read_text().split()) for task in tasks)
-        return {**resources(), "children": children}
+        return {**hosted.resources(collect=collect), "children": children}

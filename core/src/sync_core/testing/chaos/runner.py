@@ -46,7 +46,6 @@ class Runner:
         begin = time.monotonic()
         ledger = Ledger()
         self._pool.make_ready()
-        self._resources.begin()
         run = _Run(plan, self._pool, ledger)
         try:
             run.go()
@@ -60,7 +59,7 @@ class Runner:
             self._pool.stop()
             self._resources.forget()
         else:
-            for leak in self._resources.end(replaced=run.replaced):
+            for leak in self._resources.check(replaced=run.replaced):
                 ledger.complain(Verdict.LEAK, leak)
         seconds = time.monotonic() - begin
         complaints = tuple(ledger.complaints)
@@ -87,13 +86,14 @@ class _Run:
         self._pids: dict[int, int] = {}
         self._there = list(_IDS)
         self._model = hosted.make_model()
-        faulty = Faulty(plan.subject.scheme, *plan.faults, find_pid=lambda i: self._pids[i])
+        self._scheme = Faulty(plan.subject.scheme, *plan.faults, find_pid=lambda i: self._pids[i])
         self._sender = Sender(
-            faulty,
+            self._scheme,
             self._model,
             num_workers=WORKERS,
             layers=plan.layers,
             zero_copy=plan.mode == "zero_copy",
+            verify=plan.verify,
             timeout=plan.subject.timeout,
             **plan.subject.options,
         )
@@ -101,6 +101,9 @@ class _Run:
     def go(self) -> None:
         self._connect(_IDS)
         for round_ in self._plan.rounds:
+            # Where workers cannot be replaced, nobody may be left to send to.
+            if not self._there:
+                return
             self._ledger.round = round_
             self._strike(round_)
             self._heal(round_)
@@ -124,6 +127,8 @@ class _Run:
     def _strike(self, round_: Round) -> None:
         trial, version = round_.trial, round_.version
         report, calls, failure = self._send(version, round_)
+        for fault in self._scheme.missed:
+            self._ledger.complain(Verdict.OTHER, f"the fault did not strike: {fault}")
         if trial.stops:
             for worker_id in round_.worker_ids:
                 os.kill(self._pids[worker_id], signal.SIGCONT)

@@ -21,6 +21,7 @@ class Subject:
         shares: whether readers may look at memory that the trainer, or its host, writes to.
         timeout: the sender's, in seconds; long enough for a machine that is busy.
         deadline: that of a send to workers that will be silent.
+        alone: whether this machine can have its workers for one process only at a time.
     """
 
     scheme: Any
@@ -29,6 +30,7 @@ class Subject:
     shares: bool = False
     timeout: float = 20.0
     deadline: float = 1.5
+    alone: bool = False
 
     @property
     def group_class(self) -> type[WorkerGroup]:
@@ -50,6 +52,7 @@ class Subject:
 # Small parts, so that a version of the model here takes several.
 _PARTS = {"bucket_mb": 0.2}
 
+#: The schemes of this project, by name; `dist` twice, as it has two topologies.
 SUBJECTS: Mapping[str, Subject] = MappingProxyType(
     {
         "thread": Subject(scheme="thread", group="thread", shares=True),
@@ -65,6 +68,6 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             deadline=4.0,
         ),
         "rpc": Subject(scheme="rpc", group="rpc", options=_PARTS),
-        "ray": Subject(scheme="ray", group="ray", shares=True, deadline=2.5),
+        "ray": Subject(scheme="ray", group="ray", shares=True, deadline=2.5, alone=True),
     }
 )

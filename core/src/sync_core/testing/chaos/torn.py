@@ -1,7 +1,7 @@
 """Readers in tight loops, while a sender publishes as fast as it can: is any look at two versions?
 
-Every parameter is filled with the number of its version. A read is one look at a whole model: the
-least and the greatest of all its values, which are the same unless it is torn.
+Every parameter is filled with the number of its version. A read is one look at a whole model: a
+copy of every byte, which is what it was at the read before, or else a newer version in all places.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,8 @@ from sync_core.testing.schemes.worker import Worker
 _WORKERS = 2
 # Reads between two looks at the clock, and at most between two versions.
 _TURN = 500
+# Where readers are killed, it is so many at least.
+_KILLS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +87,19 @@ def read(worker: Worker, seconds: float, count: int) -> Reads:
             break
         torn = backwards = 0
         # What a tensor views may be another memory after a commit, and only then.
-        arrays = [tensor.numpy() for tensor in tensors]
+        look_at = [tensor.numpy().tobytes for tensor in tensors]
+        known: list[bytes] = []
         for _ in range(_TURN):
-            least = min(array.min() for array in arrays)
-            torn += int(least != max(array.max() for array in arrays))
-            backwards += int(least < newest)
-            newest = least
+            # In one call for each tensor: what a read costs decides how many there can be.
+            found = [look() for look in look_at]
+            if found == known:
+                continue
+            values = {value for part in found for value in np.frombuffer(part, np.float32).tolist()}
+            torn += int(len(values) > 1)
+            backwards += int(min(values) < newest)
+            newest = max(values)
+            # What is torn is so at the next read, too, unless it has changed.
+            known = found if len(values) == 1 else []
         seen += Reads(_TURN, torn, backwards, int(committed is not None))
     return seen
 
@@ -102,7 +113,8 @@ def hunt(
         subject: the scheme.
         reads: at least so many.
         zero_copy: whether the models view the memory that is written to.
-        kill_every: after how many seconds a random reader is killed; None for never.
+        kill_every: after how many seconds a random reader is killed, ten times at least; None for
+            never.
         seed: which.
     """
     total = Reads()
@@ -115,9 +127,10 @@ def hunt(
             subject.scheme, model, num_workers=_WORKERS, zero_copy=zero_copy, **subject.options
         ) as sender:
             pids = [pool.call(i, connect, sender.address(i)) for i in range(_WORKERS)]
-            while total.reads < reads:
+            while total.reads < reads or (kills is not None and total.killed < _KILLS):
                 seconds = 20.0 if kills is None else kills
-                left = -(-(reads - total.reads) // _WORKERS)
+                # A reader that is to be killed must not have done its share before.
+                left = -(-(reads - total.reads) // _WORKERS) if kills is None else sys.maxsize
                 calls = [pool.submit(i, read, seconds, left) for i in range(_WORKERS)]
                 victim = random_.randrange(_WORKERS) if kills is not None else None
                 kill_at = time.monotonic() + seconds / 2

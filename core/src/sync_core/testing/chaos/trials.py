@@ -10,6 +10,7 @@ from typing import Literal
 from sync_core import (
     ApplyError,
     CapacityError,
+    CorruptionError,
     LayoutMismatchError,
     WorkerError,
     WorkerLostError,
@@ -38,6 +39,7 @@ class Trial:
         raises: what receiving raises in the workers that are hurt.
         lenient: whether it may be without effect, or else fail in any way that is reported.
         squeeze: who has no descriptors left during the send.
+        verify: the sender's option, without which the fault is not noticed.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -53,6 +55,7 @@ class Trial:
     raises: tuple[type[Exception], ...] = (InjectedFaultError,)
     lenient: bool = False
     squeeze: Literal["nobody", "trainer", "workers"] = "nobody"
+    verify: Literal["checksum"] | None = None
 
     def faults_for(self, version: int, worker_ids: tuple[int, ...], deadline: float) -> list[Fault]:
         """The faults on the way of a version to some workers, of a sender with a deadline."""
@@ -85,40 +88,30 @@ def _at(point: str, action: str, seconds: float = 0.0) -> tuple[Fault, ...]:
     return replace(fault, action="delay", seconds=0.1), fault
 
 
-def _killed(point: str) -> Trial:
+def _hurt(action: Literal["kill", "stop"], point: str) -> Trial:
     return Trial(
-        faults=_at(point, "kill"),
-        error=WorkerLostError,
-        fate="gone",
+        faults=_at(point, action),
+        error=WorkerLostError if action == "kill" else WorkerTimeoutError,
+        fate="gone" if action == "kill" else "old or new",
         needs_processes=True,
         copies=point == "commit",
     )
 
 
-def _stopped(point: str) -> Trial:
-    return Trial(
-        faults=_at(point, "stop"),
-        error=WorkerTimeoutError,
-        fate="old or new",
-        needs_processes=True,
-        copies=point == "commit",
-    )
-
-
-#: By name; what is listed here is all there is to add for a new one.
+#: The faults, by name; what is listed here is all there is to add for a new one.
 TRIALS: Mapping[str, Trial] = MappingProxyType(
     {
         "none": Trial(),
-        "kill before receive": _killed("receive"),
-        "kill in transfer": _killed("transfer"),
-        "kill when staged": _killed("staged"),
-        "kill in commit": _killed("commit"),
-        "kill before answer": _killed("acknowledge"),
-        "stop before receive": _stopped("receive"),
-        "stop in transfer": _stopped("transfer"),
-        "stop when staged": _stopped("staged"),
-        "stop in commit": _stopped("commit"),
-        "stop before answer": _stopped("acknowledge"),
+        "kill before receive": _hurt("kill", "receive"),
+        "kill in transfer": _hurt("kill", "transfer"),
+        "kill when staged": _hurt("kill", "staged"),
+        "kill in commit": _hurt("kill", "commit"),
+        "kill before answer": _hurt("kill", "acknowledge"),
+        "stop before receive": _hurt("stop", "receive"),
+        "stop in transfer": _hurt("stop", "transfer"),
+        "stop when staged": _hurt("stop", "staged"),
+        "stop in commit": _hurt("stop", "commit"),
+        "stop before answer": _hurt("stop", "acknowledge"),
         "pause in transfer": Trial(faults=_at("transfer", "stop", 0.3), needs_processes=True),
         "delay when staged": Trial(faults=_at("staged", "delay", 0.3)),
         "delay in transfer": Trial(faults=_at("transfer", "delay", 0.3)),
@@ -137,7 +130,15 @@ TRIALS: Mapping[str, Trial] = MappingProxyType(
             faults=_at("staged", "misname"),
             error=ApplyError,
             fate="old",
-            raises=(LayoutMismatchError,),
+            # Checksums have a name of their own, and that is missed first.
+            raises=(LayoutMismatchError, CorruptionError),
+        ),
+        "corrupt the version": Trial(
+            faults=_at("staged", "corrupt"),
+            verify="checksum",
+            error=CorruptionError,
+            fate="old",
+            raises=(CorruptionError,),
         ),
         "raise in receive": Trial(
             faults=_at("staged", "raise"), error=WorkerTimeoutError, fate="old"

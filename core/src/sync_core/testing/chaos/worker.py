@@ -68,11 +68,17 @@ def leave(worker: Worker) -> None:
     worker.model = {}
 
 
-def resources(worker: Worker | None = None) -> dict[str, int]:
-    """What this process has open."""
+def resources(worker: Worker | None = None, *, collect: bool = True) -> dict[str, int]:
+    """What this process has open.
+
+    Args:
+        worker: not looked at.
+        collect: whether to let go first of what an exception has kept, until its traceback is
+            collected.
+    """
     del worker
-    # What an exception has kept, until its traceback is collected, is no leak.
-    gc.collect()
+    if collect:
+        gc.collect()
     return {
         "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
         "threads": count_threads(),

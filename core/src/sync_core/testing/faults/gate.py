@@ -15,6 +15,7 @@ class _Gated(Tensor):
     """Something is done, once, when the elements of this tensor are first copied.
 
     In a fused copy of many tensors the elements before it have been copied then, and no others.
+    A view of it is one of its kind: some schemes copy that, or its memory.
     """
 
     gate: Callable[[], object] | None
@@ -31,7 +32,10 @@ class _Gated(Tensor):
                 cls._copy_until_here(*args)
             elif cls.gate is not None and ("copy" in name or name == "numpy"):
                 cls._open()
-            return function(*args, **(kwargs or {}))
+            result = function(*args, **(kwargs or {}))
+            if cls.gate is not None and _is_view(result, args[0] if args else None):
+                return result.as_subclass(cls)
+            return result
 
     @classmethod
     def _copy_until_here(cls, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -48,6 +52,14 @@ class _Gated(Tensor):
         gate, cls.gate = cls.gate, None
         if gate is not None:
             gate()
+
+
+def _is_view(result: object, source: object) -> bool:
+    return (
+        isinstance(result, Tensor)
+        and isinstance(source, Tensor)
+        and result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    )
 
 
 def gated(

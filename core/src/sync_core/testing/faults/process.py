@@ -9,9 +9,12 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 _SLEEP = "import sys, time; time.sleep(float(sys.argv[1]))"
 _RESUME = f"{_SLEEP}; import os, signal; os.kill(int(sys.argv[2]), signal.SIGCONT)"
+# How long a process may take to stand still: one that waits for a disk does not at once.
+_PATIENCE = 5.0
 
 
 def kill(pid: int) -> None:
@@ -22,18 +25,49 @@ def kill(pid: int) -> None:
 def stop(pid: int, seconds: float = 0.0) -> None:
     """Let a process stand still, as one does that swaps, or is in a debugger.
 
+    When this returns, it has stood still; a thread that stops its own process does not run on.
+
     Args:
         pid: the process, which may be this one.
         seconds: for how long; 0 for until somebody sends SIGCONT.
+
+    Raises:
+        TimeoutError: it does not stand still.
     """
-    if not seconds:
-        os.kill(pid, signal.SIGSTOP)
+    if pid == os.getpid():
+        _stop_here(seconds)
         return
-    # A program of its own, since a process that stands still wakes nobody, least of all itself.
-    arguments = [sys.executable, "-S", "-c", _RESUME, str(seconds), str(pid)]
-    resume = subprocess.Popen(arguments)
     os.kill(pid, signal.SIGSTOP)
-    resume.wait()
+    deadline = time.monotonic() + _PATIENCE
+    while not _stands_still(pid):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {pid} did not stop within {_PATIENCE:g} s")
+        time.sleep(0.001)
+    if seconds:
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+
+
+def _stop_here(seconds: float) -> None:
+    resume = None
+    if seconds:
+        # A program of its own, since a process that stands still wakes nobody, least of all itself.
+        arguments = [sys.executable, "-S", "-c", _RESUME, str(seconds), str(os.getpid())]
+        resume = subprocess.Popen(arguments)
+    # The system gives a signal for a process to any of its threads, the main one as a rule, and
+    # the others run on until that has its turn. This one is given to the thread itself.
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+    if resume is not None:
+        resume.wait()
+
+
+def _stands_still(pid: int) -> bool:
+    # The state follows the name, which stands in parentheses and may have any characters.
+    try:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # a thread has just ended
+    return all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in stats)
 
 
 def fork(seconds: float) -> None:

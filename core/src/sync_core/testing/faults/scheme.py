@@ -54,6 +54,7 @@ class Faulty:
         self._scheme = scheme
         self._faults = faults
         self._find_pid = find_pid
+        self._senders: list[FaultySender] = []
         self._plugin = registry.find(registry.SCHEMES, scheme)
         self.capabilities = self._plugin.capabilities
         # A scheme that loads weights itself goes on doing so, and one that does not must not
@@ -82,6 +83,14 @@ class Faulty:
                 strike(fault)
         return FaultyReceiver(stack.create_receiver_transport(context), faults)
 
+    @property
+    def missed(self) -> tuple[Fault, ...]:
+        """Faults at ``transfer`` that did not strike, though their versions were sent.
+
+        The scheme copied the tensor that has the byte with no function of torch's or numpy's.
+        """
+        return tuple(fault for sender in self._senders for fault in sender.missed)
+
     def _create_sender(self, stack: Stack, context: TransportContext) -> FaultySender:
         made: list[FaultySender] = []
         make_address = context.make_address
@@ -98,6 +107,7 @@ class Faulty:
         transfer = [fault for fault in self._faults if fault.point == "transfer"]
         sender = FaultySender(stack.create_sender_transport(context), transfer, self._find_pid)
         made.append(sender)
+        self._senders.append(sender)
         return sender
 
     def _later(self, after: int) -> list[Fault]:

@@ -37,12 +37,17 @@ class FaultySender(SenderTransport):
         transport: the transport of the scheme; owned from now on.
         faults: those that strike while a version is packed.
         find_pid: the process of a worker.
+
+    Attributes:
+        newest: the newest version that was sent.
+        missed: the faults of versions that were sent which did not strike.
     """
 
     def __init__(
         self, transport: SenderTransport, faults: Sequence[Fault], find_pid: FindPid | None
     ) -> None:
         self.newest = 0
+        self.missed: list[Fault] = []
         self._transport = transport
         self._faults = list(faults)
         self._find_pid = find_pid
@@ -55,6 +60,7 @@ class FaultySender(SenderTransport):
         """Let the scheme send it."""
         due = [fault for fault in self._faults if fault.version == payload.version]
         self._faults = [fault for fault in self._faults if fault not in due]
+        self.missed += due
         self.newest = payload.version
         if due:
             payload = self._gated(payload, due)
@@ -75,6 +81,7 @@ class FaultySender(SenderTransport):
     def _gated(self, payload: Payload, due: Sequence[Fault]) -> Payload:
         def strike() -> None:
             for fault in due:
+                self.missed.remove(fault)
                 self._strike(fault)
 
         tensors = gated(payload.tensors, payload.layout, due[0].at_byte, strike)

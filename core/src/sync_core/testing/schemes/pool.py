@@ -15,6 +15,8 @@ from sync_core.testing.schemes.worker import Worker
 _SIZE = 3
 # A call that takes longer hangs.
 _PATIENCE = 30.0
+# Several worlds may be starting at once, on few cores.
+_STARTING = 120.0
 
 
 class Pool:
@@ -37,7 +39,7 @@ class Pool:
         group = self._group
         if group is None or not self._revive(group):
             self.stop()
-            group = self._group = self.group_class(Worker, _SIZE)
+            group = self._group = self.group_class(Worker, _SIZE, timeout=_STARTING)
         calls = {i: group.call(i, Worker.reset) for i in group.worker_ids}
         self._pids = {i: call.result(_PATIENCE) for i, call in calls.items()}
 

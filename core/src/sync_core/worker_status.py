@@ -1,0 +1,144 @@
+"""What a sender knows of one worker, and what every event makes of that; see protocol.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from sync_core.errors import WorkerError, WorkerLostError, WorkerTimeoutError
+
+# A worker in quarantine is tried again after one deadline, then two, four, … up to so many: a
+# worker that stays silent costs the sender a share of its time that shrinks to a sixteenth.
+_LONGEST_QUARANTINE = 16
+
+
+class WorkerState(StrEnum):
+    """What the sender knows of a worker."""
+
+    #: It was added, and has not been heard of.
+    CONNECTING = "connecting"
+    #: It has committed the newest version meant for it.
+    CURRENT = "current"
+    #: It lives, and has not committed the newest version meant for it.
+    BEHIND = "behind"
+    #: A send has ended before the worker answered.
+    SUSPECT = "suspect"
+    #: The transport has found it gone.
+    LOST = "lost"
+    #: It has failed, and sends do not wait for it for some time.
+    QUARANTINED = "quarantined"
+    #: Another is being started in its place, for which sends do not wait.
+    RESTARTING = "restarting"
+
+
+#: States in which sends do not wait for a worker.
+UNWAITED = frozenset({WorkerState.QUARANTINED, WorkerState.RESTARTING})
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What a sender knows of one worker.
+
+    Args:
+        seat: tells it from others that had its id before.
+        since: when it came into its state (`time.monotonic`).
+        state: its state.
+        version: the newest version that it has acknowledged; 0 for none.
+        wanted: the newest version meant for it; 0 for none.
+        failures: how many sends it has failed in a row.
+        error: the last failure, if it has not acknowledged the newest version since.
+        retry_at: when a send waits for it again, while it is in quarantine; 0 once one does.
+        returned: whether it has come back from quarantine, and no report has said so.
+    """
+
+    seat: int
+    since: float
+    state: WorkerState = WorkerState.CONNECTING
+    version: int = 0
+    wanted: int = 0
+    failures: int = 0
+    error: WorkerError | None = None
+    retry_at: float = 0.0
+    returned: bool = False
+
+
+def waited_for(worker: WorkerStatus, now: float) -> bool:
+    """Whether a send that begins now waits for the worker."""
+    if worker.state is WorkerState.QUARANTINED:
+        return now >= worker.retry_at
+    return worker.state is not WorkerState.RESTARTING
+
+
+def sent(worker: WorkerStatus, version: int, now: float) -> WorkerStatus:
+    """A version goes out to the worker; one in quarantine may be tried by that."""
+    state = WorkerState.BEHIND if worker.state is WorkerState.CURRENT else worker.state
+    retry_at = 0.0 if waited_for(worker, now) else worker.retry_at
+    return replace(worker, wanted=version, state=state, retry_at=retry_at)
+
+
+def connected(worker: WorkerStatus, now: float) -> WorkerStatus:
+    """A receiver has taken the worker's place; it has acknowledged nothing."""
+    if worker.state is WorkerState.QUARANTINED:
+        return replace(worker, version=0, retry_at=now)
+    state = WorkerState.BEHIND if worker.wanted else WorkerState.CURRENT
+    return replace(worker, version=0, state=state)
+
+
+def acknowledged(worker: WorkerStatus, version: int) -> WorkerStatus:
+    """The worker has committed a version, which counts for that version and no newer one."""
+    if worker.state is WorkerState.RESTARTING or not worker.version < version <= worker.wanted:
+        return worker
+    if version == worker.wanted:
+        return replace(
+            worker,
+            state=WorkerState.CURRENT,
+            version=version,
+            failures=0,
+            error=None,
+            returned=worker.returned or worker.state is WorkerState.QUARANTINED,
+        )
+    quarantined = worker.state is WorkerState.QUARANTINED
+    state = WorkerState.QUARANTINED if quarantined else WorkerState.BEHIND
+    return replace(worker, state=state, version=version)
+
+
+def failed(worker: WorkerStatus, version: int, error: WorkerError) -> WorkerStatus:
+    """The worker did not get a version, or could not commit it."""
+    if version != worker.wanted or worker.version == version:
+        return worker
+    state = WorkerState.BEHIND
+    if worker.state in UNWAITED:
+        tried = worker.state is WorkerState.QUARANTINED and not worker.retry_at
+        return replace(worker, failures=worker.failures + tried, error=error)
+    if isinstance(error, WorkerTimeoutError):
+        state = WorkerState.SUSPECT
+    elif isinstance(error, WorkerLostError):
+        state = WorkerState.LOST
+    return replace(worker, state=state, failures=worker.failures + 1, error=error)
+
+
+def lost(worker: WorkerStatus, error: WorkerError) -> WorkerStatus:
+    """The worker is gone, whether or not anything was sent to it."""
+    state = worker.state if worker.state in UNWAITED else WorkerState.LOST
+    return replace(worker, state=state, error=error)
+
+
+def quarantined(worker: WorkerStatus, now: float, timeout: float) -> WorkerStatus:
+    """Sends stop waiting for the worker, twice as long each time that it fails again."""
+    if worker.version == worker.wanted:
+        return replace(worker, returned=True)  # its answer has come meanwhile
+    doubled = 2 ** min(max(0, worker.failures - 1), 30)
+    retry_at = now + timeout * min(doubled, _LONGEST_QUARANTINE)
+    return replace(worker, state=WorkerState.QUARANTINED, retry_at=retry_at)
+
+
+def restarting(worker: WorkerStatus) -> WorkerStatus:
+    """Another is being started in the worker's place."""
+    return replace(worker, state=WorkerState.RESTARTING)
+
+
+def restarted(worker: WorkerStatus) -> WorkerStatus:
+    """Another was started, which has no version yet."""
+    if worker.state is not WorkerState.RESTARTING:
+        return worker  # it has connected already
+    return replace(worker, state=WorkerState.CONNECTING, version=0)

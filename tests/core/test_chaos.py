@@ -1,0 +1,91 @@
+"""The matrix of faults: what is found in a run, and the page that says so."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from sync_core import Receiver, Sender
+from sync_core.testing.chaos import Case, Outcome, Runner
+from sync_core.testing.chaos.page import page_of
+from sync_core.testing.chaos.plan import Plan
+from sync_core.testing.chaos.resources import Resources
+from sync_core.testing.chaos.torn import make_model, read
+from sync_core.testing.chaos.worker import fill
+from sync_core.testing.schemes.pool import Pool
+from sync_core.testing.schemes.worker import Worker
+from sync_plugin_std.thread_group import ThreadGroup
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_version_that_was_changed_on_its_way() -> None:
+    with Runner("thread") as runner:
+        for mode, hurt in (("blocking", 1), ("zero_copy", 3)):
+            plan = Plan.of(Case("thread", "corrupt the version", mode, hurt))
+            assert plan.verify == "checksum"
+            assert not runner.run(plan).complaints
+
+
+def test_a_model_of_two_versions_is_torn_at_each_read() -> None:
+    worker = Worker(0)
+    worker.model = make_model()
+    with (
+        Sender("thread", make_model(), num_workers=1) as sender,
+        Receiver(sender.address(0), worker.model) as worker.receiver,
+    ):
+        assert read(worker, 60.0, 1).torn == 0
+        worker.model["tensor2"][-1] = 1.0
+        seen = read(worker, 60.0, 1)
+        assert seen.torn == seen.reads
+
+
+def test_a_version_older_than_the_one_before_is_noticed() -> None:
+    worker = Worker(0)
+    worker.model = make_model()
+    sender = Sender("thread", make_model(), num_workers=1)
+
+    def send() -> None:
+        with sender:
+            for _ in range(3):
+                sender.send()
+
+    def go_back(version: int) -> None:
+        fill(worker.model, 10.0 - version)
+
+    with (
+        Receiver(sender.address(0), worker.model, on_commit=go_back) as worker.receiver,
+        ThreadPoolExecutor() as pool,
+    ):
+        sent = pool.submit(send)
+        # Until the sender closes.
+        assert read(worker, 60.0, sys.maxsize).backwards == 2
+        sent.result()
+
+
+def test_garbage_is_no_leak() -> None:
+    resources = Resources(Pool(ThreadGroup), ())
+    assert not [*resources.check(set())]
+    cycle: list[Any] = [open(os.devnull)]  # noqa: SIM115 - nobody closes it
+    cycle.append(cycle)
+    del cycle
+    with pytest.warns(ResourceWarning, match="unclosed file"):
+        assert not [*resources.check(set())]
+
+
+def test_the_page_says_where_when_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["chaos.py", "--jobs", "4", "--journal", "/some/place", "--fresh"]
+    monkeypatch.setattr("sys.argv", arguments)
+    outcomes = [
+        Outcome(day, "shm", ("none",), 1.0, day=day) for day in ("2026-01-02", "2026-01-01")
+    ]
+    reads = {"shm | copy": {"reads": 2000, "torn": 0, "backwards": 0, "versions": 3, "killed": 0}}
+    page = page_of(outcomes, reads)
+    assert "Made on 2026-01-01 to 2026-01-02 by `make chaos ARGS='--jobs 4'` on " in page
+    assert f"{os.cpu_count()} cores" in page
+    assert "| shm | none | 2 | 0 | 0 | 0 | 0 | 0 |" in page
+    assert "| shm | copy | 2,000 | 0 | 0 | 3 | 0 |" in page
