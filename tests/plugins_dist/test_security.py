@@ -7,7 +7,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -20,10 +20,12 @@ from sync_core import (
     Sender,
     SenderLostError,
     TransportContext,
+    hello,
 )
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.protocol import Endpoint, Transfer
 from sync_plugin_dist.receiver import DistReceiver
+from sync_plugin_dist.rendezvous import Rendezvous
 
 exploded: list[str] = []
 
@@ -156,3 +158,46 @@ def test_transfers_that_nobody_would_announce(change: dict[str, Any]) -> None:
     assert Transfer.from_message(DATA, 100).nbytes == 100
     with pytest.raises(ValueError, match="announces"):
         Transfer.from_message(DATA | change, 100)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"key": "rank", "value": "AAAA"},
+        {"key": 1, "value": "AAAA"},
+        {"key": "other", "value": "?"},
+        {"key": "other", "value": "A" * (1 << 20)},
+    ],
+    ids=["told twice", "no name", "no value", "a long value"],
+)
+def test_keys_that_no_end_of_a_wire_tells(message: dict[str, Any]) -> None:
+    rendezvous = Rendezvous(1, lambda _: None, lambda _: None, timeout=1.0)
+    rendezvous.put({"key": "rank", "value": "AQID"})
+    assert rendezvous.get("rank") == b"\1\2\3"
+    with pytest.raises(ValueError, match=r"is no key|base64"):
+        rendezvous.put(message)
+
+
+def test_a_worker_that_tells_no_end_of_keys_is_hung_up_on() -> None:
+    with Sender("dist", {"w": torch.ones(4)}, num_workers=1, timeout=20.0) as sender:
+        address = sender.address(0)
+        connection = socket.create_connection((address.endpoint.host, address.endpoint.port), 5.0)
+        with closing(Channel(connection)) as channel:
+            channel.send(hello(address.token, 0))
+            sender.send_async()
+            channel.send({"type": "take"})
+            number = 0
+            while not number:
+                message = channel.receive(10.0) or {}
+                number = message.get("number", 0)
+            for i in range(12):
+                key = {"type": "key", "number": number, "key": f"key {i}", "value": "AAAA"}
+                with suppress(ConnectionError):
+                    channel.send(key)
+            with pytest.raises(ConnectionError):
+                wait_for_the_end(channel)
+
+
+def wait_for_the_end(channel: Channel) -> None:
+    while channel.receive(10.0) is not None:
+        pass
