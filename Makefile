@@ -47,7 +47,6 @@ demo: $(INSTALLED)
 	$(BIN)/python docs/examples/cartpole.py --scheme $(SCHEME) --workers $(WORKERS)
 
 docs: $(INSTALLED)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r docs/requirements.txt
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
 
 format: $(INSTALLED)

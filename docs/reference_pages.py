@@ -16,7 +16,8 @@ from typing import Any
 
 import sync_core
 import sync_core.envs
-import sync_core.testing
+import sync_core.testing.chaos
+import sync_core.testing.faults
 import sync_plugin_std
 from sync_core import cli, errors, registry
 from sync_core.capabilities import SCHEME_CAPABILITIES, WORKER_CAPABILITIES
@@ -28,6 +29,14 @@ from sync_core.hook_check import HOOKS
 
 _CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext")
 _WIDTH = 96
+#: Whose ``__all__`` is public.
+PUBLIC = (
+    "sync_core",
+    "sync_core.envs",
+    "sync_core.testing",
+    "sync_core.testing.chaos",
+    "sync_core.testing.faults",
+)
 #: What a command prints with ``--json``: a list of the first, or an object with a list of each.
 PRINTED: Mapping[str, Mapping[str, type]] = {
     "sync-core list": {"": Listed},
@@ -38,7 +47,11 @@ PRINTED: Mapping[str, Mapping[str, type]] = {
 def write(folder: Path) -> None:
     """Write every page into a folder, and leave those as they are that say the same already."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in pages().items():
+    written = pages()
+    for page in folder.glob("*.rst"):
+        if page.stem not in written:
+            page.unlink()
+    for name, text in written.items():
         page = folder / f"{name}.rst"
         if not page.exists() or page.read_text() != text:
             page.write_text(text)
@@ -54,7 +67,9 @@ def pages() -> dict[str, str]:
         "errors": _errors(),
         "commands": _commands(),
         "testing": _testing(),
-        "environments": _environments(),
+        "faults": _exported("Faults", "sync_core.testing.faults"),
+        "chaos": _exported("Every fault on every scheme", "sync_core.testing.chaos"),
+        "environments": _exported("Environments", "sync_core.envs"),
     }
 
 
@@ -100,6 +115,15 @@ def arguments_of(described: Any) -> dict[str, str]:
     entries = re.split(r"\n(?=\S)", textwrap.dedent(block).strip())
     pairs = (entry.partition(":") for entry in entries)
     return {name.strip("*"): " ".join(told.split()) for name, _, told in pairs}
+
+
+def comment_of(package: str, name: str) -> str:
+    """What ``#:`` says above a constant, in whichever module of a package it is written."""
+    assigned = re.compile(rf"((?:^#:.*\n)+){name}\b[^\n]*? = ", re.MULTILINE)
+    modules = [m for key, m in sys.modules.items() if f"{key}.".startswith(f"{package}.")]
+    found = (assigned.search(inspect.getsource(module)) for module in modules)
+    lines = next((match[1].splitlines() for match in found if match), ())
+    return " ".join(line.removeprefix("#:").strip() for line in lines)
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
@@ -213,12 +237,10 @@ def _testing() -> str:
     )
 
 
-def _environments() -> str:
-    return _page(
-        "Environments",
-        "What ``sync_core.envs`` offers to a `Collector`.",
-        *(_automatic("sync_core.envs", name) for name in sync_core.envs.__all__),
-    )
+def _exported(title: str, module: str) -> str:
+    found = sys.modules[module]
+    about = f"``{module}``: {_first_paragraph(found)}"
+    return _page(title, about, *(_automatic(module, name) for name in found.__all__))
 
 
 def _page(title: str, about: str, *parts: str) -> str:
@@ -236,7 +258,7 @@ def _automatic(module: str, name: str) -> str:
     if inspect.isfunction(found):
         return f".. autofunction:: {module}.{name}\n"
     told = f"``{found}``" if isinstance(found, GenericAlias) else _first_paragraph(found)
-    return f".. data:: {module}.{name}\n\n   {told}\n"
+    return f".. data:: {module}.{name}\n\n   {comment_of(module, name) or told}\n"
 
 
 def _type_of(plugin: Any) -> type:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -149,3 +151,13 @@ def test_an_error_inside_a_property_is_shown_as_it_is() -> None:
 
     with pytest.raises(AttributeError, match="'list' object has no attribute 'missing'"):
         resolve(Broken(), "policy")
+
+
+def test_who_only_receives_weights_does_not_wait_for_tensordict() -> None:
+    source = """
+import sys, sync_core, sync_core.testing.schemes
+assert "tensordict" not in sys.modules
+assert not sync_core.models.is_tensordict({})
+assert sync_core.Collector.__module__ == "sync_core.collector.collector"
+"""
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=50)

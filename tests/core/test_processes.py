@@ -66,6 +66,12 @@ def test_it_has_what_this_process_has_now(
     assert evaluate(program, "sys.stdin.read()") == ""
 
 
+@linux
+def test_it_has_what_takes_long_to_load(program: str) -> None:
+    loaded = "sorted({'torch', 'tensordict'} & set(sys.modules))"
+    assert evaluate(program, loaded) == "['tensordict', 'torch']"
+
+
 def test_what_is_read_when_torch_is_loaded(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert evaluate(program, "__import__('torch').get_num_threads()") == "1"

@@ -7,7 +7,8 @@ import dataclasses
 import importlib.util
 import inspect
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,18 +41,28 @@ def pages(reference: ModuleType) -> dict[str, str]:
     return written
 
 
-def test_every_public_name_has_one_place(pages: dict[str, str]) -> None:
+def test_every_public_name_has_one_place(reference: ModuleType, pages: dict[str, str]) -> None:
     text = "\n".join(pages.values())
-    for name in sync_core.__all__:
-        places = re.findall(rf"^\.\. \w+:: sync_core\.{name}$", text, re.MULTILINE)
-        assert len(places) == 1, name
+    for module in reference.PUBLIC:
+        for name in sys.modules[module].__all__:
+            described = rf"^\.\. \w+:: {re.escape(module)}\.{name}$"
+            assert len(re.findall(described, text, re.MULTILINE)) == 1, f"{module}.{name}"
 
 
-def test_every_public_name_is_described() -> None:
-    for name in sync_core.__all__:
-        found = getattr(sync_core, name)
-        if inspect.isclass(found) or inspect.isfunction(found):
-            assert found.__doc__, name
+def test_every_public_name_is_described(reference: ModuleType) -> None:
+    for module in reference.PUBLIC:
+        for name in sys.modules[module].__all__:
+            found = getattr(sys.modules[module], name)
+            if inspect.isclass(found) or inspect.isfunction(found):
+                assert found.__doc__, f"{module}.{name}"
+            elif isinstance(found, tuple | Mapping):
+                assert reference.comment_of(module, name), f"{module}.{name}"
+
+
+def test_what_is_promised_is_on_a_page(reference: ModuleType) -> None:
+    promises = (ROOT / "docs" / "reference" / "stability.md").read_text(encoding="utf-8")
+    promised = promises.partition("- What ")[2].partition(" export")[0]
+    assert set(re.findall(r"`([\w.]+)`", promised)) == {*reference.PUBLIC}
 
 
 def test_every_error_is_public() -> None:

@@ -52,9 +52,8 @@ def test_strangers_change_nothing_for_those_who_belong() -> None:
     with Sender("dist", {"w": torch.ones(4)}, num_workers=1, timeout=20.0) as sender:
         endpoint = sender.address(0).endpoint
         for noise in (BOMB, framed(BOMB), b"\xff" * 100, framed({"type": "take"}), b""):
-            for port in (endpoint.port, endpoint.store_port):
-                with socket.create_connection((endpoint.host, port), 5.0) as stranger:
-                    stranger.sendall(noise)
+            with socket.create_connection((endpoint.host, endpoint.port), 5.0) as stranger:
+                stranger.sendall(noise)
         with Receiver(sender.address(0), target) as receiver:
             pending = sender.send_async()
             assert receiver.receive() == 1
@@ -81,7 +80,7 @@ class FalseSender:
             token="token",
             timeout=1.0,
             worker_id=0,
-            endpoint=Endpoint("127.0.0.1", self.listener.getsockname()[1], 1),
+            endpoint=Endpoint("127.0.0.1", self.listener.getsockname()[1]),
             layout=layout,
         )
         try:

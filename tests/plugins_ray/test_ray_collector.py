@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
 import ray
 
-from sync_core import Collector
+from sync_core import ClosedError, Collector, OptionError, WorkerGroup
 from sync_core.testing import CollectorConformance, collectors
 from sync_core.testing.collectors import FrameList, Scale, long_episodes
+from sync_plugin_ray.group import RayGroup
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -21,10 +25,72 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(collectors)
 
 
+class Seat:
+    """What an actor hosts: another object for each collector."""
+
+    def __init__(self) -> None:
+        self.hosted: Any = None
+
+    def take(self, factory: Callable[[int], Any], worker_id: int) -> None:
+        self.hosted = factory(worker_id)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return function(self.hosted, *args)
+
+
+class LentGroup(WorkerGroup):
+    """Actors of a Ray group that outlives the collector: each takes seconds to import it."""
+
+    capabilities: ClassVar[frozenset[str]] = RayGroup.capabilities - {"restart", "add"}
+    lender: ClassVar[RayGroup]
+
+    def __init__(
+        self, factory: Callable[[int], Any], num_workers: int, *, timeout: float = 60.0
+    ) -> None:
+        self._ids = tuple(range(num_workers))
+        self._stopped = False
+        for call in [self.lender.call(i, Seat.take, factory, i) for i in self._ids]:
+            call.result(timeout)
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        return self._ids
+
+    def call(
+        self, worker_id: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        if self._stopped:
+            raise ClosedError("this group was stopped")
+        return self.lender.call(worker_id, Seat.run, partial(function, **kwargs), args)
+
+    def alive(self, worker_id: int) -> bool:
+        return not self._stopped and self.lender.alive(worker_id)
+
+    def stop(self, timeout: float | None = None) -> None:
+        del timeout
+        self._stopped = True
+        for worker_id in self._ids:
+            self.lender.call(worker_id, Seat.take, lambda _: None, worker_id)
+
+    def add(self) -> int:
+        raise OptionError("only so many are lent")
+
+    def restart(self, worker_id: int) -> None:
+        raise OptionError("they are not ours to end")
+
+    def remove(self, worker_id: int) -> None:
+        raise OptionError("they are not ours to end")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lender() -> Iterator[None]:
+    with RayGroup(lambda _: Seat(), 2, remote_configs={"num_cpus": 1}) as LentGroup.lender:
+        yield
+
+
 class TestRay(CollectorConformance):
     scheme = "ray"
-    workers = "ray"
-    worker_options = {"remote_configs": {"num_cpus": 1}}
+    workers = LentGroup
 
 
 class InAnActor:

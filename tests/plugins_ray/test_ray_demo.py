@@ -15,7 +15,7 @@ DEMO = Path(__file__).parents[2] / "docs" / "examples" / "cartpole.py"
 @pytest.mark.timeout(120)
 def test_it_runs_over_ray(tmp_path: Path) -> None:
     command = [sys.executable, str(DEMO), "--out", str(tmp_path / "cartpole.png")]
-    options = ("--scheme", "ray", "--frames", "4096", "--seed", "1")
+    options = ("--scheme", "ray", "--workers", "1", "--frames", "2048", "--seed", "1")
     drivers = len(ray._private.state.jobs())
     result = subprocess.run(
         [*command, *options], capture_output=True, text=True, check=False, timeout=110

@@ -22,7 +22,7 @@ def test_weights_cross_to_a_node_once_and_nodes_come_and_go() -> None:
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if line.split()[0] in WORDS]
     assert [line.split()[0] for line in said] == WORDS
-    assert said[0] == "workers 5 copies 3"
+    assert said[0] == "workers 4 copies 3"
 
 
 WORDS = ["workers", "removed", "joined", "pulled"]

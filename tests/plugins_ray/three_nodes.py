@@ -17,6 +17,7 @@ from ray.experimental import get_object_locations
 from torch import nn
 
 from sync_core import Receiver, Sender, SendError, WorkerLostError
+from sync_plugin_ray.group import RayGroup
 
 WIDTH = 2000
 
@@ -38,9 +39,10 @@ class Agent:
         time.sleep(seconds)
 
     def pull(self, address: Any) -> float:
-        with Receiver(address, self.policy) as receiver:
+        model = policy(0.0)
+        with Receiver(address, model) as receiver:
             receiver.receive()
-        return self.policy.weight.max().item()
+        return model.weight.max().item()
 
 
 def main() -> None:
@@ -50,30 +52,37 @@ def main() -> None:
     )
     nodes = [add_node(cluster, name) for name in ("n1", "n2")]
     ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
-    actors = [start(name) for name in ("n0", "n1", "n1", "n2", "n2")]
+    actors = [start(name) for name in ("n0", "n1", "n2", "n2")]
     with Sender("ray", policy(1.0), workers=actors, timeout=60) as sender:
         report = sender.send()
-        assert report.updated == (0, 1, 2, 3, 4), report
+        assert report.updated == (0, 1, 2, 3), report
         transport: Any = sender._outlet.transport
         (location,) = get_object_locations([transport._newest_for_all.data]).values()
         say("workers", len(actors), "copies", len(location["node_ids"]))
         assert len(location["node_ids"]) == 3
 
         ray.get(actors[1].value.remote())
-        actors[3].sleep.remote(60)
+        actors[2].sleep.remote(60)
+        group = RayGroup(repr, 1, remote_configs={"num_cpus": 0, "resources": {"n2": 1}})
+        call = group.call(0, lambda _: time.sleep(60))
         pending = sender.send_async(policy(2.0))
         cluster.remove_node(nodes[1])
         with pytest.raises(SendError) as caught:
             pending.wait()
         failed = caught.value.report.failed
-        # Worker 4 was idle, so it may have had the version before its node went.
-        assert sorted(failed) in ([3], [3, 4])
+        # Worker 3 was idle, so it may have had the version before its node went.
+        assert sorted(failed) in ([2], [2, 3])
         assert all(isinstance(result.error, WorkerLostError) for result in failed.values())
-        assert caught.value.report.updated[:3] == (0, 1, 2)
+        assert caught.value.report.updated[:2] == (0, 1)
+        with pytest.raises(WorkerLostError) as lost:
+            call.result(30)
+        assert str(lost.value) == "worker 0: its actor died while running main.<locals>.<lambda>"
+        assert not group.alive(0)
+        group.stop()
         say("removed")
-        for lost in (3, 4):
-            sender.remove_worker(lost)
-        assert sender.send(policy(3.0)).updated == (0, 1, 2)
+        for worker_id in (2, 3):
+            sender.remove_worker(worker_id)
+        assert sender.send(policy(3.0)).updated == (0, 1)
 
         add_node(cluster, "n3")
         joined = start("n3")
@@ -83,8 +92,7 @@ def main() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         say("joined", added)
-        elsewhere = start("n3")
-        assert ray.get(elsewhere.pull.remote(sender.address(added))) == 3.0
+        assert ray.get(joined.pull.remote(sender.address(added))) == 3.0
         say("pulled")
     ray.shutdown()
     cluster.shutdown()

@@ -1,10 +1,11 @@
 """Weight synchronisation for reinforcement learning and RLHF, as a plugin framework."""
 
+from typing import TYPE_CHECKING
+
 from sync_core.address import Address
 from sync_core.answer import Answer
 from sync_core.block import Block
 from sync_core.channel import Channel, Message
-from sync_core.collector import Collector
 from sync_core.contexts import ApplyContext, SendContext, SkipContext, TransportContext
 from sync_core.errors import (
     AddressError,
@@ -38,7 +39,8 @@ from sync_core.errors import (
     WorkerTimeoutError,
 )
 from sync_core.hookspecs import hookimpl
-from sync_core.layout import Layout, TensorSpec
+from sync_core.launching import LaunchedGroup, LaunchedWorker, Launcher
+from sync_core.layout import Layout
 from sync_core.membership import MembershipEvent
 from sync_core.notice import Notice
 from sync_core.payload import Payload
@@ -51,10 +53,25 @@ from sync_core.remedies import WorkerFailure
 from sync_core.report import SendReport, WorkerResult
 from sync_core.sender import Sender
 from sync_core.serving import Peer, ServingTransport, hello
+from sync_core.tensor_spec import TensorSpec
 from sync_core.transport import Delivery, ReceiverTransport, SenderTransport
 from sync_core.update import Update
 from sync_core.worker_status import WorkerState, WorkerStatus
 from sync_core.workers import WorkerGroup
+
+if TYPE_CHECKING:
+    from sync_core.collector import Collector
+else:
+
+    def __getattr__(name: str) -> object:
+        # A collector needs tensordict, whose import takes as long as torch's; workers that only
+        # receive weights need not wait for it.
+        if name == "Collector":
+            from sync_core.collector import Collector
+
+            return Collector
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 
@@ -72,6 +89,9 @@ __all__ = [
     "CorruptionError",
     "Delivery",
     "HookResultError",
+    "LaunchedGroup",
+    "LaunchedWorker",
+    "Launcher",
     "Layout",
     "LayoutMismatchError",
     "MembershipEvent",

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from sync_core import pages
 from sync_core.errors import PayloadError
-from sync_core.layout import MAX_HEADER_BYTES, Layout, TensorSpec
+from sync_core.header import MAX_HEADER_BYTES
+from sync_core.layout import Layout
+from sync_core.tensor_spec import TensorSpec
 
 # From here on, memory in large pages, which begins with one, is copied to and from faster.
 _LARGE = 1 << 21

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from sync_core.errors import OptionError
-from sync_core.layout import ALIGNMENT, CHECKSUMS, Layout, TensorSpec
+from sync_core.header import ALIGNMENT, CHECKSUMS
+from sync_core.layout import Layout
+from sync_core.tensor_spec import TensorSpec
 
 _BUCKET_NBYTES = 4 << 20
 # So many that the digest of a model, 16 digits for each bucket, fits into a message.

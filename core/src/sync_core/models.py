@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from sync_core.errors import ModelError
 from sync_core.extra_state import flatten, is_extra_state
 from sync_core.paths import resolve
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+_MODELS = (nn.Module, str)
+
+
+def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
+    """Whether this is a TensorDict, which nothing is as long as nobody has imported tensordict.
+
+    That takes as long as to import torch, and workers need not have it.
+
+    Example:
+        >>> is_tensordict({})
+        False
+    """
+    # Where another thread is still importing it, it has no such class yet.
+    base = getattr(sys.modules.get("tensordict"), "TensorDictBase", ())
+    return isinstance(value, base)
 
 
 def leaves(models: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -20,7 +39,7 @@ def leaves(models: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
     Raises:
         ModelError: a name that is no string.
     """
-    if isinstance(models, TensorDictBase):
+    if is_tensordict(models):
         for key, value in models.items(include_nested=True, leaves_only=True):
             yield prefix + (key if isinstance(key, str) else ".".join(key)), value
         return
@@ -63,8 +82,8 @@ def names_of(model: Any) -> tuple[str, ...]:
     """
     if not _is_plain_mapping(model):
         return ()
-    models = (nn.Module, TensorDictBase, str)
-    return tuple(model) if all(isinstance(value, models) for value in model.values()) else ()
+    values = model.values()
+    return tuple(model) if all(isinstance(v, _MODELS) or is_tensordict(v) for v in values) else ()
 
 
 def same(left: Any, right: Any) -> bool:
@@ -131,4 +150,4 @@ def either(weights: Any, weights_dict: Mapping[str, Any] | None) -> Any:
 
 
 def _is_plain_mapping(model: Any) -> bool:
-    return isinstance(model, Mapping) and not isinstance(model, TensorDictBase)
+    return isinstance(model, Mapping) and not is_tensordict(model)

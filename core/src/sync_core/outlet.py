@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from sync_core.errors import ModelError, OptionError
 from sync_core.models import names_of
 from sync_core.notice import Notice
 from sync_core.payload import Payload
+from sync_core.release import release_with
 from sync_core.stack import Stack
 from sync_core.stopwatch import Stopwatch
 from sync_core.terms import Terms
@@ -76,7 +76,7 @@ class Outlet:
                 notify=notify,
             )
         )
-        self._close = weakref.finalize(self, self.transport.close)
+        self._close = release_with(self, self.transport.close)
 
     def address(self, worker_id: int) -> Address:
         """The address of a worker.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Self
@@ -17,6 +16,7 @@ from sync_core.membership import Membership, MembershipEvent
 from sync_core.models import either
 from sync_core.outlet import Outlet
 from sync_core.pending import PendingSend
+from sync_core.release import release_with
 from sync_core.remedies import OnFailure, Remedies
 from sync_core.report import SendReport
 from sync_core.send_log import tell
@@ -127,7 +127,7 @@ class Sender(Updater):
         self._version = 0
         self._starting = threading.Lock()
         self._pending: PendingSend | None = None
-        self._close_members = weakref.finalize(self, self._members.close)
+        self._close_members = release_with(self, self._members.close)
         self._closed = False
         if model is None and context is not None:
             model = model_id

@@ -12,7 +12,6 @@ import torch
 from torch import distributed
 
 from sync_core import OptionError, TransportContext
-from sync_plugin_dist.protocol import Endpoint
 from sync_plugin_dist.wire import Link
 
 
@@ -60,15 +59,12 @@ class DistOptions:
         """The size of a part in bytes."""
         return int(self.bucket_mb * 1e6)
 
-    def link(self, context: TransportContext, endpoint: Endpoint, interface: str) -> Link:
+    def link(self, context: TransportContext, interface: str) -> Link:
         """What both ends of a wire agree on."""
         collective = self.topology == "broadcast"
         return Link(
             backend=self.backend,
             collective=collective,
-            host=endpoint.host,
-            port=endpoint.store_port,
-            token=context.token,
             interface=interface,
             timeout=context.timeout / 2 if collective else context.timeout,
         )

@@ -11,12 +11,14 @@ sender    ``welcome``                             accepted
 sender    ``offer``, version                      there is a newer version for this worker
 worker    ``take``                                it waits for the newest version now
 sender    ``wire``, number, rank, size            join this process group
+both      ``key``, number, key, value             how to find an end of it; the sender passes it on
 sender    ``data``, number, version, digest, …    the version follows, in so many bytes, over it
 sender    ``again``                               leave the process group; ``take`` if need be
 sender    ``nothing``                             there is nothing newer any more
 worker    ``received``, version                   it has come whole, and is staged
 worker    ``broken``, number                      the process group failed here
 worker    ``answer``, answer                      committed, or not
+worker    ``leave``, reason                       it hangs up, and not because it dies
 sender    ``gone``, reason                        refused, replaced, removed, or the sender closes
 ========  ======================================  ==============================================
 
@@ -72,6 +74,17 @@ class Transfer:
         return transfer
 
 
+class LeftError(Exception):
+    """A worker has hung up, and said why."""
+
+
+@dataclass(slots=True)
+class Farewell:
+    """What a receiver says to its sender when it is closed; nothing without a reason."""
+
+    reason: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Where a sender listens.
@@ -79,12 +92,12 @@ class Endpoint:
     Args:
         host: its name or address.
         port: of the connections for control.
-        store_port: of the store by which process groups come together.
+        farewell: shared with whoever closes the receiver.
     """
 
     host: str
     port: int
-    store_port: int
+    farewell: Farewell | None = None
 
 
 def listen(host: str, port: int) -> socket.socket:

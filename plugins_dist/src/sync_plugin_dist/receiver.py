@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from contextlib import suppress
 from functools import partial
 
 from sync_core import (
@@ -22,8 +23,9 @@ from sync_core import (
 )
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.parts import cut
-from sync_plugin_dist.protocol import Transfer
-from sync_plugin_dist.wire import BrokenWireError, Wire
+from sync_plugin_dist.protocol import Farewell, Transfer
+from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
+from sync_plugin_dist.wire import Wire
 
 
 class DistReceiver(ReceiverTransport):
@@ -39,16 +41,18 @@ class DistReceiver(ReceiverTransport):
 
     def __init__(self, context: TransportContext, options: DistOptions) -> None:
         self._timeout = context.timeout
+        self._farewell: Farewell | None = context.endpoint.farewell
         self._messages: deque[Message] = deque()
         self._blocks: list[Block] = []
         self._layout = context.layout
         self._model_nbytes = 0 if context.layout is None else context.layout.nbytes
         self._wire: Wire | None = None
+        self._rendezvous: Rendezvous | None = None
         self._offered = 0
         self._seen = 0
         self._asked = 0.0
         connection = _connect(context)
-        self._link = options.link(context, context.endpoint, connection.getsockname()[0])
+        self._link = options.link(context, connection.getsockname()[0])
         self._channel = Channel(connection)
         try:
             self._send(hello(context.token, context.worker_id))
@@ -73,6 +77,9 @@ class DistReceiver(ReceiverTransport):
     def close(self) -> None:
         """Hang up."""
         self._end_wire()
+        if self._farewell is not None and self._farewell.reason:
+            with suppress(ConnectionError):
+                self._channel.send({"type": "leave", "reason": self._farewell.reason})
         self._channel.close()
         self._blocks.clear()
 
@@ -87,7 +94,7 @@ class DistReceiver(ReceiverTransport):
         except ConnectionError:
             return True
         while (message := self._channel.pop_message()) is not None:
-            self._messages.append(message)
+            self._sort(message)
         return any(message.get("type") in ("again", "gone") for message in self._messages)
 
     def _receive(self, timeout: float) -> Payload | None:
@@ -130,10 +137,24 @@ class DistReceiver(ReceiverTransport):
     def _open_wire(self, message: Message) -> None:
         self._end_wire()
         number = message["number"]
+        self._rendezvous = Rendezvous(
+            number, self._send, self._hear_keys, timeout=self._link.timeout
+        )
         try:
-            self._wire = Wire(self._link, number, message["rank"], message["size"])
+            self._wire = Wire(self._link, self._rendezvous, message["rank"], message["size"])
         except BrokenWireError:
             self._send({"type": "broken", "number": number})
+
+    def _hear_keys(self, seconds: float) -> None:
+        if any(message.get("type") in ("again", "gone") for message in self._messages):
+            raise BrokenWireError("the sender begins again")
+        self._read_one(seconds)
+
+    def _sort(self, message: Message) -> None:
+        if message.get("type") != "key":
+            self._messages.append(message)
+        elif self._rendezvous is not None and message["number"] == self._rendezvous.number:
+            self._rendezvous.put(message)
 
     def _read(self, message: Message) -> Payload | None:
         transfer = Transfer.from_message(message, self._model_nbytes)
@@ -187,18 +208,23 @@ class DistReceiver(ReceiverTransport):
         return message
 
     def _hear(self, timeout: float) -> Message | None:
-        if not self._messages:
-            try:
-                message = self._channel.receive(timeout)
-            except ConnectionError as error:
-                raise SenderLostError(f"the sender is gone: {error}") from error
-            if message is None:
+        deadline = time.monotonic() + timeout
+        while not self._messages:
+            if not self._read_one(max(0.0, deadline - time.monotonic())):
                 return None
-            self._messages.append(message)
         message = self._messages.popleft()
         if message.get("type") == "gone":
             raise SenderLostError(str(message["reason"]))
         return message
+
+    def _read_one(self, timeout: float) -> bool:
+        try:
+            message = self._channel.receive(timeout)
+        except ConnectionError as error:
+            raise SenderLostError(f"the sender is gone: {error}") from error
+        if message is not None:
+            self._sort(message)
+        return message is not None
 
     def _send(self, message: Message) -> None:
         try:
@@ -207,6 +233,7 @@ class DistReceiver(ReceiverTransport):
             raise SenderLostError(f"the sender is gone: {error}") from error
 
     def _end_wire(self) -> None:
+        self._rendezvous = None
         if self._wire is not None:
             self._wire.close()
             self._wire = None

@@ -13,6 +13,7 @@ from torch._C._distributed_rpc import PyRRef
 from torch.distributed import rpc
 
 from sync_core import Address, Answer, ModelPathError, Receiver, SenderLostError
+from sync_plugin_dist.protocol import Farewell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +66,17 @@ class _Kept:
     token: str = ""
     receiver: Receiver | None = None
     replaced: set[str] = field(default_factory=set)
+    farewell: Farewell = field(default_factory=Farewell)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, order: Order, address: Address) -> None:
-        self.close()
         if self.token and self.token != order.token:
             self.replaced.add(self.token)
-        self.receiver = _make_receiver(order, address)
+            self.farewell.reason = _taken_over(order)
+        self.close()
+        self.farewell = Farewell()
+        endpoint = replace(address.endpoint, farewell=self.farewell)
+        self.receiver = _make_receiver(order, replace(address, endpoint=endpoint))
         self.token = order.token
 
     def close(self) -> None:
@@ -88,8 +93,7 @@ def deliver(order: Order) -> Delivered:
     kept = _kept.setdefault(order.place, _Kept())
     with kept.lock:
         if order.token in kept.replaced:
-            text = f"another sender has taken over {order.model_id!r} here; close one of them"
-            return _failed(Answer(version=order.version, error=text))
+            return _failed(Answer(version=order.version, error=_taken_over(order)))
         try:
             if kept.receiver is None or kept.token != order.token:
                 if order.address is None:
@@ -101,6 +105,10 @@ def deliver(order: Order) -> Delivered:
                 kept.close()
             return _failed(Answer.refusal(order.version, error))
         return Delivered("committed")
+
+
+def _taken_over(order: Order) -> str:
+    return f"another sender has taken over {order.model_id!r} here; close one of them"
 
 
 def _failed(answer: Answer) -> Delivered:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from sync_core import (
     Answer,
@@ -20,10 +17,12 @@ from sync_core import (
     Slot,
     TransportContext,
 )
-from sync_plugin_dist.lane import DistPeer, Lane, Office
+from sync_plugin_dist.lane import Lane
+from sync_plugin_dist.office import DistPeer, Office
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.parts import pack
-from sync_plugin_dist.protocol import Endpoint, listen
+from sync_plugin_dist.protocol import Endpoint, LeftError, listen
+from sync_plugin_dist.rendezvous import Rendezvous
 from sync_plugin_dist.wire import Wire
 
 # How many versions are kept: the newest, one that is being packed, one that somebody still gets.
@@ -49,23 +48,13 @@ class DistSender(ServingTransport[DistPeer], Office):
         # who does not come back after it.
         self.patience = context.timeout / 8
         self._numbers = itertools.count(1)
-        self._lanes: dict[int, Lane] = {}
-        self._common_lane = Lane(self) if self.collective else None
         self._packing: Slot | None = None
         self._packed = 0
         listener = _listen(options.host, options.port)
-        store_listener = _listen(options.host, 0)
-        port, store_port = listener.getsockname()[1], store_listener.getsockname()[1]
-        self._store = TCPStore(
-            options.host,
-            store_port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=context.timeout),
-            master_listen_fd=store_listener.detach(),
-        )
-        self._endpoint = Endpoint(options.host, port, store_port)
-        self._link = options.link(context, self._endpoint, listener.getsockname()[0])
+        host, port = listener.getsockname()[:2]
+        self._endpoint = Endpoint(options.host, port)
+        self._link = options.link(context, host)
+        self.timeout = self._link.timeout
         self.publisher = Publisher(
             self._link.allocate,
             context.layout.nbytes,
@@ -75,6 +64,8 @@ class DistSender(ServingTransport[DistPeer], Office):
             notify=context.notify,
             revoke=self._revoke_old,
         )
+        self._lanes: dict[int, Lane] = {}
+        self._common_lane = Lane(self) if self.collective else None
         super().__init__(context.token, self.publisher, DistPeer, listener)
 
     def address(self, worker_id: int) -> Endpoint:
@@ -114,30 +105,27 @@ class DistSender(ServingTransport[DistPeer], Office):
 
     def welcome(self, peer: DistPeer) -> None:
         """Let the worker know that it is served."""
-        assert peer.worker_id is not None
-        if self._common_lane is not None:
-            peer.lane = self._common_lane
-        else:
-            peer.lane = self._lanes.setdefault(peer.worker_id, Lane(self))
+        peer.served = True
+        if self._common_lane is None and peer.id not in self._lanes:
+            self._lanes[peer.id] = Lane(self)
         self.tell(peer, {"type": "welcome"})
 
     def offer(self, peer: DistPeer) -> None:
         """Tell the worker of the newest version meant for it."""
-        assert peer.worker_id is not None
-        newest = self.publisher.newest(peer.worker_id)
+        newest = self.publisher.newest(peer.id)
         if newest > max(peer.seen, peer.offered):
             peer.offered = newest
             self.tell(peer, {"type": "offer", "version": newest})
 
     def handle(self, peer: DistPeer, message: Message) -> None:
         """Act on what a worker says."""
-        assert peer.worker_id is not None
-        lane = peer.lane
-        if lane is None:
+        if not peer.served:
             return  # another receiver has its place
-        kind = message["type"]
+        lane, kind = self._lane(peer), message["type"]
         if kind == "take":
             lane.ask(peer)
+        elif kind == "key":
+            lane.hear(peer, message)
         elif kind == "broken":
             lane.broken(int(message["number"]))
         elif kind == "received":
@@ -147,34 +135,44 @@ class DistSender(ServingTransport[DistPeer], Office):
             self.offer(peer)
         elif kind == "answer":
             answer = Answer.from_message(message["answer"])
-            self.publisher.answer(peer.worker_id, answer, peer)
+            self.publisher.answer(peer.id, answer, peer)
+        elif kind == "leave":
+            raise LeftError(str(message["reason"]))
         else:
             raise ValueError(f"{kind!r} is no message")
 
     def withdraw(self, peer: DistPeer) -> None:
         """Serve the worker no longer."""
-        lane, peer.lane = peer.lane, None
-        if lane is not None:
-            lane.left(peer)
+        if peer.served:
+            peer.served = False
+            self._lane(peer).left(peer)
 
     def left(self, peer: DistPeer) -> None:
         """The same."""
         self.withdraw(peer)
 
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget a worker, and its lane."""
+        with self.publisher.changed:
+            super().remove_worker(worker_id)
+            lane = self._lanes.pop(worker_id, None)
+            if lane is not None:
+                lane.close()
+
     def describe_loss(self, peer: DistPeer, cause: Exception) -> str:
         """Also say who goes on without it, where workers are served together."""
-        reason = super().describe_loss(peer, cause)
+        left = isinstance(cause, LeftError)
+        reason = str(cause) if left else super().describe_loss(peer, cause)
         if not self.collective:
             return reason
         others = ", ".join(str(i) for i in sorted(self._peers) if i != peer.worker_id)
         return f"{reason}; the group is made again without it, for workers: {others or 'none'}"
 
     def torn_down(self) -> None:
-        """Release the wires and the store."""
+        """Release the wires."""
         for lane in self._all_lanes():
             lane.close()
         self._lanes.clear()
-        del self._store
 
     def packed(self, slot: Slot) -> int:
         """How many bytes of the slot may be sent already."""
@@ -184,13 +182,16 @@ class DistSender(ServingTransport[DistPeer], Office):
         """A number for a wire."""
         return next(self._numbers)
 
-    def open_wire(self, number: int, size: int) -> Wire:
+    def open_wire(self, rendezvous: Rendezvous, size: int) -> Wire:
         """The sender's end of a wire."""
-        return Wire(self._link, number, 0, size)
+        return Wire(self._link, rendezvous, 0, size)
 
     def expected(self) -> set[int]:
         """The workers that are connected, and have not the newest version meant for them."""
         return {i for i, peer in self._peers.items() if self.publisher.newest(i) > peer.seen}
+
+    def _lane(self, peer: DistPeer) -> Lane:
+        return self._common_lane or self._lanes[peer.id]
 
     def _all_lanes(self) -> list[Lane]:
         if self._common_lane is not None:

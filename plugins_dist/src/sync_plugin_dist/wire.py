@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import ctypes
 import os
 import select
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from sync_core import Block
+from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
 
 # How long what a worker has received entirely may still count as being sent, in seconds.
 _SETTLING = 5.0
@@ -30,18 +31,12 @@ class Link:
     Args:
         backend: ``"gloo"`` or ``"nccl"``.
         collective: whether parts are broadcast, and not sent to the one worker.
-        host: where the store is by which the ends find each other.
-        port: likewise.
-        token: known to those who may.
         interface: the address of this machine that connections are made from.
         timeout: of connecting and of a part that does not get on, in seconds.
     """
 
     backend: str
     collective: bool
-    host: str
-    port: int
-    token: str
     interface: str
     timeout: float
 
@@ -67,16 +62,12 @@ class Control(Protocol):
         """Read it, and say whether the transfer is over because of it."""
 
 
-class BrokenWireError(Exception):
-    """A transfer did not come to its end; the wire is of no use any more."""
-
-
 class Wire:
     """One end of a process group, known to nobody but us.
 
     Args:
         link: what both ends agree on.
-        number: tells this wire from all others of the sender.
+        rendezvous: by which they find each other.
         rank: 0 for the sender.
         size: how many ends there are.
 
@@ -84,15 +75,18 @@ class Wire:
         BrokenWireError: not all came within the timeout.
     """
 
-    def __init__(self, link: Link, number: int, rank: int, size: int) -> None:
-        self.number = number
+    def __init__(self, link: Link, rendezvous: Rendezvous, rank: int, size: int) -> None:
+        self.number = rendezvous.number
+        # torch keeps only what of it is torch's own.
+        self._rendezvous = rendezvous
         self._link = link
         self._works: deque[Any] = deque()
         self._tail = torch.zeros(1, dtype=torch.int64, device=link.device)
         try:
-            self._group = _connect(link, number, rank, size)
+            self._group = _connect(link, rendezvous, rank, size)
         except (RuntimeError, ValueError) as error:
             raise BrokenWireError(f"no connection: {error}") from error
+        _wires.add(self)
 
     def send(self, part: Tensor) -> None:
         """Send the next part; it must stay as it is until `settle` or `close`."""
@@ -150,6 +144,7 @@ class Wire:
     def close(self) -> None:
         """Leave the group; what is on its way does not arrive, or not whole."""
         busy = self._link.collective and not all(work.is_completed() for work in self._works)
+        _wires.discard(self)
         held = [self._group, self._works]
         del self._group, self._works
         if busy:
@@ -192,23 +187,17 @@ class Wire:
             raise BrokenWireError(str(error)) from error
 
 
-def _connect(link: Link, number: int, rank: int, size: int) -> Any:
+def _connect(link: Link, rendezvous: Rendezvous, rank: int, size: int) -> Any:
     timeout = timedelta(seconds=link.timeout)
-    # Whoever can reach the store can list its keys, and must not learn the token from them.
-    secret = hashlib.sha256(link.token.encode()).hexdigest()
-    store = PrefixStore(
-        f"{secret}/{number}",
-        TCPStore(link.host, link.port, is_master=False, wait_for_workers=False, timeout=timeout),
-    )
     if link.backend == "nccl":
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return distributed.ProcessGroupNCCL(store, rank, size, options)
+        return distributed.ProcessGroupNCCL(rendezvous, rank, size, options)
     options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._threads = 1
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname=link.interface)]
-    return distributed.ProcessGroupGloo(store, rank, size, options)
+    return distributed.ProcessGroupGloo(rendezvous, rank, size, options)
 
 
 def _from_sender() -> Any:
@@ -237,3 +226,16 @@ class _Alarm:
             self._open = False
             os.close(self.reader)
             os.close(self._writer)
+
+
+# A group that is freed waits for its threads, and in a process forked from this one there are none.
+_wires: weakref.WeakSet[Wire] = weakref.WeakSet()
+
+
+def _never_free() -> None:
+    for wire in list(_wires):
+        for held in (wire._group, *wire._works):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+
+
+os.register_at_fork(after_in_child=_never_free)

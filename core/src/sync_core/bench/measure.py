@@ -17,8 +17,8 @@ from sync_core.bench.limit import CopyLimit
 from sync_core.bench.models import make_model, mark
 from sync_core.bench.worker import BenchWorker
 from sync_core.binding import Binding
-from sync_core.collector.groups import choose_group
 from sync_core.errors import SyncError
+from sync_core.groups import choose_group
 from sync_core.sender import Sender
 
 _WARM_UP = 3

@@ -21,8 +21,8 @@ from sync_core.bench.measure import SETTLE_SECONDS
 from sync_core.bench.models import make_model, mark
 from sync_core.bench.worker import BenchWorker
 from sync_core.collector.calls import gather
-from sync_core.collector.groups import choose_group, shares_policy
 from sync_core.errors import OptionError, SendError, SyncError
+from sync_core.groups import choose_group, shares_policy
 from sync_core.sender import Sender
 from sync_core.workers import WorkerGroup
 

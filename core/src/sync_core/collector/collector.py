@@ -16,7 +16,6 @@ from sync_core.collector.crew import Crew, warn_if_rounded
 from sync_core.collector.delivery import Delivery
 from sync_core.collector.feeds import make_weights
 from sync_core.collector.freshness import Freshness
-from sync_core.collector.groups import choose_group, shares_policy
 from sync_core.collector.life import Life, end
 from sync_core.collector.options import (
     check_buffer,
@@ -41,6 +40,7 @@ from sync_core.collector.tree import Upstream
 from sync_core.collector.updates import Updates
 from sync_core.collector.warmup import Warmup
 from sync_core.collector.worker_options import WorkerOptions, options_of_workers
+from sync_core.groups import choose_group, shares_policy
 from sync_core.workers import WorkerGroup
 
 

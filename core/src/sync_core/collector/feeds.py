@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from sync_core.collector.crew import Crew
-from sync_core.collector.groups import shares_policy
 from sync_core.collector.modules import module_of
 from sync_core.collector.requests import Requests
 from sync_core.collector.schemes import POLICY, ModelScheme
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.weights import PolicyWeights
+from sync_core.groups import shares_policy
 from sync_core.sender import Sender
 
 

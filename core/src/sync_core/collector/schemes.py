@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sync_core.collector.groups import shares_policy
 from sync_core.errors import OptionError
+from sync_core.groups import shares_policy
 
 POLICY = "policy"
 

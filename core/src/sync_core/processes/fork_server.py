@@ -77,7 +77,7 @@ def main(control: int) -> NoReturn:
     """Serve until the other end of ``control`` is closed and nothing that was forked lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    importlib.import_module("sync_core")
+    importlib.import_module("sync_core.collector")
     importlib.import_module("cloudpickle")
     # What was loaded is never freed; a collection would only write to memory that is shared.
     gc.collect()

@@ -3,6 +3,8 @@
 ``pip install 'sync-core[testing]'`` brings what they need.
 """
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 # Before the import, or pytest would not explain their failures.
@@ -14,10 +16,22 @@ pytest.register_assert_rewrite(
     "sync_core.testing.worker_groups",
 )
 
-from sync_core.testing.collectors import CollectorConformance  # noqa: E402
 from sync_core.testing.layers import LayerConformance  # noqa: E402
 from sync_core.testing.schemes import SchemeConformance  # noqa: E402
 from sync_core.testing.worker_groups import WorkerGroupConformance  # noqa: E402
+
+if TYPE_CHECKING:
+    from sync_core.testing.collectors import CollectorConformance
+else:
+
+    def __getattr__(name: str) -> object:
+        # It needs tensordict, for which the workers of the other classes would wait.
+        if name == "CollectorConformance":
+            from sync_core.testing.collectors import CollectorConformance
+
+            return CollectorConformance
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CollectorConformance",

@@ -88,7 +88,7 @@ class CollectorConformance(Conformance):
     """
 
     scheme: ClassVar[str]
-    workers: ClassVar[str]
+    workers: ClassVar[str | type[WorkerGroup]]
     worker_options: ClassVar[dict[str, Any]] = {}
 
     def collector(self, env: Any = long_episodes, policy: Any = None, **options: Any) -> Collector:

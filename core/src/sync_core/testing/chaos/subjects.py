@@ -56,6 +56,7 @@ _PARTS = {"bucket_mb": 0.2}
 # newer ones from it, and nobody can send until one lets go, unless there is a slot for one more.
 _SLOTS = {"slots": 4}
 
+#: The schemes of this project, by name; `dist` twice, as it has two topologies.
 SUBJECTS: Mapping[str, Subject] = MappingProxyType(
     {
         "thread": Subject(scheme="thread", group="thread", options=_SLOTS, shares=True),

@@ -98,7 +98,7 @@ def _hurt(action: Literal["kill", "stop"], point: str) -> Trial:
     )
 
 
-#: By name; what is listed here is all there is to add for a new one.
+#: The faults, by name; what is listed here is all there is to add for a new one.
 TRIALS: Mapping[str, Trial] = MappingProxyType(
     {
         "none": Trial(),

@@ -28,9 +28,9 @@ class InjectedFaultError(Exception):
 class Fault:
     """What is done at one point on the way of one version; once for each worker.
 
-    ==============  ==============================================================================
+    =============== ==============================================================================
     point           when
-    ==============  ==============================================================================
+    =============== ==============================================================================
     ``connect``     a receiver is made while the version before this one is the newest
     ``receive``     the worker is about to ask for the version
     ``transfer``    the sender packs the tensor in which the byte ``at_byte`` lies; a scheme that
@@ -39,11 +39,11 @@ class Fault:
     ``commit``      the bytes before ``at_byte`` are in the model, and no others; never, where
                     ``zero_copy`` moves pointers and no bytes
     ``acknowledge`` the worker has committed, or could not, and is about to say so
-    ==============  ==============================================================================
+    =============== ==============================================================================
 
-    ==============  ==============================================================================
+    =============== ==============================================================================
     action          what is done
-    ==============  ==============================================================================
+    =============== ==============================================================================
     ``kill``        SIGKILL for the worker's process
     ``stop``        SIGSTOP for it, and SIGCONT after ``seconds`` if those are given
     ``delay``       nothing, for ``seconds``
@@ -54,7 +54,7 @@ class Fault:
     ``misname``     the version comes with names that are not the model's
     ``fork``        the trainer forks a child that lives for ``seconds`` and does nothing
     ``exec``        the trainer starts a program that runs for ``seconds``
-    ==============  ==============================================================================
+    =============== ==============================================================================
 
     At ``transfer``, ``kill`` and ``stop`` are for workers, which `Faulty` must be able to find;
     the other actions are for the trainer.

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import nn
 
 from sync_core import SendError, WorkerTimeoutError
@@ -94,6 +93,8 @@ class DeliveryCases(SchemeCases):
         assert all(values == {float(version)} for version, values in seen)
 
     def test_the_forms_of_weights(self, start: Start) -> None:
+        from tensordict import TensorDict
+
         workers = start(make_policy(), 1)
         forms: list[Callable[[nn.Module], Any]] = [
             lambda module: module,

@@ -84,12 +84,15 @@ class ValueCases(SchemeCases):
             assert workers.send(weights).updated == (0, 1)
             assert workers.fingerprints() == [fingerprints(weights)] * 2
 
+    # Whatever limit a plugin sets to its tests, pages for five copies take their time.
+    @pytest.mark.timeout(600)
     def test_more_than_2_gib(self, start: Start) -> None:
         if HUGE not in os.environ:
             pytest.skip(f"set {HUGE}=1 where there is memory for it")
-        workers = start(huge(1), 1, make=partial(huge, 0), timeout=300.0)
+        weights = huge(1)
+        workers = start(weights, 1, make=partial(huge, 0), timeout=300.0)
         assert workers.send().updated == (0,)
-        assert workers.fingerprints() == [fingerprints(huge(1))]
+        assert workers.fingerprints() == [fingerprints(weights)]
 
     @pytest.mark.parametrize(
         "make", [stateful, parametrised, nested, recurrent, convolutional, frozen]

@@ -1,0 +1,67 @@
+"""What a lane needs of its sender, and knows of a worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sync_core import Message, Peer, Publisher, Slot
+from sync_plugin_dist.rendezvous import Rendezvous
+from sync_plugin_dist.wire import Wire
+
+
+@dataclass(eq=False)
+class DistPeer(Peer):
+    """A worker that receives over a wire.
+
+    Args:
+        served: whether there is a lane for it: it is known who it is, and it was not replaced.
+        offered: the newest version that it was told of.
+    """
+
+    served: bool = False
+    offered: int = 0
+
+    @property
+    def id(self) -> int:
+        """Its worker's id, which is known once it is served."""
+        assert self.worker_id is not None
+        return self.worker_id
+
+
+class Office(ABC):
+    """A sender, to its lanes."""
+
+    publisher: Publisher
+    part_nbytes: int
+    #: Whether a lane has one wire for several workers.
+    collective: bool
+    #: How long a wire may take to come together, in seconds.
+    timeout: float
+    #: How long workers wait for those that are late, and for a transfer that does not get on.
+    patience: float
+
+    @abstractmethod
+    def tell(self, peer: DistPeer, message: Message, descriptors: Sequence[int] = ()) -> bool:
+        """Send a message; False when the worker is gone."""
+
+    @abstractmethod
+    def offer(self, peer: DistPeer) -> None:
+        """Tell the worker of the newest version, if it has not seen that."""
+
+    @abstractmethod
+    def packed(self, slot: Slot) -> int:
+        """How many bytes of the slot may be sent already."""
+
+    @abstractmethod
+    def next_number(self) -> int:
+        """A number for a wire."""
+
+    @abstractmethod
+    def open_wire(self, rendezvous: Rendezvous, size: int) -> Wire:
+        """The sender's end of a wire; blocks until the other ends are there."""
+
+    @abstractmethod
+    def expected(self) -> set[int]:
+        """The workers that are connected, and have not the newest version meant for them."""

@@ -1,0 +1,96 @@
+"""How the ends of a wire find each other: keys that they tell over their control connections.
+
+torch's own store takes keys from whoever reaches its port, and shows them to everybody. A control
+connection has begun with the token.
+"""
+
+from __future__ import annotations
+
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from sync_core import Message
+
+# What an end tells of itself is some hundred bytes, and 8 more for each other end.
+_MAX_VALUE = 1 << 16
+
+
+class BrokenWireError(Exception):
+    """A transfer did not begin, or did not come to its end; the wire is of no use any more."""
+
+
+class Rendezvous(Store):
+    """A store, to torch: the keys of one wire, as one of its ends knows them.
+
+    Args:
+        number: of the wire.
+        tell: sends a message to the other ends.
+        hear: waits at most so many seconds for what they tell, and hands it to `put`. It raises
+            `BrokenWireError` when the wire is given up.
+        timeout: how long to wait where torch does not say it, in seconds.
+        lock: held while this waits, and during `put`.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        tell: Callable[[Message], None],
+        hear: Callable[[float], None],
+        *,
+        timeout: float,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.number = number
+        self._tell = tell
+        self._hear = hear
+        self._timeout = timeout
+        self._lock = lock or nullcontext()
+        self._values: dict[str, bytes] = {}
+
+    def put(self, message: Message) -> None:
+        """Take a key that another end has told.
+
+        Raises:
+            ValueError: no end tells such a thing.
+        """
+        key, value = message["key"], b64decode(message["value"], validate=True)
+        if type(key) is not str or key in self._values or len(value) > _MAX_VALUE:
+            raise ValueError(f"{message!r:.200} is no key, or was told before")
+        self._values[key] = value
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        """Tell a key, which torch gives as bytes."""
+        self._values[key] = value
+        text = b64encode(value).decode()
+        self._tell({"type": "key", "number": self.number, "key": key, "value": text})
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, once it was told."""
+        self.wait([key])
+        return self._values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of these were told."""
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all of these were told.
+
+        Raises:
+            BrokenWireError: they were not in time, or the wire is given up.
+        """
+        seconds = self._timeout if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            while not self.check(keys):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise BrokenWireError(f"not all have come together within {seconds:g} s")
+                self._hear(left)

@@ -1,0 +1,101 @@
+"""What is left of `dist`: in a process that was forked, and of workers that came and went."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+
+from sync_core import Receiver, Sender
+from sync_core.testing.worker_groups import count_threads, eventually
+from sync_plugin_dist.lane import Lane
+from sync_plugin_dist.rendezvous import Rendezvous
+from sync_plugin_dist.wire import Wire
+
+pytestmark = pytest.mark.timeout(60)
+
+# A lock is held while it forks, as any other thread may do.
+_FORK = """
+import os, sys, threading, torch
+from sync_core import Receiver, Sender
+
+target = {"w": torch.zeros(4)}
+sender = Sender("dist", {"w": torch.ones(4)}, num_workers=1)
+receiver = Receiver(sender.address(0), target)
+
+def exchange():
+    pending = sender.send_async()
+    receiver.receive()
+    assert pending.wait().updated == (0,)
+
+def hold():
+    with sender._outlet.transport.publisher.changed:
+        held.set()
+        over.wait()
+
+exchange()
+held, over = threading.Event(), threading.Event()
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+children = []
+for act in (lambda: None, lambda: (receiver.close(), sender.close())):
+    children.append(os.fork())
+    if not children[-1]:
+        act()
+        sys.exit(7)
+over.set()
+thread.join()
+# An exit takes as long as torch does, which is seconds on a busy machine; a hang has no end.
+print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+target["w"].zero_()
+exchange()
+print(target["w"].sum().item())
+receiver.close()
+sender.close()
+"""
+
+
+def test_forked_children_end_and_harm_nobody() -> None:
+    script = [sys.executable, "-c", _FORK]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.stdout.split(), ended.stderr) == (["7", "7", "4.0"], "")
+
+
+@pytest.mark.parametrize("topology", ["p2p", "broadcast"])
+def test_workers_that_come_and_go_leave_nothing(topology: str) -> None:
+    weights = {"w": torch.ones(4)}
+    with Sender("dist", weights, num_workers=0, topology=topology) as sender:
+
+        def come_and_go() -> None:
+            worker_id = sender.add_worker()
+            with Receiver(sender.address(worker_id), {"w": torch.zeros(4)}) as receiver:
+                pending = sender.send_async(worker_ids=[worker_id])
+                receiver.receive()
+                assert pending.wait().updated == (worker_id,)
+                sender.remove_worker(worker_id)
+
+        come_and_go()
+        before = held()
+        for _ in range(10):
+            come_and_go()
+        assert eventually(lambda: no_more_than(before), 10), (before, held())
+        for _ in range(300):
+            sender.remove_worker(sender.add_worker())
+        assert no_more_than(before), (before, held())
+
+
+def no_more_than(before: tuple[int, ...]) -> bool:
+    return all(now <= then for now, then in zip(held(), before, strict=True))
+
+
+def held() -> tuple[int, ...]:
+    """How many there are of what a worker takes."""
+    gc.collect()
+    kinds = (Lane, Wire, Rendezvous)
+    objects = [sum(type(o) is kind for o in gc.get_objects()) for kind in kinds]
+    return *objects, count_threads(), psutil.Process().num_fds()

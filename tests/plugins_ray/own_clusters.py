@@ -1,0 +1,110 @@
+"""Groups and senders that begin and outlive clusters of their own; run by a test."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray import cloudpickle
+
+from sync_core import ClosedError, Sender, WorkerLostError
+from sync_plugin_ray.group import RayGroup
+
+CONFIG: dict[str, Any] = {"address": "local", "num_cpus": 2, "object_store_memory": 10**8}
+QUIET: dict[str, Any] = {"logging_level": "error", "include_dashboard": False}
+
+
+class Host:
+    """Without tensors, for which its process would have to import torch."""
+
+    def __init__(self, worker_id: int) -> None:
+        self.worker_id = worker_id
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.policy = torch.nn.Linear(2, 2)
+
+
+def shut_down_before_they_stop() -> None:
+    """Ray, which a group began, ends before the group and a sender do, and begins anew."""
+    group = RayGroup(Host, 2, ray_init_config=CONFIG)
+    say("workers", *pids(group))
+    call = group.call(0, lambda _: time.sleep(60))
+    actor: Any = ray.remote(Agent).options(num_cpus=0).remote()
+    sender = Sender("ray", torch.nn.Linear(2, 2), workers=[actor])
+    sender.send()
+    ray.shutdown()
+    with pytest.raises(WorkerLostError, match="Ray was shut down"):
+        call.result(10)
+    assert not group.alive(0)
+    uses: list[Callable[[], object]] = [
+        group.add,
+        lambda: group.call(0, Host.pid),
+        lambda: group.restart(0),
+        sender.send,
+    ]
+    closed = "Ray was shut down since this was made; make a new one"
+    for use in uses:
+        with pytest.raises(ClosedError, match=closed):
+            use()
+    group.stop()
+    assert not ray.is_initialized()
+    ray.init(**CONFIG, **QUIET)
+    with pytest.raises(ClosedError, match=closed):
+        sender.send()
+    sender.close()
+    assert ray.is_initialized()
+
+
+def shut_down_on_demand() -> None:
+    """Ray, which the user began, ends with a group only where that is asked for."""
+    with RayGroup(Host, 1, shutdown_ray=False) as group:
+        say("workers", *pids(group))
+    assert ray.is_initialized()
+    with RayGroup(Host, 1, shutdown_ray=True) as group:
+        say("workers", *pids(group))
+    assert not ray.is_initialized()
+
+
+def left_by_the_group() -> None:
+    """Ray, which a group began, ends with it, and not with a fork of this process."""
+    group = RayGroup(Host, 4, ray_init_config=CONFIG)
+    say("workers", *pids(group))
+    fork = os.fork()
+    if not fork:
+        del group
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(fork, 0)[1] == 0
+    time.sleep(1)
+    assert all(map(group.alive, group.worker_ids))
+    group.stop()
+    assert not ray.is_initialized()
+
+
+def pids(group: RayGroup) -> list[int]:
+    return [group.call(i, Host.pid).result() for i in group.worker_ids]
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    shut_down_before_they_stop()
+    shut_down_on_demand()
+    left_by_the_group()
+    say("done")
