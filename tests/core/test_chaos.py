@@ -89,3 +89,10 @@ def test_the_page_says_where_when_and_how(monkeypatch: pytest.MonkeyPatch) -> No
     assert f"{os.cpu_count()} cores" in page
     assert "| shm | none | 2 | 0 | 0 | 0 | 0 | 0 |" in page
     assert "| shm | copy | 2,000 | 0 | 0 | 3 | 0 |" in page
+
+
+def test_each_worker_holds_on_to_a_version_of_its_own() -> None:
+    faults = [("none", ()), ("raise in apply", (0,)), ("raise in apply", (0, 1)), ("none", ())]
+    with Runner("thread") as runner:
+        plan = Plan.make("three versions", "thread", "zero_copy", faults)
+        assert not runner.run(plan).complaints
