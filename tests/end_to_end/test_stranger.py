@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -12,6 +13,8 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+
+from sync_core.cli import main
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -24,6 +27,8 @@ PROJECTS = {
     "sync-plugin-file": ROOT / "docs/examples/sync-plugin-file",
     "sync-layer-fp8": ROOT / "docs/examples/sync-layer-fp8",
 }
+# What `sync-core new-plugin` is told to write.
+GENERATED = {"my-transport": (), "my-layer": ("--layer",), "my-workers": ("--workers",)}
 
 USE = """
 import sync_core, torch
@@ -84,11 +89,21 @@ class Stranger:
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of a plugin of each kind, as it is written."""
+    folders = {name: tmp_path_factory.mktemp("generated") / name for name in GENERATED}
+    for name, folder in folders.items():
+        main(["new-plugin", name, *GENERATED[name], "--directory", str(folder)])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory, generated: dict[str, Path]) -> dict[str, Path]:
     """The wheels of all distributions, built as an index would be given them."""
     folder = tmp_path_factory.mktemp("wheels")
+    folders = [*PROJECTS.values(), *generated.values()]
     pip = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "-w", str(folder), *map(str, PROJECTS.values())], check=True)
+    subprocess.run([*pip, "-w", str(folder), *map(str, folders)], check=True)
     return {path.name.split("-")[0].replace("_", "-"): path for path in folder.iterdir()}
 
 
@@ -98,7 +113,7 @@ def stranger(tmp_path: Path, wheels: dict[str, Path]) -> Stranger:
     return Stranger(tmp_path / "stranger", wheels)
 
 
-@pytest.mark.parametrize("distribution", PROJECTS)
+@pytest.mark.parametrize("distribution", [*PROJECTS, *GENERATED])
 def test_a_wheel_holds_the_package_and_nothing_else(
     wheels: dict[str, Path], distribution: str
 ) -> None:
@@ -153,3 +168,23 @@ def test_the_examples_conform(stranger: Stranger) -> None:
     out = stranger.run(*suite, "sync_core.testing.suite", *plugins, "-k", "not 5000 and not large")
     assert " passed" in out
     assert " failed" not in out
+
+
+def test_what_is_generated_is_found_and_its_tests_run(
+    stranger: Stranger, generated: dict[str, Path]
+) -> None:
+    stranger.install("sync-core", *GENERATED)
+    found = json.loads(stranger.run("sync-core", "list", "--json"))
+    assert {(plugin["name"], plugin["error"]) for plugin in found} == {
+        (name, None) for name in GENERATED
+    }
+    # Which the extra `test` of what is generated asks for, as its workers are processes.
+    stranger.install("sync-plugin-std")
+    settings = ("-p", "no:cacheprovider", "-c", str(generated["my-transport"] / "pyproject.toml"))
+    tests = [str(folder / "tests") for folder in generated.values()]
+    # All of them run in tests/core; here, some of each that do what users do.
+    some = ("-k", "every_bit or every_version or killed_between or comes_back or keyword")
+    out = stranger.run("python", "-m", "pytest", *settings, *tests, *some)
+    assert " failed" not in out
+    for name in GENERATED:
+        assert re.search(rf"test_{name.replace('-', '_')}\.py \.", out), out

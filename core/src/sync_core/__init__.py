@@ -39,6 +39,7 @@ from sync_core.errors import (
     WorkerTimeoutError,
 )
 from sync_core.hookspecs import hookimpl
+from sync_core.launching import LaunchedGroup, LaunchedWorker, Launcher
 from sync_core.layout import Layout
 from sync_core.membership import MembershipEvent
 from sync_core.notice import Notice
@@ -88,6 +89,9 @@ __all__ = [
     "CorruptionError",
     "Delivery",
     "HookResultError",
+    "LaunchedGroup",
+    "LaunchedWorker",
+    "Launcher",
     "Layout",
     "LayoutMismatchError",
     "MembershipEvent",

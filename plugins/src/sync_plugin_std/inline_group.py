@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
-from sync_plugin_std._local_group import LocalGroup
+from sync_core import LaunchedGroup, Launcher
 from sync_plugin_std._outcome import Failed, Outcome, Returned, attempt, name_of
 from sync_plugin_std._pending import settle
 
 
-class InlineGroup(LocalGroup["InlineWorker"]):
+class InlineGroup(LaunchedGroup["InlineWorker"]):
     """Objects that live in the caller's process and run in the caller's thread.
 
     For debugging, and for work too small to share out. `call` returns when the function has; the
@@ -31,15 +31,25 @@ class InlineGroup(LocalGroup["InlineWorker"]):
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"restart", "add"})
 
-    def _launch(self, worker_ids: Sequence[int]) -> Iterator[InlineWorker]:
+    def __init__(
+        self, factory: Callable[[int], Any], num_workers: int, *, timeout: float = 60.0
+    ) -> None:
+        super().__init__(_InlineLauncher(factory), num_workers, timeout=timeout)
+
+
+class _InlineLauncher(Launcher["InlineWorker"]):
+    def __init__(self, factory: Callable[[int], Any]) -> None:
+        self._factory = factory
+
+    def launch(self, worker_ids: Sequence[int]) -> Iterator[InlineWorker]:
         for worker_id in worker_ids:
             worker = InlineWorker(worker_id, self._factory)
             # Nothing is gained by making the other objects once one could not be made.
             worker.ready.result()
             yield worker
 
-    @staticmethod
-    def _end(workers: Collection[InlineWorker], timeout: float) -> None:  # noqa: ARG004 - nothing to wait for
+    def end(self, workers: Collection[InlineWorker], timeout: float) -> None:
+        del timeout
         for worker in workers:
             worker.end()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
-from sync_core import RemoteCallError
+from sync_core import LaunchedGroup, Launcher, RemoteCallError
 from sync_plugin_std._child import Child
-from sync_plugin_std._local_group import LocalGroup
 from sync_plugin_std._outcome import name_of
 from sync_plugin_std._pickling import dumps_copy
 
@@ -19,7 +19,7 @@ _ASKING = 5.0
 _TERMINATING = 2.0
 
 
-class ProcessGroup(LocalGroup[Child]):
+class ProcessGroup(LaunchedGroup[Child]):
     """Objects in processes of their own, which have run nothing else: safe with CUDA and threads.
 
     The caller's ``__main__`` is not run again in the workers: scripts without a main guard,
@@ -55,10 +55,17 @@ class ProcessGroup(LocalGroup[Child]):
         timeout: float = 60.0,
         torch_threads: int | None = None,
     ) -> None:
-        self._torch_threads = torch_threads
-        super().__init__(factory, num_workers, timeout=timeout)
+        launcher = _ProcessLauncher(factory, torch_threads)
+        super().__init__(launcher, num_workers, timeout=timeout)
 
-    def _launch(self, worker_ids: Sequence[int]) -> Iterator[Child]:
+
+class _ProcessLauncher(Launcher[Child]):
+    def __init__(self, factory: Callable[[int], Any], torch_threads: int | None) -> None:
+        self._factory = factory
+        self._torch_threads = torch_threads
+        self._running: weakref.WeakValueDictionary[int, Child] = weakref.WeakValueDictionary()
+
+    def launch(self, worker_ids: Sequence[int]) -> Iterator[Child]:
         name = name_of(self._factory)
         try:
             factory = dumps_copy((self._factory, (), {}))
@@ -67,13 +74,12 @@ class ProcessGroup(LocalGroup[Child]):
             raise RemoteCallError(worker_ids[0], message) from error
         threads = self._torch_threads
         if threads is None:
-            workers = {*self._workers, *worker_ids}
-            threads = max(1, _cores() // max(1, len(workers)))
+            threads = max(1, _cores() // max(1, len({*self._running, *worker_ids})))
         for worker_id in worker_ids:
-            yield Child(worker_id, name, factory, threads)
+            self._running[worker_id] = child = Child(worker_id, name, factory, threads)
+            yield child
 
-    @staticmethod
-    def _end(workers: Collection[Child], timeout: float) -> None:
+    def end(self, workers: Collection[Child], timeout: float) -> None:
         begin = time.monotonic()
         terminate_at = begin + min(timeout / 2, _ASKING)
         kill_at = terminate_at + min(timeout / 4, _TERMINATING)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
-from sync_plugin_std._local_group import LocalGroup
+from sync_core import LaunchedGroup, Launcher
 from sync_plugin_std._outcome import Failed, Returned, attempt, name_of
 from sync_plugin_std._pending import PendingCalls
 
 
-class ThreadGroup(LocalGroup["ThreadWorker"]):
+class ThreadGroup(LaunchedGroup["ThreadWorker"]):
     """Objects that live in this process, each run by a thread of its own.
 
     For environments that wait or compute outside the interpreter lock, and for models too big to
@@ -38,12 +38,21 @@ class ThreadGroup(LocalGroup["ThreadWorker"]):
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"parallel", "restart", "add"})
 
-    def _launch(self, worker_ids: Sequence[int]) -> Iterator[ThreadWorker]:
+    def __init__(
+        self, factory: Callable[[int], Any], num_workers: int, *, timeout: float = 60.0
+    ) -> None:
+        super().__init__(_ThreadLauncher(factory), num_workers, timeout=timeout)
+
+
+class _ThreadLauncher(Launcher["ThreadWorker"]):
+    def __init__(self, factory: Callable[[int], Any]) -> None:
+        self._factory = factory
+
+    def launch(self, worker_ids: Sequence[int]) -> Iterator[ThreadWorker]:
         for worker_id in worker_ids:
             yield ThreadWorker(worker_id, self._factory)
 
-    @staticmethod
-    def _end(workers: Collection[ThreadWorker], timeout: float) -> None:
+    def end(self, workers: Collection[ThreadWorker], timeout: float) -> None:
         deadline = time.monotonic() + timeout
         for worker in workers:
             worker.ask_to_end()

@@ -59,23 +59,23 @@ class Cluster:
         if not self.connected:
             raise ClosedError("Ray was shut down since this was made; make a new one")
 
-    def leave(self, *, shutdown: bool = False) -> None:
-        """Use the cluster no longer; doing so again does nothing.
-
-        Args:
-            shutdown: call `ray.shutdown` even where it was not begun here, or others use it.
-        """
+    def leave(self) -> None:
+        """Use the cluster no longer; doing so again does nothing."""
         with _lock:
             if self._left:
                 return
             self._left = True
-            last = False
-            if self._session in _users:
-                _users[self._session] -= 1
-                last = _users[self._session] == 0
-            if last:
+            if self._session not in _users:
+                return
+            _users[self._session] -= 1
+            if not _users[self._session]:
                 del _users[self._session]
-            if (last or shutdown) and self.connected:
+                self.shut_down()
+
+    def shut_down(self) -> None:
+        """Call `ray.shutdown`, even where Ray was not begun here, or others use it."""
+        with _lock:
+            if self.connected:
                 ray.shutdown()
 
 

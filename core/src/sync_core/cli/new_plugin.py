@@ -25,6 +25,7 @@ class _Kind:
     group: str
     called: str
     summary: str
+    leeway: str
     usage: str
 
 
@@ -33,6 +34,7 @@ _SCHEME = _Kind(
     registry.SCHEMES,
     "scheme",
     "The scheme `$name` of sync-core: weights go through files in a directory.",
+    "what `capabilities` does not declare is skipped",
     'import sync_core\n\nsender = sync_core.Sender("$name", policy, num_workers=4)',
 )
 _LAYER = _Kind(
@@ -40,6 +42,7 @@ _LAYER = _Kind(
     registry.LAYERS,
     "layer",
     "The layer `$name` of sync-core: double precision travels as single precision.",
+    "`tolerance` there says how much it may lose",
     'import sync_core\n\nsender = sync_core.Sender("shm", policy, num_workers=4, layers=["$name"])',
 )
 _WORKERS = _Kind(
@@ -47,6 +50,7 @@ _WORKERS = _Kind(
     registry.WORKERS,
     "worker group",
     "The worker group `$name` of sync-core: workers in the caller's thread.",
+    "what `capabilities` does not declare is skipped",
     "import sync_core\n\n"
     'collector = sync_core.Collector(make_env, policy, scheme="thread", workers="$name", …)',
 )
@@ -109,6 +113,7 @@ def write_plugin(name: str, kind: str = "scheme", directory: Path | None = None)
         "package": package,
         "class_name": "".join(part.capitalize() for part in name.split("-")),
         "group": chosen.group,
+        "leeway": chosen.leeway,
         "kind": chosen.called,
         "core_requirement": promised_to(sync_core.__version__),
     }
@@ -153,6 +158,6 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     folder = write_plugin(arguments.name, arguments.kind.folder, arguments.directory)
     sys.stdout.write(
         f"{folder} is written, and conforms as it is:\n"
-        f"  cd {folder}\n  pip install -e .[test]\n  pytest\n"
+        f'  cd {folder}\n  pip install -e ".[test]"\n  pytest\n'
     )
     return 0

@@ -16,6 +16,12 @@ from sync_core.testing.chaos.runner import Runner
 _SEED = int(os.environ.get("CHAOS_SEED", "0"))
 
 
+class _Runners(dict[str, Runner]):
+    def __missing__(self, subject: str) -> Runner:
+        self[subject] = Runner(subject)
+        return self[subject]
+
+
 @pytest.mark.timeout(120)
 class ChaosConformance(Conformance):
     """Inherit and set `counts`.
@@ -41,14 +47,12 @@ class ChaosConformance(Conformance):
     @classmethod
     def runners(cls) -> Iterator[dict[str, Runner]]:
         """One for each scheme, made when it is first needed."""
-        made: dict[str, Runner] = {}
+        made = _Runners()
         yield made
         for runner in made.values():
             runner.close()
 
     def test_as_documented(self, case: Case, runners: dict[str, Runner]) -> None:
         """A good send, one with the fault, and another good one."""
-        if case.subject not in runners:
-            runners[case.subject] = Runner(case.subject)
         outcome = runners[case.subject].run(Plan.of(case))
         assert outcome.ok, (f"CHAOS_SEED={_SEED}", *outcome.complaints)
