@@ -169,6 +169,7 @@ def test_a_killed_actor_is_noticed_long_before_the_deadline() -> None:
         with pytest.raises(SendError) as caught:
             sender.send()
         assert isinstance(caught.value.report.failed[0].error, WorkerLostError)
+        assert f"its actor, which was process {pid}, is gone" in str(caught.value)
         assert caught.value.report.seconds < 30
 
 
@@ -240,7 +241,7 @@ def eventually(condition: Any, seconds: float = 20.0) -> bool:
 def test_updates_of_the_mailbox_may_come_in_any_order() -> None:
     async def newest() -> Any:
         mailbox = Mailbox("token", {0: None})
-        await mailbox.join("token", 0, "reader", None)
+        await mailbox.join("token", 0, "reader", None, 0)
         for version in (2, 3, 1):
             await mailbox.update(version, {0: Offer(version, "", [])})
         return await mailbox.take(0, "reader", 0, 0.1)

@@ -41,6 +41,7 @@ class Event:
         version: the version that it speaks of.
         answer: what it answered, as `sync_core.Answer.to_message` gives it.
         actor: the handle of the actor that it runs in, if it runs in one.
+        pid: its process.
         data: what was published of it, and is lost.
     """
 
@@ -49,6 +50,7 @@ class Event:
     version: int = 0
     answer: Mapping[str, Any] | None = None
     actor: Any = None
+    pid: int = 0
     data: Any = None
 
 
@@ -90,14 +92,16 @@ class Mailbox:
             events.append(self._events.get_nowait())
         return events
 
-    async def join(self, token: str, worker_id: int, reader: str, actor: Any) -> Gone | None:
+    async def join(
+        self, token: str, worker_id: int, reader: str, actor: Any, pid: int
+    ) -> Gone | None:
         """A receiver takes a worker's place; whoever had it before is gone."""
         if not hmac.compare_digest(token.encode(), self._token.encode()):
             return Gone("it does not know this receiver's token")
         if worker_id not in self._offers:
             return Gone(f"it has no worker {worker_id} any more")
         self._readers[worker_id] = reader
-        self._events.put_nowait(Event("joined", worker_id, actor=actor))
+        self._events.put_nowait(Event("joined", worker_id, actor=actor, pid=pid))
         await self._wake()
         return None
 

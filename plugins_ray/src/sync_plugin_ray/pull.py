@@ -39,6 +39,7 @@ class _Worker:
     delivery: Delivery | None = None
     since: float = 0.0
     actor: Any = None
+    pid: int = 0
     probed: bool = False
 
 
@@ -208,7 +209,7 @@ class PullSender(SenderTransport):
             if worker is None:
                 return
             if event.kind == "joined":
-                worker.actor, worker.probed = event.actor, False
+                worker.actor, worker.pid, worker.probed = event.actor, event.pid, False
                 self._notify(event.worker_id, Notice("connected"))
             delivery = worker.delivery
             publication = worker.wanted
@@ -268,7 +269,8 @@ class PullSender(SenderTransport):
         if isinstance(error, ray.exceptions.ActorUnavailableError):
             return  # Ray restarts it; whether it will receive, the deadline tells
         if error is not None and worker.delivery is not None:
-            message = f"its actor is gone: {str(error).strip().splitlines()[0]}"
+            reason = str(error).strip().splitlines()[0]
+            message = f"its actor, which was process {worker.pid}, is gone: {reason}"
             worker.delivery.fail(WorkerLostError(worker_id, message))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from typing import Any
@@ -44,7 +45,7 @@ class MailboxReceiver(ReceiverTransport):
         self._cluster = Cluster()
         try:
             join = self._mailbox.join.remote(
-                context.token, context.worker_id, self._reader, _this_actor()
+                context.token, context.worker_id, self._reader, _this_actor(), os.getpid()
             )
             refusal = self._get(join, context.timeout)
             if refusal is not None:
