@@ -127,6 +127,8 @@ def hunt(
             subject.scheme, model, num_workers=_WORKERS, zero_copy=zero_copy, **subject.options
         ) as sender:
             pids = [pool.call(i, connect, sender.address(i)) for i in range(_WORKERS)]
+            # Else a short hunt may be over before there is anything to read.
+            _publish(sender, model)
             while total.reads < reads or (kills is not None and total.killed < _KILLS):
                 seconds = 20.0 if kills is None else kills
                 # A reader that is to be killed must not have done its share before.
