@@ -32,7 +32,7 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports
 
 tests: $(INSTALLED)
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak/soak.py $(ARGS)

@@ -168,13 +168,16 @@ class DeliveryCases(SchemeCases):
         workers = start(make_policy(), 1)
         assert workers.receive(0, timeout=0.0) is None
 
-        def look_often(worker: Worker) -> float:
-            begin = time.perf_counter()
-            for _ in range(200):
+        def look_often(worker: Worker) -> list[float]:
+            looks = []
+            for _ in range(100):
+                begin = time.perf_counter()
                 worker.receive(0.0)
-            return time.perf_counter() - begin
+                looks.append(time.perf_counter() - begin)
+            return looks
 
-        assert workers.pool.call(0, look_often) < 1.0
+        # Those that nothing else on the machine has held up.
+        assert sorted(workers.pool.call(0, look_often))[10] < 0.005
 
     def test_waiting_for_news_ends_in_time(self, start: Start) -> None:
         workers = start(make_policy(), 1)
