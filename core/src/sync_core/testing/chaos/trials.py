@@ -151,9 +151,7 @@ TRIALS: Mapping[str, Trial] = MappingProxyType(
         "raise in skip": Trial(hook="skip_update", fate="old", sends=False),
         "raise in apply": Trial(hook="apply_weights", error=ApplyError, fate="old"),
         # A layer that raises after the weights were written takes nothing back.
-        "raise after apply": Trial(
-            hook="apply_weights", late=True, error=ApplyError, fate="old or new"
-        ),
+        "raise after apply": Trial(hook="apply_weights", late=True, error=ApplyError, fate="new"),
         "fork in transfer": Trial(faults=_at("transfer", "fork", 0.5)),
         "exec in transfer": Trial(faults=_at("transfer", "exec", 0.5)),
         "no descriptors in the trainer": Trial(squeeze="trainer"),
