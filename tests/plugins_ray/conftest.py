@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -20,6 +23,27 @@ def one_ray() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def run_script() -> Callable[[str, float], list[str]]:
+    """Run a script of this folder in a process of its own, and give the lines that it prints.
+
+    A process has one Ray, and the tests share theirs.
+    """
+
+    def run(name: str, timeout: float) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name(name))],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run
 
 
 @pytest.hookimpl(trylast=True)

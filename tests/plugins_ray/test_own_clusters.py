@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,9 @@ from sync_core.testing.worker_groups import eventually
 
 
 @pytest.mark.timeout(180)
-def test_clusters_of_their_own() -> None:
-    # A process has one Ray, and the other tests of this session share theirs.
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("own_clusters.py"))],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_clusters_of_their_own(run_script: Callable[[str, float], list[str]]) -> None:
     # Ray may have a line to say about those that it lost.
-    said = [line.split() for line in done.stdout.splitlines()]
+    said = [line.split() for line in run_script("own_clusters.py", 170)]
     assert said[-1] == ["done"]
     pids = [int(pid) for kind, *numbers in said if kind == "workers" for pid in numbers]
     assert len(pids) == 8
