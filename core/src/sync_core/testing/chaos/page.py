@@ -46,7 +46,8 @@ def _made(outcomes: Sequence[Outcome]) -> str:
     return (
         f"Made{when} by `{_command(sys.argv[1:])}` on {_processor()}, {os.cpu_count()} cores, "
         f"{gib:.0f} GiB, {platform.system()} {platform.release()}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}."
+        f"{platform.python_version()}, torch {torch.__version__}. The command is that of the last "
+        "run, which went on with what those before it had done."
     )
 
 
