@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sync_core import commit
 from sync_core.compare import check_match
+from sync_core.copying import copy
 from sync_core.errors import ModelError
 from sync_core.extra_state import is_extra_state
 from sync_core.extract import Strategy, check_strategy
@@ -169,7 +170,7 @@ class Binding:
         return self._flat.write(self._find(), update.body)
 
     def _write_whole(self, update: Update) -> None:
-        commit.copy(self._travelling(), update.tensors)
+        copy(self._travelling(), update.tensors)
         if update.body is not None and not self._tried_flat:
             self._tried_flat = True
             prefixes = self._module_prefixes()
@@ -218,4 +219,4 @@ def _check_memory(named: Mapping[str, Tensor]) -> None:
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     pairs = list(pairs)
-    commit.copy([mine for mine, _ in pairs], [new for _, new in pairs])
+    copy([mine for mine, _ in pairs], [new for _, new in pairs])

@@ -17,13 +17,6 @@ from sync_core.extract import non_persistent_buffers
 Modules = Sequence[tuple[str, nn.Module]]
 
 
-def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy every source into its target, in one fused copy."""
-    if targets:
-        with torch.no_grad():
-            torch._foreach_copy_(list(targets), list(sources))
-
-
 def own_memory(named: Mapping[str, Tensor], lent: Sequence[Tensor]) -> None:
     """Give every tensor that views the memory of ``lent`` a copy of its own."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in lent}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from sync_core.block import Block, tensors_of
-from sync_core.commit import copy
+from sync_core.copying import copy
 from sync_core.layout import Layout
 from sync_core.stopwatch import Stopwatch
 
@@ -59,7 +59,7 @@ class Payload:
         return self.layout.nbytes
 
     def pack(self, block: Block, positions: Sequence[int] | None = None) -> None:
-        """Copy header and tensors into a block, in one fused copy.
+        """Copy header and tensors into a block.
 
         Args:
             block: what is written to.

@@ -1,0 +1,90 @@
+"""Copies of tensors: every kind arrives, autograd hears of it, and torch's threads rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sync_core.copying import copy
+
+_DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64]
+
+_SCRIPT = """
+import os, torch
+from sync_core.copying import copy
+torch.set_num_threads(4)
+targets, sources = ([torch.frombuffer(bytearray(400_000), dtype=torch.float32)] for _ in "ts")
+before = len(os.listdir("/proc/self/task"))
+copy(targets, sources)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.to(torch.complex64), right.to(torch.complex64))
+
+
+def some(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(0, 2, (numel,)).to(dtype)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([1, 3, 32_767, 32_768, 50_000]),
+            st.sampled_from(_DTYPES),
+            st.booleans(),
+        ),
+        max_size=4,
+    )
+)
+def test_every_kind_arrives(kinds: list[tuple[int, torch.dtype, bool]]) -> None:
+    sources = [some(2 * n, dtype)[::2] if apart else some(n, dtype) for n, dtype, apart in kinds]
+    targets = [torch.zeros_like(source, dtype=source.dtype) for source in sources]
+    copy(targets, sources)
+    assert all(map(same, targets, sources))
+
+
+@pytest.mark.parametrize("source", [torch.ones(40_000, dtype=torch.int32), torch.ones(1)])
+def test_what_is_not_the_same_bytes_is_converted(source: Tensor) -> None:
+    target = torch.zeros(40_000)
+    copy([target], [source])
+    assert target.sum() == 40_000
+
+
+def test_a_conjugate_is_resolved() -> None:
+    source = torch.full((40_000,), 1 + 1j).conj()
+    target = torch.zeros(40_000, dtype=torch.complex64)
+    copy([target], [source])
+    assert bool((target == 1 - 1j).all())
+
+
+def test_much_is_shared_with_a_second_thread() -> None:
+    sources = [torch.rand(5_000_000), torch.rand(100_000), torch.rand(7)]
+    targets = [torch.zeros_like(source) for source in sources]
+    copy(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+
+
+def test_autograd_hears_of_it() -> None:
+    weight = torch.ones(40_000, requires_grad=True)
+    loss = (weight * weight).sum()
+    copy([weight], [torch.zeros(40_000)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
+@pytest.mark.timeout(60)
+def test_no_thread_of_torch_is_waited_for() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], check=True, capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout == "0\n"
