@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -26,7 +29,67 @@ from sync_plugin_std import with_pipe
 pytestmark = pytest.mark.timeout(90)
 
 
-class TestThread(SchemeConformance):
+def mapped_memory() -> set[str]:
+    """The shared memory of ours that this process maps."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in maps if "memfd:sync-core" in line}
+
+
+class KeepsVersions(SchemeConformance):
+    """Of schemes that keep a version for as long as somebody reads it."""
+
+    # Pieces of shared memory in the end.
+    mapped = 0
+
+    @pytest.mark.parametrize("views", [True, False], ids=["zero_copy", "stuck"])
+    def test_workers_that_fail_at_different_versions(self, views: bool) -> None:
+        policy, models = make_policy(), [make_policy() for _ in range(3)]
+        before = mapped_memory()
+        with (
+            self.sender(policy, 3, zero_copy=views, timeout=2.0) as sender,
+            ExitStack() as stack,
+        ):
+            slots = sender._outlet.transport._publisher.slots  # type: ignore[union-attr]
+            receivers = [
+                stack.enter_context(Receiver(sender.address(i), model))
+                for i, model in enumerate(models)
+            ]
+
+            def send(value: float, to: Sequence[Receiver]) -> None:
+                fill(policy, value)
+                pending = sender.send_async()
+                for receiver in to:
+                    assert receiver.receive() == value
+                if len(to) == 3:
+                    assert pending.wait().updated == (0, 1, 2)
+                else:
+                    with pytest.raises(SendError):
+                        pending.wait(0)
+
+            for version in (1, 2, 3):
+                if views:
+                    send(version, receivers[version - 1 :])
+                else:
+                    send(version, ())
+                    receivers[version - 1].stage()
+            assert len(slots) == 3
+            send(4, ())
+            send(5, ())
+            if views:
+                values = [model.state_dict()["0.bias"].unique().item() for model in models]
+                assert values == [1, 2, 3]
+            assert len(slots) == 4
+            send(6, receivers)
+            assert len(slots) == 3
+            send(7, receivers)
+            assert all((p == 7).all() for model in models for p in model.parameters())
+            for receiver in receivers:
+                assert receiver.receive(0) is None
+            gc.collect()
+            assert len(mapped_memory() - before) == self.mapped
+
+
+class TestThread(KeepsVersions):
     scheme = "thread"
 
     def test_weights_found_by_a_path_in_a_context(self) -> None:
@@ -48,8 +111,11 @@ class TestThread(SchemeConformance):
             receiver.close()
 
 
-class SharedMemoryCases(SchemeConformance):
+class SharedMemoryCases(KeepsVersions):
     """Of schemes whose slots lie in shared memory."""
+
+    # The board and three slots.
+    mapped = 4
 
     def test_no_header_is_read_of_a_layout_that_is_known(
         self, monkeypatch: pytest.MonkeyPatch
