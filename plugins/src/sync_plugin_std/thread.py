@@ -123,6 +123,7 @@ class ThreadReceiver(ReceiverTransport):
             if publisher.closed:
                 raise SenderLostError("the sender was closed")
             slot = publisher.lend(self._worker_id, self._seen, self, self._name)
+        since = time.perf_counter()
         assert slot is not None
         self._seen = slot.version
         self._held.add(slot.index)
@@ -131,6 +132,7 @@ class ThreadReceiver(ReceiverTransport):
             slot.version,
             digest=slot.digest,
             release=partial(self._release, slot.index),
+            since=since,
         )
 
     def acknowledge(self, answer: Answer) -> None:
