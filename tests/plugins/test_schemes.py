@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import pickle
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from sync_core import (
     AddressError,
+    Block,
     CapacityError,
     Layout,
     OptionError,
@@ -33,6 +35,10 @@ def mapped_memory() -> set[str]:
     """The shared memory of ours that this process maps."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {line.split()[4] for line in maps if "memfd:sync-core" in line}
+
+
+def refuse_memory(nbytes: int) -> Block:
+    raise CapacityError(f"{nbytes} bytes are too many")
 
 
 class KeepsVersions(SchemeConformance):
@@ -91,6 +97,26 @@ class KeepsVersions(SchemeConformance):
 
 class TestThread(KeepsVersions):
     scheme = "thread"
+
+    def test_where_there_is_no_memory_for_one_more_version(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        policy, models = make_policy(1.0), [make_policy() for _ in range(3)]
+        with self.sender(policy, 3, timeout=0.5) as sender, ExitStack() as stack:
+            for worker_id, model in enumerate(models):
+                receiver = stack.enter_context(Receiver(sender.address(worker_id), model))
+                with pytest.raises(SendError):
+                    sender.send_async().wait(0)
+                receiver.stage()
+            publisher = sender._outlet.transport._publisher  # type: ignore[union-attr]
+            monkeypatch.setattr(publisher, "_allocate", refuse_memory)
+            with pytest.raises(CapacityError, match=r"worker 2 read all 3 .* no more can be made"):
+                sender.send_async()
+            letting_go = threading.Timer(0.2, receiver.close)
+            letting_go.start()
+            with pytest.raises(SendError):
+                sender.send_async().wait(0)
+            letting_go.join()
 
     def test_weights_found_by_a_path_in_a_context(self) -> None:
         class Trainer:

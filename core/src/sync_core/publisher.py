@@ -253,16 +253,16 @@ class Publisher:
                 if slot is None:
                     self._revoke()
                     slot = self._free_slot(nbytes)
-                waited, patience = time.monotonic() - started, self._timeout
-                if slot is None and len(self.slots) < self._most():
-                    patience = self._patience
-                    if waited >= patience:
-                        slot = self._add_slot(nbytes)
+                waited = time.monotonic() - started
+                patient = waited < self._patience
+                if slot is None and not patient:
+                    slot = self._one_more(nbytes)
                 if slot is not None:
                     slot.version, self._reserved = 0, slot
                     return slot
-                if not self.changed.wait(patience - waited) and patience == self._timeout:
+                if waited > self._timeout:
                     raise CapacityError(self._all_taken())
+                self.changed.wait((self._patience if patient else self._timeout) - waited)
 
     def _free_slot(self, nbytes: int) -> Slot | None:
         free = [slot for slot in self.slots if not slot.readers]
@@ -287,6 +287,16 @@ class Publisher:
         wanted = {place.wanted for place in self._places.values()}
         wanted |= {self._newest_for_all, self._reserved}
         return [slot for slot in self.slots if not slot.readers and slot not in wanted]
+
+    def _one_more(self, nbytes: int) -> Slot | None:
+        """A slot beyond the usual, where there may be one, and there is memory for it."""
+        if len(self.slots) >= self._most():
+            return None
+        try:
+            return self._add_slot(nbytes)
+        except CapacityError:
+            # Somebody may still let go of one.
+            return None
 
     def _most(self) -> int:
         """How many slots there may be at a time."""
@@ -317,7 +327,10 @@ class Publisher:
 
     def _all_taken(self) -> str:
         readers = sorted({name for slot in self.slots for name in slot.readers.values()})
+        remedy = (
+            "no more can be made; " if self._limit is None else "give the scheme more slots=, or "
+        )
         return (
             f"no slot became free within {self._timeout:g} s: {', '.join(readers)} read all "
-            f"{len(self.slots)} of them; give the scheme more slots=, or let them call receive()"
+            f"{len(self.slots)} of them; {remedy}let them call receive()"
         )
