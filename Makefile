@@ -35,13 +35,13 @@ tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 soak: $(INSTALLED)
-	$(BIN)/python tests/soak/soak.py $(ARGS)
+	$(BIN)/python tests/chaos/guard.py tests/soak/soak.py $(ARGS)
 
 chaos: $(INSTALLED)
-	$(BIN)/python tests/chaos/chaos.py $(ARGS)
+	$(BIN)/python tests/chaos/guard.py tests/chaos/chaos.py $(ARGS)
 
 long-life: $(INSTALLED)
-	$(BIN)/python tests/chaos/long_life.py $(ARGS)
+	$(BIN)/python tests/chaos/guard.py tests/chaos/long_life.py $(ARGS)
 
 demo: $(INSTALLED)
 	$(BIN)/python docs/examples/cartpole.py --scheme $(SCHEME) --workers $(WORKERS)

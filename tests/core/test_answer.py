@@ -26,7 +26,16 @@ from sync_core import (
 
 
 def test_an_answer_comes_through_json_as_it_was() -> None:
-    answer = Answer(version=7, stage_seconds=0.1, commit_seconds=0.2, pause_seconds=0.3, digest="a")
+    answer = Answer(
+        version=7,
+        stage_seconds=0.1,
+        commit_seconds=0.2,
+        pause_seconds=0.3,
+        known_at=10.5,
+        answered_at=10.75,
+        clock="b",
+        digest="a",
+    )
     assert Answer.from_message(json.loads(json.dumps(answer.to_message()))) == answer
 
 
@@ -50,6 +59,9 @@ def test_what_a_newer_worker_tells_besides_is_left_out() -> None:
         {"pause_seconds": math.inf},
         {"commit_seconds": "fast"},
         {"digest": 5},
+        {"known_at": "noon"},
+        {"answered_at": math.nan},
+        {"clock": 5},
     ],
 )
 def test_what_is_no_answer_says_what_is_wrong(wrong: dict[str, Any]) -> None:

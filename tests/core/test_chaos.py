@@ -9,13 +9,23 @@ from typing import Any
 
 import pytest
 
-from sync_core import Receiver, Sender
+from sync_core import (
+    ApplyError,
+    Receiver,
+    Sender,
+    SendReport,
+    WorkerError,
+    WorkerResult,
+    WorkerTimeoutError,
+)
 from sync_core.testing.chaos import Case, Outcome, Runner
+from sync_core.testing.chaos.ledger import Ledger
 from sync_core.testing.chaos.page import page_of
-from sync_core.testing.chaos.plan import Plan
+from sync_core.testing.chaos.plan import Plan, Round
 from sync_core.testing.chaos.resources import Resources
 from sync_core.testing.chaos.torn import make_model, read
 from sync_core.testing.chaos.worker import fill
+from sync_core.testing.faults import InjectedFaultError
 from sync_core.testing.schemes.pool import Pool
 from sync_core.testing.schemes.worker import Worker
 from sync_plugin_std.thread_group import ThreadGroup
@@ -65,6 +75,17 @@ def test_a_version_older_than_the_one_before_is_noticed() -> None:
         # Until the sender closes.
         assert read(worker, 60.0, sys.maxsize).backwards == 2
         sent.result()
+
+
+@pytest.mark.parametrize("error", [WorkerTimeoutError(0, "silent"), ApplyError(0, "refused")])
+def test_what_a_silent_worker_was_offered_it_may_take_up_later(error: WorkerError) -> None:
+    ledger, silent = Ledger(), isinstance(error, WorkerTimeoutError)
+    ledger.round = Round(1, "no descriptors in workers", (0,))
+    report = SendReport(1, 0.1, {0: WorkerResult(None, 0.1, 0, error)})
+    ledger.compare(report, None, {0: [0.0]})
+    ledger.round = Round(2, "raise in send", (0,))
+    ledger.compare_nothing_sent(InjectedFaultError("no"), {0: [1.0]})
+    assert (not ledger.complaints) is silent
 
 
 def test_garbage_is_no_leak() -> None:

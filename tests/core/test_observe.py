@@ -7,12 +7,24 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-from sync_core import ApplyContext, Receiver, SendContext, Sender, SendError, SendReport, hookimpl
+from sync_core import (
+    Answer,
+    ApplyContext,
+    Receiver,
+    SendContext,
+    Sender,
+    SendError,
+    SendReport,
+    hookimpl,
+)
+from sync_core.clock import clock_id
+from sync_core.testing.faults import Fault, Faulty
 
 
 class Slow:
@@ -49,14 +61,70 @@ def test_the_phases_are_told_apart_and_add_up(scheme: str) -> None:
     assert 0 < report.pack_seconds < report.seconds
     assert result.commit_seconds >= 0.03
     assert result.pause_seconds >= result.commit_seconds + 0.04
-    parts = (
-        report.prepare_seconds
-        + report.publish_seconds
-        + result.stage_seconds
-        + result.commit_seconds
-        + result.acknowledge_seconds
-    )
-    assert parts == pytest.approx(result.seconds)
+    assert result.deliver_seconds is not None
+    published = report.prepare_seconds + report.publish_seconds
+    in_worker = result.stage_seconds + result.pause_seconds
+    parts = published + result.deliver_seconds + in_worker + result.acknowledge_seconds
+    # The time between staging and commit is nobody's, and `dist` stages what is being published.
+    assert parts == pytest.approx(result.seconds, abs=0.5)
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm", "dist"])
+def test_with_another_clock_what_follows_the_publication_is_one_figure(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sync_core.receiver.clock_id", lambda: "that of another host")
+    with Sender(scheme, nn.Linear(2, 2), num_workers=1) as sender:
+        receiver = Receiver(
+            sender.address(0), nn.Linear(2, 2), on_commit=lambda _version: time.sleep(0.04)
+        )
+        report = send_and_receive(sender, receiver)
+    result = report.workers[0]
+    assert result.deliver_seconds is None
+    assert result.acknowledge_seconds >= 0.04
+    published = report.prepare_seconds + report.publish_seconds
+    in_worker = result.stage_seconds + result.commit_seconds
+    assert published + in_worker + result.acknowledge_seconds == pytest.approx(result.seconds)
+
+
+@pytest.mark.parametrize("hours", [-1000, 1000])
+def test_a_clock_of_the_same_name_that_tells_another_time(
+    hours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Answer.to_message
+
+    def ahead(answer: Answer) -> dict[str, Any]:
+        message = honest(answer)
+        for name in ("known_at", "answered_at"):
+            message[name] = max(0.0, message[name] + hours * 3600)
+        return message
+
+    monkeypatch.setattr(Answer, "to_message", ahead)
+    with Sender("shm", nn.Linear(2, 2), num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+        assert send_and_receive(sender, receiver).workers[0].deliver_seconds is None
+
+
+@pytest.mark.timeout(60)
+def test_the_worker_is_late_or_its_answer_is() -> None:
+    late = Fault(action="delay", point="acknowledge", version=2, seconds=0.2)
+    with Sender(Faulty("shm", late), nn.Linear(2, 2), num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+        pending = sender.send_async()
+        time.sleep(0.2)
+        receiver.receive()
+        asked_late = pending.wait().workers[0]
+        answered_late = send_and_receive(sender, receiver).workers[0]
+    assert (asked_late.deliver_seconds or 0) >= 0.2 > asked_late.acknowledge_seconds
+    assert answered_late.acknowledge_seconds >= 0.2 > (answered_late.deliver_seconds or 0)
+
+
+def test_a_process_knows_its_clock_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = "from sync_core.clock import clock_id; print(clock_id())"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert printed.stdout.decode().strip() == str(clock_id())
+    monkeypatch.setattr("sync_core.clock._BOOT", tmp_path / "no such file")
+    assert clock_id.__wrapped__() is None
 
 
 def test_waiting_is_no_pause() -> None:
@@ -67,7 +135,7 @@ def test_waiting_is_no_pause() -> None:
         receiver.receive()
         result = pending.wait().workers[0]
     assert result.pause_seconds < 0.1
-    assert result.acknowledge_seconds >= 0.2
+    assert (result.deliver_seconds or 0) >= 0.2
 
 
 def test_a_send_is_one_line_of_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -82,6 +150,7 @@ def test_a_send_is_one_line_of_log(caplog: pytest.LogCaptureFixture) -> None:
         assert "send scheme=thread model_id=policy version=2 workers=1 updated=1" in record.message
         assert record.__dict__["sync_version"] == 2
         assert record.__dict__["sync_commit_seconds"] > 0
+        assert record.__dict__["sync_deliver_seconds"] >= 0
         assert record.__dict__["sync_errors"] == []
 
 

@@ -559,8 +559,10 @@ class Memory:
 class Slots:
     """The publisher's own code, put into one state after the other."""
 
-    def __init__(self, limit: int, *, early: bool = False) -> None:
+    def __init__(self, limit: int | None, *, versions: int = VERSIONS, early: bool = False) -> None:
         self.publisher = Publisher(Block.allocate, 64, limit, IDS, timeout=0.0)
+        self.limit = limit
+        self.versions = versions
         self.layout = Layout.of({"w": torch.zeros(1)})
         self.early = early
 
@@ -571,7 +573,7 @@ class Slots:
     def steps(self, memory: Memory) -> Iterator[Memory]:
         if memory.writing:
             yield self._announce(memory)
-        elif memory.version < VERSIONS:
+        elif memory.version < self.versions:
             yield from self._begin(memory)
         for worker_id in IDS:
             reading = memory.readings[worker_id]
@@ -592,6 +594,7 @@ class Slots:
         publisher.slots = list(slots.values())
         publisher._made = max(slots)
         publisher._newest_for_all = slots.get(memory.newest_for_all)
+        publisher._reserved = slots.get(memory.writing)
         for worker_id in IDS:
             place = publisher._places[worker_id]
             place.wanted, place.delivery = slots.get(memory.wanted[worker_id]), None
@@ -619,6 +622,8 @@ class Slots:
         try:
             slot = self.publisher.reserve(64)
         except CapacityError:
+            if self.limit is None:
+                raise ViolationError("no version can be sent until somebody lets go") from None
             return
         after = self._freeze(memory)
         yield _write(replace(after, writing=slot.index), slot.index, memory.version + 1, None)
@@ -685,9 +690,11 @@ def check_memory(memory: Memory) -> None:
             raise ViolationError(f"the weights of worker {worker_id} change under it")
 
 
-def explore_slots(limit: int, *, early: bool = False) -> Graph[Memory]:
+def explore_slots(
+    limit: int | None, *, versions: int = VERSIONS, early: bool = False
+) -> Graph[Memory]:
     """Search all of it, and check every state."""
-    model = Slots(limit, early=early)
+    model = Slots(limit, versions=versions, early=early)
 
     def steps(memory: Memory) -> Iterator[Memory]:
         for after in model.steps(memory):
@@ -703,6 +710,15 @@ def test_every_order_of_reading_and_writing(limit: int) -> None:
     assert len(graph.states) > 100
     # All versions can be sent from everywhere, as readers may die or come to their end.
     assert graph.stranded(lambda memory: memory.version == VERSIONS) == []
+
+
+def test_without_a_limit_a_version_can_always_be_sent() -> None:
+    # Each of two workers keeps one version, and is stuck in another: the fifth is to be sent.
+    graph = explore_slots(None, versions=5)
+    assert max(len(memory.slots) for memory in graph.states) == 2 * len(IDS) + 1
+    for memory in graph.states:
+        if not any(reading.slot or reading.kept for reading in memory.readings):
+            assert len(memory.slots) <= 3
 
 
 def test_a_slot_given_back_too_early_is_found() -> None:

@@ -52,7 +52,16 @@ def test_prometheus_counts_sends_workers_bytes_and_phases(
     assert (sample("sync_delivered_bytes_total") or 0) > 24
     assert sample("sync_version") == 1
     assert sample("sync_send_seconds_count") == 1
-    for phase in ("prepare", "publish", "pack", "stage", "commit", "acknowledge", "pause"):
+    for phase in (
+        "prepare",
+        "publish",
+        "pack",
+        "deliver",
+        "stage",
+        "commit",
+        "acknowledge",
+        "pause",
+    ):
         assert sample("sync_phase_seconds_count", phase=phase) == 1, phase
     assert (sample("sync_phase_seconds_sum", phase="commit") or 0) > 0
 
@@ -98,7 +107,7 @@ def test_opentelemetry_has_the_same() -> None:
     assert [p.value for p in points["sync_version"]] == [1]
     phases = {p.attributes["phase"]: p.count for p in points["sync_phase_seconds"]}
     assert phases == dict.fromkeys(
-        ("prepare", "publish", "pack", "stage", "commit", "acknowledge", "pause"), 1
+        ("prepare", "publish", "pack", "deliver", "stage", "commit", "acknowledge", "pause"), 1
     )
     assert {m.name: m.unit for m in scope.metrics}["sync_send_seconds"] == "s"
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ import torch
 
 from sync_core import (
     AddressError,
+    Block,
     CapacityError,
     Layout,
     OptionError,
@@ -26,8 +31,92 @@ from sync_plugin_std import with_pipe
 pytestmark = pytest.mark.timeout(90)
 
 
-class TestThread(SchemeConformance):
+def mapped_memory() -> set[str]:
+    """The shared memory of ours that this process maps."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in maps if "memfd:sync-core" in line}
+
+
+def refuse_memory(nbytes: int) -> Block:
+    raise CapacityError(f"{nbytes} bytes are too many")
+
+
+class KeepsVersions(SchemeConformance):
+    """Of schemes that keep a version for as long as somebody reads it."""
+
+    # Pieces of shared memory in the end.
+    mapped = 0
+
+    @pytest.mark.parametrize("views", [True, False], ids=["zero_copy", "stuck"])
+    def test_workers_that_fail_at_different_versions(self, views: bool) -> None:
+        policy, models = make_policy(), [make_policy() for _ in range(3)]
+        before = mapped_memory()
+        with (
+            self.sender(policy, 3, zero_copy=views, timeout=2.0) as sender,
+            ExitStack() as stack,
+        ):
+            slots = sender._outlet.transport._publisher.slots  # type: ignore[union-attr]
+            receivers = [
+                stack.enter_context(Receiver(sender.address(i), model))
+                for i, model in enumerate(models)
+            ]
+
+            def send(value: float, to: Sequence[Receiver]) -> None:
+                fill(policy, value)
+                pending = sender.send_async()
+                for receiver in to:
+                    assert receiver.receive() == value
+                if len(to) == 3:
+                    assert pending.wait().updated == (0, 1, 2)
+                else:
+                    with pytest.raises(SendError):
+                        pending.wait(0)
+
+            for version in (1, 2, 3):
+                if views:
+                    send(version, receivers[version - 1 :])
+                else:
+                    send(version, ())
+                    receivers[version - 1].stage()
+            assert len(slots) == 3
+            send(4, ())
+            send(5, ())
+            if views:
+                values = [model.state_dict()["0.bias"].unique().item() for model in models]
+                assert values == [1, 2, 3]
+            assert len(slots) == 4
+            send(6, receivers)
+            assert len(slots) == 3
+            send(7, receivers)
+            assert all((p == 7).all() for model in models for p in model.parameters())
+            for receiver in receivers:
+                assert receiver.receive(0) is None
+            gc.collect()
+            assert len(mapped_memory() - before) == self.mapped
+
+
+class TestThread(KeepsVersions):
     scheme = "thread"
+
+    def test_where_there_is_no_memory_for_one_more_version(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        policy, models = make_policy(1.0), [make_policy() for _ in range(3)]
+        with self.sender(policy, 3, timeout=0.5) as sender, ExitStack() as stack:
+            for worker_id, model in enumerate(models):
+                receiver = stack.enter_context(Receiver(sender.address(worker_id), model))
+                with pytest.raises(SendError):
+                    sender.send_async().wait(0)
+                receiver.stage()
+            publisher = sender._outlet.transport._publisher  # type: ignore[union-attr]
+            monkeypatch.setattr(publisher, "_allocate", refuse_memory)
+            with pytest.raises(CapacityError, match=r"worker 2 read all 3 .* no more can be made"):
+                sender.send_async()
+            letting_go = threading.Timer(0.2, receiver.close)
+            letting_go.start()
+            with pytest.raises(SendError):
+                sender.send_async().wait(0)
+            letting_go.join()
 
     def test_weights_found_by_a_path_in_a_context(self) -> None:
         class Trainer:
@@ -48,8 +137,11 @@ class TestThread(SchemeConformance):
             receiver.close()
 
 
-class SharedMemoryCases(SchemeConformance):
+class SharedMemoryCases(KeepsVersions):
     """Of schemes whose slots lie in shared memory."""
+
+    # The board and three slots.
+    mapped = 4
 
     def test_no_header_is_read_of_a_layout_that_is_known(
         self, monkeypatch: pytest.MonkeyPatch

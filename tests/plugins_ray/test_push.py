@@ -343,6 +343,11 @@ def test_workers_come_and_go(actors: list[Any]) -> None:
         sender.remove_worker(0)
         sender.send(linear(6.0))
         assert [policy_of(actor) for actor in actors] == [{5.0}, {6.0}]
+        assert sender.add_worker(0, worker=actors[0]) == 0
+        assert eventually(lambda: policy_of(actors[0]) == {6.0})
+        report = sender.send(linear(7.0))
+        assert report.updated == (0, 1)
+        assert all(result.deliver_seconds is not None for result in report.workers.values())
         with pytest.raises(OptionError, match="add_worker"):
             sender.add_worker()
 

@@ -43,6 +43,10 @@ class Answer:
         commit_seconds: what loading it into the model took.
         pause_seconds: how long the thread that called `receive` was held after the version was
             there: loading, and what `Receiver` was given as ``on_commit``.
+        known_at: when the worker's transport knew of the version, by the clock ``clock``.
+        answered_at: when the worker answered, by the same clock.
+        clock: which clock that is, as `sync_core.clock.clock_id` says it; None for one that nobody
+            else is known to have, and for a worker that does not tell when.
         digest: of the model after the commit, where the sender asks for it: ``verify="readback"``.
 
     Example:
@@ -57,6 +61,9 @@ class Answer:
     stage_seconds: float = 0.0
     commit_seconds: float = 0.0
     pause_seconds: float = 0.0
+    known_at: float | None = None
+    answered_at: float | None = None
+    clock: str | None = None
     digest: str | None = None
 
     @classmethod
@@ -111,6 +118,9 @@ class Answer:
             "stage_seconds": _is_duration(self.stage_seconds),
             "commit_seconds": _is_duration(self.commit_seconds),
             "pause_seconds": _is_duration(self.pause_seconds),
+            "known_at": self.known_at is None or _is_duration(self.known_at),
+            "answered_at": self.answered_at is None or _is_duration(self.answered_at),
+            "clock": isinstance(self.clock, str | None),
             "digest": isinstance(self.digest, str | None),
         }
 

@@ -31,7 +31,9 @@ class Payload:
         layout: the layout of the tensors.
         source: the tensors, in the order of ``layout.specs``; or the block that they lie in.
         release: called by the receiver when it no longer reads the tensors.
-        stage_seconds: (receiver) how long the version took to come, once it was known of.
+        known_at: (receiver) when the transport knew of the version (`time.perf_counter`); None
+            where it does not tell.
+        stage_seconds: (receiver) how long the version took to come from then on.
         packing: (sender) how long `pack` took, all its calls together.
 
     Example:
@@ -45,6 +47,7 @@ class Payload:
     layout: Layout
     source: Sequence[Tensor] | Block
     release: Callable[[], None] = _nothing_to_release
+    known_at: float | None = None
     stage_seconds: float = 0.0
     packing: Stopwatch = field(default_factory=Stopwatch, compare=False)
 
@@ -107,7 +110,7 @@ class Payload:
         layout = block.read_layout(digest, known)
         block.check_holds(layout)
         seconds = 0.0 if since is None else time.perf_counter() - since
-        return cls(version, layout, block, release, seconds)
+        return cls(version, layout, block, release, since, seconds)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, version: int) -> Payload:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Literal, Protocol
 
 from sync_core.answer import Answer
+from sync_core.clock import clock_id
 from sync_core.errors import SendError, WorkerTimeoutError
 from sync_core.report import SendReport, WorkerResult
 from sync_core.stopwatch import Stopwatch
@@ -143,22 +144,34 @@ class PendingSend:
 
     def _result(self, delivery: Delivery, now: float) -> WorkerResult:
         error = delivery.error
-        seconds = (delivery.ended_at or now) - self._started
+        ended = delivery.ended_at or now
         answer = delivery.answer or Answer(version=self.version)
-        accounted = (
-            self._prepare_seconds
-            + self._publish_seconds
-            + answer.stage_seconds
-            + answer.commit_seconds
-        )
+        deliver, acknowledge = self._transit(answer, ended)
         return WorkerResult(
             version=None if error else self.version,
-            seconds=seconds,
+            seconds=ended - self._started,
             nbytes=0 if error else delivery.nbytes,
             error=error,
             stage_seconds=answer.stage_seconds,
             commit_seconds=answer.commit_seconds,
-            # A worker may begin before all of it is published.
-            acknowledge_seconds=max(0.0, seconds - accounted),
+            deliver_seconds=deliver,
+            acknowledge_seconds=acknowledge,
             pause_seconds=answer.pause_seconds,
         )
+
+    def _transit(self, answer: Answer, ended: float) -> tuple[float | None, float]:
+        """How long the version took to the worker, if that is known, and its answer back."""
+        published = self._started + self._prepare_seconds + self._publish_seconds
+        known, answered = answer.known_at, answer.answered_at
+        # The order is looked at too: a virtual machine that was copied has the same clock by name.
+        if (
+            answer.clock is not None
+            and answer.clock == clock_id()
+            and known is not None
+            and answered is not None
+            and self._started <= known <= answered <= ended
+        ):
+            # A worker may begin before all of it is published.
+            return max(0.0, known - published), ended - answered
+        rest = ended - published - answer.stage_seconds - answer.commit_seconds
+        return None, max(0.0, rest)

@@ -19,6 +19,9 @@ from sync_core.notice import Notice, unheard
 from sync_core.payload import Payload
 from sync_core.transport import Delivery
 
+# The newest version, the one that is being written, and one that somebody still reads.
+_USUAL = 3
+
 
 @dataclass(eq=False)
 class Slot:
@@ -57,9 +60,14 @@ class Publisher:
     Args:
         allocate: makes a block of at least so many bytes.
         nbytes: the size of a payload.
-        limit: how many slots there may be at a time.
+        limit: how many slots there may be at a time. None: three, and more only while all of
+            them are read, one for each version that somebody keeps; at most two for each worker
+            (the version that it has, and one in which it got stuck) and one to write to.
         worker_ids: the workers.
         timeout: how long `publish` waits for a slot, in seconds.
+        views: whether readers keep what they read until they have a newer one, so that it is no
+            use to wait for them; otherwise an eighth of the timeout is waited before there are
+            more slots than three.
         revoke: takes back what was lent and is not read yet, when no slot is free.
         notify: see `TransportContext`.
     """
@@ -68,10 +76,11 @@ class Publisher:
         self,
         allocate: Callable[[int], Block],
         nbytes: int,
-        limit: int,
+        limit: int | None,
         worker_ids: Sequence[int],
         *,
         timeout: float,
+        views: bool = False,
         revoke: Callable[[], None] = lambda: None,
         notify: Callable[[int, Notice], None] = unheard,
     ) -> None:
@@ -83,12 +92,14 @@ class Publisher:
         self._notify = notify
         self._limit = limit
         self._timeout = timeout
+        self._patience = 0.0 if views else timeout / 8
         self._places = {worker_id: _Place() for worker_id in worker_ids}
         self._newest_for_all: Slot | None = None
+        self._reserved: Slot | None = None
         self._made = 0
         # Two: one that late workers may still ask for, one to write the next version to.
-        for _ in range(min(2, limit)):
-            self.slots.append(self._new_slot(nbytes))
+        for _ in range(min(2, _USUAL if limit is None else limit)):
+            self._add_slot(nbytes)
 
     def publish(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Pack a payload into a free slot and make it the one that these workers want.
@@ -112,6 +123,7 @@ class Publisher:
         with self.changed:
             slot.version, slot.digest = payload.version, payload.layout.digest
             slot.nbytes = payload.nbytes
+            self._reserved = None
             for worker_id, delivery in deliveries.items():
                 place = self._places[worker_id]
                 place.wanted, place.delivery = slot, delivery
@@ -128,7 +140,7 @@ class Publisher:
             self._forget(slot)
             slot.version = 0
             slot.readers.clear()
-            self.changed.notify_all()
+            self._freed()
 
     def newest(self, worker_id: int) -> int:
         """The version that the worker wants; 0 for none."""
@@ -148,15 +160,18 @@ class Publisher:
     def give_back(self, reader: object, kept: Sequence[int] = ()) -> None:
         """The reader reads only the slots ``kept`` from now on."""
         with self.changed:
+            freed = False
             for slot in self.slots:
                 if slot.index not in kept and slot.readers.pop(reader, None) is not None:
-                    self.changed.notify_all()
+                    freed = True
+            if freed:
+                self._freed()
 
     def take_back(self, reader: object, slot: Slot) -> None:
         """The reader has not begun to read the slot, and will not."""
         with self.changed:
             if slot.readers.pop(reader, None) is not None:
-                self.changed.notify_all()
+                self._freed()
 
     def answer(self, worker_id: int, answer: Answer, reader: object) -> None:
         """The worker has committed a version, or could not.
@@ -228,31 +243,36 @@ class Publisher:
         Raises:
             CapacityError: every slot is read by somebody, and stayed so until the deadline.
         """
-        deadline = time.monotonic() + self._timeout
+        started = time.monotonic()
         with self.changed:
             while True:
                 if self.closed:
                     raise ClosedError("the sender is closed")
+                self._reserved = None
                 slot = self._free_slot(nbytes)
                 if slot is None:
                     self._revoke()
                     slot = self._free_slot(nbytes)
+                waited = time.monotonic() - started
+                patient = waited < self._patience
+                if slot is None and not patient:
+                    slot = self._one_more(nbytes)
                 if slot is not None:
-                    slot.version = 0
+                    slot.version, self._reserved = 0, slot
                     return slot
-                if not self.changed.wait(deadline - time.monotonic()):
+                if waited > self._timeout:
                     raise CapacityError(self._all_taken())
+                self.changed.wait((self._patience if patient else self._timeout) - waited)
 
     def _free_slot(self, nbytes: int) -> Slot | None:
-        wanted = {place.wanted for place in self._places.values()} | {self._newest_for_all}
         free = [slot for slot in self.slots if not slot.readers]
-        unwanted = [slot for slot in free if slot not in wanted]
+        unwanted = self._unwanted()
         for slot in unwanted:
             if slot.block.nbytes >= nbytes:
                 return slot
         if unwanted:
             self.slots.remove(unwanted[0])
-        elif len(self.slots) >= self._limit:
+        elif len(self.slots) >= (_USUAL if self._limit is None else self._limit):
             if not free:
                 return None
             oldest = min(free, key=lambda slot: slot.version)
@@ -260,9 +280,37 @@ class Publisher:
             if oldest.block.nbytes >= nbytes:
                 return oldest
             self.slots.remove(oldest)
-        slot = self._new_slot(nbytes)
-        self.slots.append(slot)
-        return slot
+        return self._add_slot(nbytes)
+
+    def _unwanted(self) -> list[Slot]:
+        """The slots that nobody reads, writes to, or may yet ask for."""
+        wanted = {place.wanted for place in self._places.values()}
+        wanted |= {self._newest_for_all, self._reserved}
+        return [slot for slot in self.slots if not slot.readers and slot not in wanted]
+
+    def _one_more(self, nbytes: int) -> Slot | None:
+        """A slot beyond the usual, where there may be one, and there is memory for it."""
+        if len(self.slots) >= self._most():
+            return None
+        try:
+            return self._add_slot(nbytes)
+        except CapacityError:
+            # Somebody may still let go of one.
+            return None
+
+    def _most(self) -> int:
+        """How many slots there may be at a time."""
+        if self._limit is not None:
+            return self._limit
+        return max(_USUAL, 2 * len(self._places) + 1)
+
+    def _freed(self) -> None:
+        """Somebody has let go of a slot: let go of what is beyond the usual, but for a spare."""
+        if self._limit is None and len(self.slots) > _USUAL:
+            for slot in self._unwanted()[1:]:
+                if len(self.slots) > _USUAL:
+                    self.slots.remove(slot)
+        self.changed.notify_all()
 
     def _forget(self, slot: Slot) -> None:
         for place in self._places.values():
@@ -271,13 +319,18 @@ class Publisher:
         if self._newest_for_all is slot:
             self._newest_for_all = None
 
-    def _new_slot(self, nbytes: int) -> Slot:
+    def _add_slot(self, nbytes: int) -> Slot:
         self._made += 1
-        return Slot(self._made, self._allocate(nbytes))
+        slot = Slot(self._made, self._allocate(nbytes))
+        self.slots.append(slot)
+        return slot
 
     def _all_taken(self) -> str:
         readers = sorted({name for slot in self.slots for name in slot.readers.values()})
+        remedy = (
+            "no more can be made; " if self._limit is None else "give the scheme more slots=, or "
+        )
         return (
             f"no slot became free within {self._timeout:g} s: {', '.join(readers)} read all "
-            f"{len(self.slots)} of them; give the scheme more slots=, or let them call receive()"
+            f"{len(self.slots)} of them; {remedy}let them call receive()"
         )

@@ -15,6 +15,7 @@ from sync_core.address import Address
 from sync_core.answer import Answer
 from sync_core.background import Background
 from sync_core.binding import Binding
+from sync_core.clock import clock_id
 from sync_core.compare import check_match
 from sync_core.defaults import Defaults
 from sync_core.errors import (
@@ -245,12 +246,16 @@ class Receiver:
         except BaseException as error:
             self._answer(Answer.refusal(payload.version, error, loaded=True))
             raise
+        now = time.perf_counter()
         self._answer(
             Answer(
                 version=payload.version,
                 stage_seconds=payload.stage_seconds,
                 commit_seconds=self._load_ended - self._load_began,
-                pause_seconds=time.perf_counter() - self._load_began,
+                pause_seconds=now - self._load_began,
+                known_at=payload.known_at,
+                answered_at=now,
+                clock=None if payload.known_at is None else clock_id(),
                 digest=self._verification.digest,
             )
         )

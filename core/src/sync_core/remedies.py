@@ -74,7 +74,8 @@ class Remedies:
         if group is not None and called:
             raise OptionError(
                 "a worker that is started anew has a new handle, so group= is for workers that "
-                "connect by their addresses; leave workers= out"
+                "connect by their addresses; leave workers= out, or replace such a worker by "
+                "sender.remove_worker(i) and sender.add_worker(i, worker=…)"
             )
         self._on_failure = on_failure
         self._group = group

@@ -20,9 +20,12 @@ class WorkerResult:
         stage_seconds: of these, what its transport took to get the version, once it knew of it,
             as the worker measured; 0 where that is nothing, or is not measured.
         commit_seconds: what loading it into the model took, as the worker measured.
-        acknowledge_seconds: the rest after the send was published: until the worker asked for
-            the version, and until its answer was here. Clocks of two machines cannot tell one
-            from the other.
+        deliver_seconds: from when the send was published until the worker's transport knew of the
+            version: until it was told, and asked for it. None where the worker's clock is not known
+            to be the sender's, as on another host.
+        acknowledge_seconds: from the worker's answer until it was here. Where ``deliver_seconds``
+            is None, nobody can tell one from the other, and this is the whole rest after the send
+            was published: what of it was neither staging nor commit.
         pause_seconds: how long the version held up the thread in the worker that called
             `receive`, from when it was there until it was answered for, as the worker measured.
         error: why the worker does not have the new version, or None.
@@ -34,6 +37,10 @@ class WorkerResult:
             version since the last report.
 
     What a worker measures is 0 where the scheme brings no answers back, and where it failed.
+
+    Where ``deliver_seconds`` is known, prepare, publish, deliver, stage, pause and acknowledge
+    follow each other. They add up to less than ``seconds`` where a version that was staged waited
+    for `receive`, and to more where a worker began to stage while the rest was being published.
     """
 
     version: int | None
@@ -45,6 +52,7 @@ class WorkerResult:
     returned: bool = False
     stage_seconds: float = 0.0
     commit_seconds: float = 0.0
+    deliver_seconds: float | None = None
     acknowledge_seconds: float = 0.0
     pause_seconds: float = 0.0
 

@@ -25,7 +25,8 @@ def log_send(report: SendReport) -> None:
     """Log what became of a send: INFO when it went well, WARNING when a worker failed.
 
     The same values are attributes of the record, each with ``sync_`` before its name. Of phases
-    that each worker measures, it is the longest.
+    that each worker has, it is the longest; ``deliver_seconds`` is left out where no worker's clock
+    is known to be this one.
     """
     failures = [str(r.error).partition("\n")[0] for r in report.workers.values() if r.error]
     level = logging.WARNING if failures else logging.INFO
@@ -42,6 +43,7 @@ def log_send(report: SendReport) -> None:
 def _fields(report: SendReport) -> dict[str, str | int | float]:
     """A report as single values."""
     workers = report.workers.values()
+    delivered = [r.deliver_seconds for r in workers if r.deliver_seconds is not None]
     return {
         "scheme": report.scheme,
         "model_id": report.model_id,
@@ -58,6 +60,7 @@ def _fields(report: SendReport) -> dict[str, str | int | float]:
         "prepare_seconds": report.prepare_seconds,
         "publish_seconds": report.publish_seconds,
         "pack_seconds": report.pack_seconds,
+        **({"deliver_seconds": max(delivered)} if delivered else {}),
         "stage_seconds": max((r.stage_seconds for r in workers), default=0.0),
         "commit_seconds": max((r.commit_seconds for r in workers), default=0.0),
         "acknowledge_seconds": max((r.acknowledge_seconds for r in workers), default=0.0),

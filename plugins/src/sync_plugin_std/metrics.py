@@ -119,8 +119,13 @@ def _points(report: SendReport) -> Iterator[tuple[Instrument, float, dict[str, s
     yield _PHASES, report.pack_seconds, {"phase": "pack"}
     for worker_id in report.updated:
         result = report.workers[worker_id]
-        for phase in ("stage", "commit", "acknowledge", "pause"):
+        for phase in ("stage", "commit", "pause"):
             yield _PHASES, getattr(result, f"{phase}_seconds"), {"phase": phase}
+        if result.deliver_seconds is None:
+            yield _PHASES, result.acknowledge_seconds, {"phase": "deliver and acknowledge"}
+        else:
+            yield _PHASES, result.deliver_seconds, {"phase": "deliver"}
+            yield _PHASES, result.acknowledge_seconds, {"phase": "acknowledge"}
 
 
 def _prometheus(registry: Any) -> Record | None:

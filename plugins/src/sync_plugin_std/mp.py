@@ -34,7 +34,7 @@ class PipeOptions:
         directory: a directory in memory for the slots; None for anonymous memory.
     """
 
-    slots: int = 3
+    slots: int | None = None
     directory: str | None = None
 
 

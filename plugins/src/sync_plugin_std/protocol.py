@@ -14,6 +14,7 @@ from      message                                meaning
 worker    ``hello``, token, worker, pid          the first message of a connection
 sender    ``welcome`` + 2 descriptors            accepted; the board, and the pipe's reading end
 sender    ``slot``, index, live + descriptor     a slot that will be offered; those there are
+sender    ``live``, live                         the slots that there are, as some are no more
 worker    ``answer``, answer, held               committed, or not; reads only ``held`` from now
 worker    ``lacks``, index                       it could not open a slot that it was told of
 worker    ``on``, version, held                  asks for more, and will not answer about this one

@@ -129,6 +129,8 @@ class SharedReceiver(ReceiverTransport):
                 raise SenderLostError(str(message["reason"]))
             if message["type"] == "slot":
                 self._map_slot(message)
+            elif message["type"] == "live":
+                self._keep(set(message["live"]))
         except (LookupError, TypeError, ValueError, OSError) as error:
             if isinstance(error, SenderLostError):
                 raise
@@ -149,9 +151,12 @@ class SharedReceiver(ReceiverTransport):
         except CapacityError:
             self._send({"type": "lacks", "index": message["index"]})
             raise
-        live = set(message["live"])
-        self._blocks = {index: known for index, known in self._blocks.items() if index in live}
+        self._keep(set(message["live"]))
         self._blocks[message["index"]] = block
+
+    def _keep(self, live: set[int]) -> None:
+        """Let go of the slots that there are no longer."""
+        self._blocks = {index: known for index, known in self._blocks.items() if index in live}
 
     @staticmethod
     def _map(descriptor: int) -> Block:

@@ -44,7 +44,7 @@ class SharedSender(ServingTransport[SharedPeer]):
 
     Args:
         context: what the sender gave to `create_transport`.
-        slots: how many versions may lie in shared memory at a time.
+        slots: how many versions may lie in shared memory at a time; see `ShmOptions`.
         directory: see `sync_plugin_std.memory.create`.
         listener: a listening unix socket, when workers connect by themselves.
     """
@@ -53,7 +53,7 @@ class SharedSender(ServingTransport[SharedPeer]):
         self,
         context: TransportContext,
         *,
-        slots: int,
+        slots: int | None,
         directory: str | None,
         listener: socket.socket | None = None,
     ) -> None:
@@ -68,6 +68,7 @@ class SharedSender(ServingTransport[SharedPeer]):
                 slots,
                 context.worker_ids,
                 timeout=context.timeout,
+                views=context.zero_copy,
                 notify=context.notify,
                 revoke=self._revoke_all,
             )
@@ -124,13 +125,8 @@ class SharedSender(ServingTransport[SharedPeer]):
             return
         self._board[peer.worker_id] = Offer(slot.version, slot.index, slot.digest[:16])
         peer.offered = slot
-        if slot.index not in peer.knows:
-            peer.knows = {known.index for known in self._publisher.slots} & peer.knows
-            peer.knows.add(slot.index)
-            message = {"type": "slot", "index": slot.index, "live": list(peer.knows)}
-            if not self.tell(peer, message, [self._descriptors[slot.block]]):
-                return
-        peer.tokens.put()
+        if self._tell_of_slots(peer, slot):
+            peer.tokens.put()
 
     def withdraw(self, peer: SharedPeer) -> None:
         """Take back what the worker has not accepted."""
@@ -143,6 +139,18 @@ class SharedSender(ServingTransport[SharedPeer]):
     def torn_down(self) -> None:
         """Release the board."""
         self._board.close()
+
+    def _tell_of_slots(self, peer: SharedPeer, offered: Slot) -> bool:
+        """Let the worker know which slots there are; False when it is gone."""
+        live = {slot.index for slot in self._publisher.slots}
+        if offered.index in peer.knows:
+            if peer.knows <= live:
+                return True
+            peer.knows &= live
+            return self.tell(peer, {"type": "live", "live": list(peer.knows)})
+        peer.knows = (peer.knows & live) | {offered.index}
+        message = {"type": "slot", "index": offered.index, "live": list(peer.knows)}
+        return self.tell(peer, message, [self._descriptors[offered.block]])
 
     def _revoke(self, peer: SharedPeer) -> bool:
         """Take back what the worker has not accepted; False when it reads that already."""

@@ -28,12 +28,14 @@ class ShmOptions:
 
     Args:
         slots: how many versions may lie in shared memory at a time. Two are made at the start;
-            more only when readers hold old versions.
+            more only when readers hold old versions. None: three, and one more for each further
+            version that workers which do not get on still hold (with ``zero_copy``, what their
+            models view), until they let go of it.
         directory: a directory in memory, such as ``/dev/shm``, for the slots; None for anonymous
             memory.
     """
 
-    slots: int = 3
+    slots: int | None = None
     directory: str | None = None
 
 

@@ -32,10 +32,12 @@ class ThreadOptions:
     """Options of the scheme ``thread``.
 
     Args:
-        slots: how many versions may be kept at a time, for readers of old ones.
+        slots: how many versions may be kept at a time, for readers of old ones. None: three,
+            and one more for each further version that workers which do not get on still hold,
+            until they let go of it.
     """
 
-    slots: int = 3
+    slots: int | None = None
 
 
 class ThreadScheme:
@@ -63,6 +65,7 @@ class ThreadSender(SenderTransport):
             options.slots,
             context.worker_ids,
             timeout=context.timeout,
+            views=context.zero_copy,
             notify=context.notify,
         )
         self._name = secrets.token_hex(8)
@@ -120,6 +123,7 @@ class ThreadReceiver(ReceiverTransport):
             if publisher.closed:
                 raise SenderLostError("the sender was closed")
             slot = publisher.lend(self._worker_id, self._seen, self, self._name)
+        since = time.perf_counter()
         assert slot is not None
         self._seen = slot.version
         self._held.add(slot.index)
@@ -128,6 +132,7 @@ class ThreadReceiver(ReceiverTransport):
             slot.version,
             digest=slot.digest,
             release=partial(self._release, slot.index),
+            since=since,
         )
 
     def acknowledge(self, answer: Answer) -> None:

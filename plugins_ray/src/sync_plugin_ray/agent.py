@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -118,7 +119,13 @@ class _Kept:
         assert self.receiver is not None
         if self.receiver.version >= order.version:
             return
-        payload = Payload.unpack(read(data), order.version, digest=order.digest, known=self.layout)
+        payload = Payload.unpack(
+            read(data),
+            order.version,
+            digest=order.digest,
+            known=self.layout,
+            since=time.perf_counter(),
+        )
         self.layout = payload.layout
         self.inbox.put(payload)
         self.receiver.receive(0)

@@ -52,16 +52,12 @@ class Subject:
 # Small parts, so that a version of the model here takes several.
 _PARTS = {"bucket_mb": 0.2}
 
-# With `zero_copy`, each of three workers may hold on to a version of its own while faults keep the
-# newer ones from it, and nobody can send until one lets go, unless there is a slot for one more.
-_SLOTS = {"slots": 4}
-
 #: The schemes of this project, by name; `dist` twice, as it has two topologies.
 SUBJECTS: Mapping[str, Subject] = MappingProxyType(
     {
-        "thread": Subject(scheme="thread", group="thread", options=_SLOTS, shares=True),
-        "shm": Subject(scheme="shm", group="process", options=_SLOTS, shares=True),
-        "mp": Subject(scheme="mp", group="process", options=_SLOTS, shares=True),
+        "thread": Subject(scheme="thread", group="thread", shares=True),
+        "shm": Subject(scheme="shm", group="process", shares=True),
+        "mp": Subject(scheme="mp", group="process", shares=True),
         "dist": Subject(scheme="dist", group="process", options=_PARTS),
         # It lets those who are late have an eighth of the deadline, three times at worst.
         "dist-broadcast": Subject(
