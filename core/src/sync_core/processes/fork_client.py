@@ -12,8 +12,10 @@ from contextlib import ExitStack
 from sync_core.processes.fork_server import Request, receive_reply, send_request
 from sync_core.processes.forked import ForkedProcess
 
+# No garbage is looked for while torch is loaded: a quarter of the time that this takes.
 _BOOT = (
-    "import sys; control = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; del sys.argv[1:]; "
+    "import gc, sys; gc.disable(); "
+    "control = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; del sys.argv[1:]; "
     "from sync_core.processes.fork_server import main; main(control)"
 )
 

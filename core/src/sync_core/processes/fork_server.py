@@ -80,8 +80,8 @@ def main(control: int) -> NoReturn:
     importlib.import_module("sync_core.collector")
     importlib.import_module("cloudpickle")
     # What was loaded is never freed; a collection would only write to memory that is shared.
-    gc.collect()
     gc.freeze()
+    gc.enable()
     _Server(socket.socket(fileno=control)).serve()
     os._exit(0)
 
