@@ -17,7 +17,7 @@ from sync_core.errors import (
     PluginImportError,
     PluginNotFoundError,
 )
-from sync_core.hook_check import check_hooks, implemented
+from sync_core.hook_check import check_hooks
 from sync_core.installed import entry_points_of, owner_of
 from sync_core.requirements import check_core
 from sync_core.workers import WorkerGroup
@@ -222,8 +222,7 @@ def _check(owner: str, group: str, plugin: Any) -> None:
         if not (inspect.isclass(plugin) and issubclass(plugin, WorkerGroup)):
             raise NotAPluginError(f"{owner} is no subclass of sync_core.WorkerGroup")
         return
-    check_hooks(owner, plugin)
-    hooks = implemented(plugin)
+    hooks = check_hooks(owner, plugin)
     if group == LAYERS:
         if not set(hooks) & set(_LAYER_HOOKS):
             raise NotAPluginError(
