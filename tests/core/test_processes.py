@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -68,6 +69,7 @@ def test_it_has_what_this_process_has_now(
 
 @linux
 def test_it_has_what_takes_long_to_load(program: str) -> None:
+    importlib.import_module("tensordict")
     loaded = "sorted({'torch', 'tensordict'} & set(sys.modules))"
     assert evaluate(program, loaded) == "['tensordict', 'torch']"
 

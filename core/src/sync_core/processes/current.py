@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import resource
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -45,13 +46,13 @@ class _Current:
     def fork(self, request: Request, fds: Sequence[int]) -> ForkedProcess:
         with self._lock:
             self._closed = [server for server in self._closed if not server.reaped()]
-            inherited = _inherited()
-            if self._server is not None and self._fits == inherited:
+            load, inherited = _to_load(), _inherited()
+            if self._server is not None and self._fits == (load, inherited):
                 # It may have had nothing to do for a while, and ended; the next one does it then.
                 with suppress(ConnectionError):
                     return self._server.fork(request, fds)
             self.end()
-            self._server, self._fits = ForkServer(request.path), inherited
+            self._server, self._fits = ForkServer(load, request.path), (load, inherited)
             try:
                 return self._server.fork(request, fds)
             except ConnectionError as error:
@@ -71,6 +72,11 @@ class _Current:
         if self._server is not None:
             self._server.forget()
         self._lock, self._server = threading.Lock(), None
+
+
+def _to_load() -> str:
+    """What workers need: tensordict too, as slow to load as torch, if this process does."""
+    return "sync_core.collector" if "tensordict" in sys.modules else "sync_core"
 
 
 def _inherited() -> object:
