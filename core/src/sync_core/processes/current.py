@@ -27,9 +27,9 @@ def fork(request: Request, fds: Sequence[int]) -> ForkedProcess:
     return _current.fork(request, fds)
 
 
-def fork_server_pid() -> int | None:
-    """The id of the fork server's process, which is no worker; None when there is none."""
-    return _current.pid
+def fork_server_pids() -> set[int]:
+    """The processes of the fork server and of those that it replaced, which are no workers."""
+    return _current.pids
 
 
 class _Current:
@@ -40,8 +40,9 @@ class _Current:
         self._closed: list[ForkServer] = []
 
     @property
-    def pid(self) -> int | None:
-        return None if self._server is None else self._server.pid
+    def pids(self) -> set[int]:
+        current = [] if self._server is None else [self._server]
+        return {server.pid for server in [*current, *self._closed]}
 
     def fork(self, request: Request, fds: Sequence[int]) -> ForkedProcess:
         with self._lock:
@@ -71,7 +72,7 @@ class _Current:
         """Leave the server to the process that this one was forked from."""
         if self._server is not None:
             self._server.forget()
-        self._lock, self._server = threading.Lock(), None
+        self._lock, self._server, self._closed = threading.Lock(), None, []
 
 
 def _to_load() -> str:
