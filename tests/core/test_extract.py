@@ -153,9 +153,9 @@ def test_an_error_inside_a_property_is_shown_as_it_is() -> None:
         resolve(Broken(), "policy")
 
 
-def test_who_only_receives_weights_does_not_wait_for_tensordict() -> None:
+def test_who_collects_nothing_does_not_wait_for_tensordict() -> None:
     source = """
-import sys, sync_core, sync_core.testing.schemes
+import sys, sync_core, sync_core.cli, sync_core.testing.schemes
 assert "tensordict" not in sys.modules
 assert not sync_core.models.is_tensordict({})
 assert sync_core.Collector.__module__ == "sync_core.collector.collector"

@@ -16,7 +16,11 @@ FOLDER = Path(__file__).with_name("mutants")
 
 
 class Chosen:
-    """Runs of each class the case that is to catch it, and of the baseline all of these."""
+    """Runs of each class the case that is to catch it, and of the baseline all of these.
+
+    A case with several parameters has caught a mutant with the first that fails; the others would
+    tell nothing more.
+    """
 
     def __init__(self) -> None:
         self.caught_by: dict[str, str] = {}
@@ -28,6 +32,11 @@ class Chosen:
         self.caught_by = self.module.CAUGHT_BY
         cases = set(self.caught_by.values())
         items[:] = [item for item in items if item.originalname in self.cases_of(item, cases)]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Function) -> None:
+        if "failed" in self.outcomes[item.nodeid.split("::")[1]]:
+            pytest.skip("caught already")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.outcomes[report.nodeid.split("::")[1]].add(report.outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ import pytest
 
 from sync_core import WorkerProcess, start_process
 from sync_core.processes.fresh import FreshProcess
+from sync_core.testing.processes import descendants
+from sync_core.testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -68,13 +71,18 @@ def test_it_has_what_this_process_has_now(
 
 @linux
 def test_it_has_what_takes_long_to_load(program: str) -> None:
+    importlib.import_module("tensordict")
     loaded = "sorted({'torch', 'tensordict'} & set(sys.modules))"
     assert evaluate(program, loaded) == "['tensordict', 'torch']"
 
 
 def test_what_is_read_when_torch_is_loaded(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate(program, "0")
+    before = descendants()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert evaluate(program, "__import__('torch').get_num_threads()") == "1"
+    # What forked until then has been replaced, and was no worker.
+    assert eventually(lambda: descendants() <= before)
 
 
 def test_its_output_goes_where_that_of_this_process_goes(

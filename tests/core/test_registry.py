@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -76,6 +77,15 @@ def test_a_plugin_is_found_by_name(site: Site) -> None:
     assert isinstance(plugin.object, ModuleType)
     assert plugin.capabilities == {"pull"}
     assert plugin.describe() == "scheme 'carrier-pigeon' (pigeon-plugin 1.2)"
+
+
+def test_what_is_installed_or_removed_in_between_is_noticed(site: Site) -> None:
+    for _ in range(2):
+        with pytest.raises(PluginNotFoundError):
+            registry.find(registry.SCHEMES, "carrier-pigeon")
+        site.install("pigeon-plugin", SCHEME)
+        assert registry.find(registry.SCHEMES, "carrier-pigeon").version == "1.2"
+        shutil.rmtree(site.path / "pigeon_plugin-1.2.dist-info")
 
 
 def test_only_the_plugin_that_was_named_is_loaded(site: Site) -> None:

@@ -29,8 +29,8 @@ def wraps(plugin: object, hook: str) -> bool:
     return bool(mark["wrapper"] or mark["hookwrapper"])
 
 
-def check_hooks(owner: str, plugin: object) -> None:
-    """Refuse a misspelt hook, and a signature that does not fit the hook.
+def check_hooks(owner: str, plugin: object) -> tuple[str, ...]:
+    """The names of a plugin's hooks, of which none is misspelt and all have fitting signatures.
 
     Args:
         owner: names the plugin in messages.
@@ -39,7 +39,8 @@ def check_hooks(owner: str, plugin: object) -> None:
     Raises:
         UnknownHookError: the message says what to write instead.
     """
-    for name, mark in _marks(plugin).items():
+    marks = _marks(plugin)
+    for name, mark in marks.items():
         if name in HOOKS:
             _check_signature(owner, name, getattr(plugin, name))
         elif not mark["optionalhook"]:
@@ -49,6 +50,7 @@ def check_hooks(owner: str, plugin: object) -> None:
                 f"{owner} implements {name!r}, which is no hook; {meant}"
                 f"The hooks are: {', '.join(HOOKS)}"
             )
+    return tuple(marks)
 
 
 def _marks(plugin: object) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from importlib_metadata import EntryPoint, entry_points
+from importlib_metadata import EntryPoint
 
 from sync_core.errors import (
     NotAPluginError,
@@ -17,7 +17,8 @@ from sync_core.errors import (
     PluginImportError,
     PluginNotFoundError,
 )
-from sync_core.hook_check import check_hooks, implemented
+from sync_core.hook_check import check_hooks
+from sync_core.installed import entry_points_of, owner_of
 from sync_core.requirements import check_core
 from sync_core.workers import WorkerGroup
 
@@ -100,7 +101,7 @@ def find(group: str, name: Any) -> Plugin:
     """
     if isinstance(name, str):
         entry = entry_point(group, name)
-        plugin = Plugin(group, name, load(group, entry), *_distribution_of(entry))
+        plugin = Plugin(group, name, load(group, entry), *owner_of(entry))
     else:
         plugin = Plugin(group, _name_of(name), name)
         plugin = replace(plugin, object=_made(plugin.describe(), group, name))
@@ -138,24 +139,18 @@ def installed(group: str) -> list[EntryPoint]:
     Names in the environment variable ``SYNC_DISABLE``, divided by commas, are left out; a plugin
     can be named by its distribution too.
     """
-    return [entry for entry in claimed(group) if not is_disabled(entry)]
-
-
-def claimed(group: str) -> list[EntryPoint]:
-    """As `installed`, with those that are disabled."""
-    found = entry_points(group=group)
-    return sorted(found, key=lambda entry: (entry.name, str(_distribution_of(entry))))
+    return [entry for entry in entry_points_of(group) if not is_disabled(entry)]
 
 
 def describe(group: str, entry: EntryPoint) -> str:
     """The kind, name, distribution and version of what an entry point refers to."""
-    return _describe(group, entry.name, *_distribution_of(entry))
+    return _describe(group, entry.name, *owner_of(entry))
 
 
 def is_disabled(entry: EntryPoint) -> bool:
     """Whether ``SYNC_DISABLE`` names the plugin or its distribution."""
     disabled = {name.strip() for name in os.environ.get(DISABLE, "").split(",")}
-    return bool(disabled & {entry.name, _distribution_of(entry)[0]})
+    return bool(disabled & {entry.name, owner_of(entry)[0]})
 
 
 def entry_point(group: str, name: str) -> EntryPoint:
@@ -169,8 +164,8 @@ def entry_point(group: str, name: str) -> EntryPoint:
     if not entries:
         raise PluginNotFoundError(_not_found(group, name))
     if len(entries) > 1:
-        owners = [" ".join(map(str, _distribution_of(entry))) for entry in entries]
-        other = _distribution_of(entries[-1])[0]
+        owners = [" ".join(map(str, owner_of(entry))) for entry in entries]
+        other = owner_of(entries[-1])[0]
         raise PluginConflictError(
             f"{len(entries)} distributions claim the {_KINDS[group]} {name!r}: "
             f"{' and '.join(owners)}; remove one, for example: pip uninstall {other}; "
@@ -182,7 +177,7 @@ def entry_point(group: str, name: str) -> EntryPoint:
 def _not_found(group: str, name: str) -> str:
     kind, known = _KINDS[group], KNOWN[group]
     there = sorted({entry.name for entry in installed(group)})
-    if any(is_disabled(entry) for entry in entry_points(group=group, name=name)):
+    if any(entry.name == name and is_disabled(entry) for entry in entry_points_of(group)):
         return f"{kind} {name!r} is disabled; to use it, take it out of {DISABLE}"
     message = f"no {kind} {name!r} is installed"
     near = difflib.get_close_matches(name.lower(), {*there, *known}, n=1)
@@ -193,12 +188,6 @@ def _not_found(group: str, name: str) -> str:
         if near[0] not in there:
             message += f" Then type: pip install {known[near[0]]}"
     return f"{message} (installed: {', '.join(there) or 'none'})"
-
-
-def _distribution_of(entry: EntryPoint) -> tuple[str | None, str | None]:
-    if entry.dist is None:
-        return None, None
-    return entry.dist.name, entry.dist.version
 
 
 def _made(owner: str, group: str, given: Any) -> Any:
@@ -233,8 +222,7 @@ def _check(owner: str, group: str, plugin: Any) -> None:
         if not (inspect.isclass(plugin) and issubclass(plugin, WorkerGroup)):
             raise NotAPluginError(f"{owner} is no subclass of sync_core.WorkerGroup")
         return
-    check_hooks(owner, plugin)
-    hooks = implemented(plugin)
+    hooks = check_hooks(owner, plugin)
     if group == LAYERS:
         if not set(hooks) & set(_LAYER_HOOKS):
             raise NotAPluginError(

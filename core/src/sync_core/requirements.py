@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Protocol
+from functools import lru_cache
+from typing import Any, Protocol
 
 from importlib_metadata import PackageNotFoundError, version
 from packaging.requirements import InvalidRequirement, Requirement
@@ -42,8 +43,14 @@ def requirements_of(distribution: Distribution) -> Iterator[Requirement]:
 
 def core_requirement(distribution: Distribution | None) -> Requirement | None:
     """What a plugin's distribution says of the core that it was made for."""
-    found = () if distribution is None else requirements_of(distribution)
-    return next(filter(is_core, found), None)
+    known: Any = distribution  # hashable, which the type of importlib_metadata does not say
+    return None if distribution is None else _core_requirement(known)
+
+
+# Every sender and receiver asks, and it takes milliseconds to read.
+@lru_cache(maxsize=256)
+def _core_requirement(distribution: Distribution) -> Requirement | None:
+    return next(filter(is_core, requirements_of(distribution)), None)
 
 
 def is_core(requirement: Requirement) -> bool:

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from sync_core.bench import MODELS, Measurement, measure
-from sync_core.cli import bench_collector
 
 
 def add_to(subparsers: Any) -> None:
@@ -44,6 +43,9 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     if arguments.workers < 1:
         parser.error("there must be a worker")
     if arguments.scheme == "collector":
+        # It loads tensordict, which takes as long as torch: too long for all other commands.
+        from sync_core.cli import bench_collector
+
         return bench_collector.run(
             rest,
             workers=arguments.workers,

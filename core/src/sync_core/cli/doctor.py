@@ -24,9 +24,10 @@ from rich.table import Table
 from sync_core import registry
 from sync_core.cli.findings import loading, machine, network, plugins
 from sync_core.cli.findings.finding import Finding
-from sync_core.cli.listing import distribution_of, make_console
+from sync_core.cli.listing import make_console
 from sync_core.cli.trial import MODEL, VERSIONS, WORKERS, Outcome
 from sync_core.errors import PluginNotFoundError
+from sync_core.installed import owner_of
 from sync_core.processes import WorkerProcess, start_process
 
 #: Seconds from the deadline, which stops a scheme that keeps to it, to the end by force.
@@ -100,7 +101,7 @@ def diagnose(entry: EntryPoint, timeout: float) -> Diagnosis:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.exited(GRACE)
-    return Diagnosis(entry.name, *distribution_of(entry), **asdict(outcome))
+    return Diagnosis(entry.name, *owner_of(entry), **asdict(outcome))
 
 
 def _await(connection: Connection, process: WorkerProcess, scheme: str, timeout: float) -> Outcome:

@@ -17,6 +17,7 @@ from rich.table import Table
 from sync_core import registry
 from sync_core.errors import PluginError
 from sync_core.hook_check import HOOKS, implemented
+from sync_core.installed import entry_points_of, owner_of
 from sync_core.requirements import core_requirement
 from sync_core.workers import WorkerGroup
 
@@ -79,13 +80,8 @@ def listed() -> list[Listed]:
     return [
         _listed(group, title, entry)
         for group, title in _TITLES.items()
-        for entry in registry.claimed(group)
+        for entry in entry_points_of(group)
     ]
-
-
-def distribution_of(entry: EntryPoint) -> tuple[str | None, str | None]:
-    """The name and version of the distribution that an entry point comes from."""
-    return (None, None) if entry.dist is None else (entry.dist.name, entry.dist.version)
 
 
 def make_console() -> Console:
@@ -95,7 +91,7 @@ def make_console() -> Console:
 
 
 def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
-    distribution, version = distribution_of(entry)
+    distribution, version = owner_of(entry)
     required = core_requirement(entry.dist)
     requires = None if required is None else str(required)
     plugin = Listed(kind, entry.name, distribution, version, requires)
@@ -116,8 +112,8 @@ def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
 
 def _conflicts(group: str, entry: EntryPoint) -> tuple[str, ...]:
     others = (each for each in registry.installed(group) if each.name == entry.name)
-    names = (distribution_of(each)[0] for each in others)
-    return tuple(name for name in names if name and name != distribution_of(entry)[0])
+    names = (owner_of(each)[0] for each in others)
+    return tuple(name for name in names if name and name != owner_of(entry)[0])
 
 
 def _options(group: str, loaded: Any) -> tuple[str, ...] | None:

@@ -20,7 +20,7 @@ from sync_core import registry
 from sync_core.bench.measure import SETTLE_SECONDS
 from sync_core.bench.models import make_model, mark
 from sync_core.bench.worker import BenchWorker
-from sync_core.collector.calls import gather
+from sync_core.calls import gather
 from sync_core.errors import OptionError, SendError, SyncError
 from sync_core.groups import choose_group, shares_policy
 from sync_core.sender import Sender

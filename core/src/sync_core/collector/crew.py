@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from sync_core.collector.calls import gather
+from sync_core.calls import gather
 from sync_core.collector.host import Host, new_host
 from sync_core.collector.recipe import WorkerRecipe
 from sync_core.workers import WorkerGroup

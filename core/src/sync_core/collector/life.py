@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
+from sync_core.calls import gather
 from sync_core.collector.background import Background
-from sync_core.collector.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.delivery import Delivery
 from sync_core.collector.host import Host

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from sync_core.collector.calls import gather
+from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.host import Host
 from sync_core.collector.schemes import POLICY

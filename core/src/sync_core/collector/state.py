@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sync_core.collector.calls import gather
+from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.delivery import Delivery
 from sync_core.collector.host import Host

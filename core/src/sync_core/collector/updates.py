@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Unpack, overload
 
 from sync_core.address import Address
-from sync_core.collector.calls import gather
+from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.given import Given, chosen
 from sync_core.collector.host import Host

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from sync_core.collector.calls import gather
+from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.host import Host
 from sync_core.collector.modules import module_of

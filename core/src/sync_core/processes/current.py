@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import resource
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,9 +27,9 @@ def fork(request: Request, fds: Sequence[int]) -> ForkedProcess:
     return _current.fork(request, fds)
 
 
-def fork_server_pid() -> int | None:
-    """The id of the fork server's process, which is no worker; None when there is none."""
-    return _current.pid
+def fork_server_pids() -> set[int]:
+    """The processes of the fork server and of those that it replaced, which are no workers."""
+    return _current.pids
 
 
 class _Current:
@@ -39,19 +40,20 @@ class _Current:
         self._closed: list[ForkServer] = []
 
     @property
-    def pid(self) -> int | None:
-        return None if self._server is None else self._server.pid
+    def pids(self) -> set[int]:
+        current = [] if self._server is None else [self._server]
+        return {server.pid for server in [*current, *self._closed]}
 
     def fork(self, request: Request, fds: Sequence[int]) -> ForkedProcess:
         with self._lock:
             self._closed = [server for server in self._closed if not server.reaped()]
-            inherited = _inherited()
-            if self._server is not None and self._fits == inherited:
+            load, inherited = _to_load(), _inherited()
+            if self._server is not None and self._fits == (load, inherited):
                 # It may have had nothing to do for a while, and ended; the next one does it then.
                 with suppress(ConnectionError):
                     return self._server.fork(request, fds)
             self.end()
-            self._server, self._fits = ForkServer(request.path), inherited
+            self._server, self._fits = ForkServer(load, request.path), (load, inherited)
             try:
                 return self._server.fork(request, fds)
             except ConnectionError as error:
@@ -70,7 +72,12 @@ class _Current:
         """Leave the server to the process that this one was forked from."""
         if self._server is not None:
             self._server.forget()
-        self._lock, self._server = threading.Lock(), None
+        self._lock, self._server, self._closed = threading.Lock(), None, []
+
+
+def _to_load() -> str:
+    """What workers need: tensordict too, as slow to load as torch, if this process does."""
+    return "sync_core.collector" if "tensordict" in sys.modules else "sync_core"
 
 
 def _inherited() -> object:

@@ -73,15 +73,20 @@ def receive_reply(control: socket.socket) -> tuple[int, int, int]:
     return int.from_bytes(data, "big"), descriptors[0], descriptors[1]
 
 
-def main(control: int) -> NoReturn:
-    """Serve until the other end of ``control`` is closed and nothing that was forked lives."""
+def main(control: int, load: str) -> NoReturn:
+    """Serve until the other end of ``control`` is closed and nothing that was forked lives.
+
+    Args:
+        control: the connection to the process that asks.
+        load: the module that is imported before anything is forked.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    importlib.import_module("sync_core.collector")
+    importlib.import_module(load)
     importlib.import_module("cloudpickle")
     # What was loaded is never freed; a collection would only write to memory that is shared.
-    gc.collect()
     gc.freeze()
+    gc.enable()
     _Server(socket.socket(fileno=control)).serve()
     os._exit(0)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sync_core.processes.current import fork_server_pid
+from sync_core.processes.current import fork_server_pids
 
 
 def descendants() -> set[int]:
     """The ids of the processes that descend from this one (Linux).
 
-    The process that forks workers is left out: it ends by itself.
+    Those that fork workers are left out: they end by themselves.
     """
     parents = {
         int(path.parent.name): _parent_of(path)
@@ -23,7 +23,7 @@ def descendants() -> set[int]:
     while level:
         level = {pid for pid, parent in parents.items() if parent in level}
         found |= level
-    return found - {fork_server_pid()}
+    return found - fork_server_pids()
 
 
 def _parent_of(stat: Path) -> int | None:

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from sync_core import registry
 from sync_core.cli.findings.finding import Finding
 from sync_core.errors import PluginConflictError
+from sync_core.installed import entry_points_of, owner_of
 from sync_core.requirements import (
     Distribution,
     installed_version,
@@ -37,7 +38,7 @@ def disabled() -> Iterator[Finding]:
     """What ``SYNC_DISABLE`` leaves out, and names in it that nothing has."""
     value = os.environ.get(registry.DISABLE, "")
     names = [name.strip() for name in value.split(",") if name.strip()]
-    claimed = [(group, entry) for group in _GROUPS for entry in registry.claimed(group)]
+    claimed = [(group, entry) for group in _GROUPS for entry in entry_points_of(group)]
     out = [registry.describe(g, entry) for g, entry in claimed if registry.is_disabled(entry)]
     if out:
         yield Finding(
@@ -46,7 +47,7 @@ def disabled() -> Iterator[Finding]:
             f"to use them, type: unset {registry.DISABLE}",
         )
     known = {entry.name for _, entry in claimed}
-    known |= {entry.dist.name for _, entry in claimed if entry.dist is not None}
+    known |= {owner for _, entry in claimed if (owner := owner_of(entry)[0]) is not None}
     for name in names:
         if name not in known:
             yield Finding(
