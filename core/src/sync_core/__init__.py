@@ -53,6 +53,7 @@ from sync_core.remedies import WorkerFailure
 from sync_core.report import SendReport, WorkerResult
 from sync_core.sender import Sender
 from sync_core.serving import Peer, ServingTransport, hello
+from sync_core.stores import Store, StoreOptions, store_transport
 from sync_core.tensor_spec import TensorSpec
 from sync_core.transport import Delivery, ReceiverTransport, SenderTransport
 from sync_core.update import Update
@@ -127,6 +128,8 @@ __all__ = [
     "ServingTransport",
     "SkipContext",
     "Slot",
+    "Store",
+    "StoreOptions",
     "SyncError",
     "TensorSpec",
     "TransportContext",
@@ -146,4 +149,5 @@ __all__ = [
     "hello",
     "hookimpl",
     "start_process",
+    "store_transport",
 ]
