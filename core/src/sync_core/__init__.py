@@ -38,6 +38,7 @@ from sync_core.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_core.finding import Finding
 from sync_core.hookspecs import hookimpl
 from sync_core.launching import LaunchedGroup, LaunchedWorker, Launcher
 from sync_core.layout import Layout
@@ -89,6 +90,7 @@ __all__ = [
     "Collector",
     "CorruptionError",
     "Delivery",
+    "Finding",
     "HookResultError",
     "LaunchedGroup",
     "LaunchedWorker",
