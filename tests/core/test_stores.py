@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sync_core import (
+    ClosedError,
     HookResultError,
     OptionError,
     Payload,
@@ -37,10 +38,13 @@ class Memory(Store):
         self.kept: dict[str, bytes] = {}
         self.broken: Exception | None = None
         self.text = False
+        self.on_version: Callable[[], None] | None = None
 
     def put(self, name: str, data: bytes) -> None:
         self._check()
         self.kept[name] = data
+        if self.on_version is not None and name.endswith(".safetensors"):
+            self.on_version()
 
     def get(self, name: str) -> Any:
         self._check()
@@ -184,6 +188,14 @@ def test_a_store_that_fails_for_a_while(sender: Sender, memory: Memory) -> None:
         memory.broken = None
         assert receiver.receive() == 1
         assert pending.wait().updated == (0,)
+
+
+def test_closing_while_a_version_is_put_there(sender: Sender, memory: Memory) -> None:
+    transport: Any = sender._outlet.transport
+    memory.on_version = transport.close
+    with pytest.raises(ClosedError):
+        sender.send_async()
+    assert not memory.kept
 
 
 def test_a_store_that_gives_no_bytes_is_named(sender: Sender, memory: Memory) -> None:

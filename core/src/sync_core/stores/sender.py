@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sync_core.contexts import TransportContext
-from sync_core.errors import WorkerError, WorkerLostError
+from sync_core.errors import ClosedError, WorkerError, WorkerLostError
 from sync_core.notice import Notice
 from sync_core.payload import Payload
 from sync_core.stores.life import SIGNS, Pulse, Watch
@@ -68,6 +68,9 @@ class StoreSender(SenderTransport):
         self._records.write_version(payload.version, payload.to_bytes())
         deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
         with self._changed:
+            if self._closed:
+                self._records.delete_version(payload.version)
+                raise ClosedError("the sender is closed")
             self._written.append(payload.version)
             for worker_id, delivery in deliveries.items():
                 place = self._places[worker_id]
