@@ -119,6 +119,22 @@ def test_a_receiver_in_the_driver_polls() -> None:
         receiver.receive()
 
 
+def test_a_mailbox_that_stands_still_holds_up_no_look() -> None:
+    with Sender("ray", linear(1.0), num_workers=1) as sender:
+        address = sender.address(0)
+        pid = ray.get(address.endpoint.__ray_call__.remote(lambda _: os.getpid()))
+        with Receiver(address, linear()) as receiver:
+            assert receiver.receive(timeout=0) is None
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                assert [receiver.receive(timeout=0) for _ in range(100)] == [None] * 100
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            pending = sender.send_async()
+            assert eventually(lambda: receiver.receive(timeout=0) == 1)
+            assert pending.wait().updated == (0,)
+
+
 def test_whoever_comes_late_gets_the_newest() -> None:
     with Sender("ray", linear(), num_workers=2, timeout=1) as sender:
         address = pickle.loads(cloudpickle.dumps(sender.address(1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -109,13 +110,15 @@ class Mailbox:
         self, worker_id: int, reader: str, seen: int, seconds: float
     ) -> Offer | Gone | None:
         """The newest version for a worker, once that is not the one that it has seen."""
-        try:
+        await self.news(worker_id, reader, seen, seconds)
+        return self._answer(worker_id, reader, seen)
+
+    async def news(self, worker_id: int, reader: str, seen: int, seconds: float) -> None:
+        """Answer once `take` would give something, or the seconds are over."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._changed:
-                while (answer := self._answer(worker_id, reader, seen)) is None:
+                while self._answer(worker_id, reader, seen) is None:
                     await self._changed.wait()
-                return answer
-        except TimeoutError:
-            return self._answer(worker_id, reader, seen)
 
     async def answer(self, event: Event, reader: str) -> None:
         """Pass on what a receiver has to say, unless another has taken its place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -23,6 +24,8 @@ from sync_plugin_ray.store import LOST, read
 
 # A call of the mailbox itself takes about a millisecond.
 _GRACE = 10.0
+# How long one request for news may wait in the mailbox, whoever has asked, in seconds.
+_WATCH = 30.0
 
 
 class MailboxReceiver(ReceiverTransport):
@@ -42,6 +45,7 @@ class MailboxReceiver(ReceiverTransport):
         self._reader = secrets.token_hex(16)
         self._seen = 0
         self._layout = context.layout
+        self._news: Future[None] | None = None
         self._cluster = Cluster()
         try:
             join = self._mailbox.join.remote(
@@ -59,7 +63,7 @@ class MailboxReceiver(ReceiverTransport):
         deadline = time.monotonic() + timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
-            offer = self._ask(left)
+            offer = self._ask(left) if left > 0 else self._look()
             if offer is None:
                 return None
             since = time.perf_counter()
@@ -87,6 +91,16 @@ class MailboxReceiver(ReceiverTransport):
     def close(self) -> None:
         """Hang up."""
         self._cluster.leave()
+
+    def _look(self) -> Offer | None:
+        """What there is now; asks for it only when the mailbox has said that there is something."""
+        self._check()
+        if self._news is not None and not self._news.done():
+            return None
+        offer = self._ask(0.0)
+        watched = self._worker_id, self._reader, self._seen, _WATCH
+        self._news = None if offer else self._mailbox.news.remote(*watched).future()
+        return offer
 
     def _ask(self, timeout: float) -> Offer | None:
         self._check()

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from statistics import median
 from typing import Any
 
 import pytest
@@ -183,8 +184,7 @@ class DeliveryCases(SchemeCases):
                 looks.append(time.perf_counter() - begin)
             return looks
 
-        # Those that nothing else on the machine has held up.
-        assert sorted(workers.pool.call(0, look_often))[10] < 0.005
+        assert median(workers.pool.call(0, look_often)) < 0.005
 
     @pytest.mark.usefixtures("asking")
     def test_waiting_for_news_ends_in_time(self, start: Start) -> None:
