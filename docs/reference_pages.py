@@ -23,8 +23,8 @@ from sync_core import cli, errors, registry
 from sync_core.capabilities import SCHEME_CAPABILITIES, WORKER_CAPABILITIES
 from sync_core.cli import bench_collector
 from sync_core.cli.doctor import Diagnosis
-from sync_core.cli.findings.finding import Finding
 from sync_core.cli.listing import Listed
+from sync_core.finding import Finding
 from sync_core.hook_check import HOOKS
 
 _CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext")

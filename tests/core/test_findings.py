@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import sync_core
+from sync_core import NotAPluginError, registry
 from sync_core.cli import main
-from sync_core.cli.findings import loading, machine, network, plugins
+from sync_core.cli.findings import loading, machine, plugins, scheme
 
 MIB = 1 << 20
 Install = Callable[..., None]
@@ -30,8 +32,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         name: str = "pigeon",
         source: str = "",
         requires: str = "torch",
+        to: str | None = None,
     ) -> None:
         module = f"found_{distribution}"
+        monkeypatch.delitem(sys.modules, module, raising=False)
         (tmp_path / f"{module}.py").write_text(source)
         info = tmp_path / f"{distribution}-1.0.dist-info"
         info.mkdir()
@@ -39,7 +43,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
             f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n"
             f"Requires-Dist: {requires}\n"
         )
-        (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {to or module}\n")
 
     return install
 
@@ -95,24 +99,6 @@ def test_threads_that_do_not_fit(wanted: str, cores: int, line: str) -> None:
 @pytest.mark.parametrize(("wanted", "cores"), [("", 8), ("4", 8), ("8,2", 8), ("1", 1)])
 def test_threads_that_fit(wanted: str, cores: int) -> None:
     assert not [*machine.threads(wanted, cores)]
-
-
-def test_a_host_name_without_an_address() -> None:
-    assert not [*network.host_name("localhost")]
-    # Too long for any name, so that nobody is asked for it.
-    (finding,) = network.host_name("x" * 64)
-    assert_line(str(finding), r"host name: 'x+' has no address .*; type, as root: echo '127")
-
-
-def test_an_interface_that_is_not_there() -> None:
-    present = {"lo", "eth0"}
-    assert not [*network.interfaces({"GLOO_SOCKET_IFNAME": "eth0,lo"}, present)]
-    (finding,) = network.interfaces({"TP_SOCKET_IFNAME": "ib0"}, present)
-    assert_line(
-        str(finding),
-        "TP_SOCKET_IFNAME=ib0: this machine has no network interface 'ib0'; "
-        "type: unset TP_SOCKET_IFNAME, or name one of: eth0, lo",
-    )
 
 
 def test_what_is_disabled_and_what_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +169,63 @@ def test_a_plugin_that_hangs(install: Install, monkeypatch: pytest.MonkeyPatch) 
     install("owl", source="import time; time.sleep(600)")
     (finding,) = loading.find(timeout=1.0)
     assert_line(str(finding), "plugins: importing all that are installed hangs; to see which, type")
+
+
+FINDING = """
+from sync_core import Finding
+from sync_plugin_std.none import NoneScheme
+
+class Scheme(NoneScheme):
+    capabilities = NoneScheme.capabilities | {"findings"}
+    def findings(self):
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("yield Finding('sky', 'is dark', 'type: dawn')", "^sky: is dark; type: dawn$"),
+        (
+            "raise OSError('too\\nhigh')",
+            r"^scheme 'owl' \(nest 1.0\): .* raised OSError: too; type",
+        ),
+        (
+            "return ['dark']",
+            "raised TypeError: it gave 'dark', which is no sync_core.Finding; type:",
+        ),
+        ("import time; time.sleep(30)", r"findings\(\) took more than 0.5 s; type: pip .* -U nest"),
+    ],
+    ids=["finds", "raises", "gives something else", "hangs"],
+)
+def test_what_a_scheme_finds_itself(install: Install, body: str, line: str) -> None:
+    module = "found_nest:Scheme"
+    install("nest", group="sync.schemes", name="owl", source=f"{FINDING}        {body}", to=module)
+    (finding,) = scheme.find("owl", timeout=0.5)
+    assert_line(str(finding), line)
+
+
+def test_what_declares_nothing_or_does_not_load_finds_nothing(install: Install) -> None:
+    install("nest", group="sync.schemes", name="owl", source="raise RuntimeError('asleep')")
+    assert scheme.find("none") == []
+    assert scheme.find("owl") == []
+
+
+@pytest.mark.parametrize("method", ["findings = None", "def findings(self, sky): return []"])
+def test_findings_that_cannot_be_asked_for(install: Install, method: str) -> None:
+    source = FINDING.replace("    def findings(self):\n", f"    {method}\n")
+    install("nest", group="sync.schemes", name="owl", source=source, to="found_nest:Scheme")
+    with pytest.raises(NotAPluginError, match="declares the capability 'findings', and has no"):
+        registry.find(registry.SCHEMES, "owl")
+
+
+@pytest.mark.timeout(60)
+def test_doctor_asks_the_schemes(install: Install, capfd: pytest.CaptureFixture[str]) -> None:
+    source = f"{FINDING}        yield Finding('sky', 'is dark', 'type: dawn')"
+    install("nest", group="sync.schemes", name="owl", source=source, to="found_nest:Scheme")
+    assert main(["doctor", "owl", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["schemes"][0]["verdict"] == "ok"
+    assert {"about": "sky", "problem": "is dark", "remedy": "type: dawn"} in told["findings"]
 
 
 @pytest.mark.timeout(60)

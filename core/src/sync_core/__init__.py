@@ -38,6 +38,7 @@ from sync_core.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_core.finding import Finding
 from sync_core.hookspecs import hookimpl
 from sync_core.launching import LaunchedGroup, LaunchedWorker, Launcher
 from sync_core.layout import Layout
@@ -53,6 +54,7 @@ from sync_core.remedies import WorkerFailure
 from sync_core.report import SendReport, WorkerResult
 from sync_core.sender import Sender
 from sync_core.serving import Peer, ServingTransport, hello
+from sync_core.stores import Store, StoreOptions, store_transport
 from sync_core.tensor_spec import TensorSpec
 from sync_core.transport import Delivery, ReceiverTransport, SenderTransport
 from sync_core.update import Update
@@ -88,6 +90,7 @@ __all__ = [
     "Collector",
     "CorruptionError",
     "Delivery",
+    "Finding",
     "HookResultError",
     "LaunchedGroup",
     "LaunchedWorker",
@@ -127,6 +130,8 @@ __all__ = [
     "ServingTransport",
     "SkipContext",
     "Slot",
+    "Store",
+    "StoreOptions",
     "SyncError",
     "TensorSpec",
     "TransportContext",
@@ -146,4 +151,5 @@ __all__ = [
     "hello",
     "hookimpl",
     "start_process",
+    "store_transport",
 ]

@@ -12,6 +12,7 @@ SCHEME_CAPABILITIES = MappingProxyType(
         "cross_host": "workers may be on other machines",
         "cross_process": "workers may be in other processes",
         "cuda": "tensors on a GPU travel without a copy in the memory of the host",
+        "findings": "its ``findings()`` tell ``sync-core doctor`` what is amiss around it",
         "late_join": "workers may be added while the sender runs",
         "pull": "workers fetch what they want; the sender need not be able to reach them",
         "same_object": "workers act with the trainer's own object, so nothing travels",

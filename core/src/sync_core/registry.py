@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -203,7 +204,7 @@ def _made(owner: str, group: str, given: Any) -> Any:
     return made
 
 
-def _needs_arguments(given: type) -> bool:
+def _needs_arguments(given: Callable[..., Any]) -> bool:
     try:
         inspect.signature(given).bind()
     except TypeError:
@@ -237,6 +238,17 @@ def _check(owner: str, group: str, plugin: Any) -> None:
     if not isinstance(getattr(plugin, "capabilities", None), frozenset):
         raise NotAPluginError(
             f"{owner} declares no capabilities; add one line: capabilities = frozenset()"
+        )
+    if "findings" in plugin.capabilities and not inspect.isclass(plugin):
+        _check_findings(owner, plugin)
+
+
+def _check_findings(owner: str, plugin: Any) -> None:
+    findings = getattr(plugin, "findings", None)
+    if not callable(findings) or _needs_arguments(findings):
+        raise NotAPluginError(
+            f"{owner} declares the capability 'findings', and has no findings() that takes no "
+            "arguments and gives sync_core.Finding objects; write it, or do not declare it"
         )
 
 

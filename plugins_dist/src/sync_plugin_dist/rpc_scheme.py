@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sync_core import (
+    Finding,
     OptionError,
     ReceiverTransport,
     SenderTransport,
     TransportContext,
     hookimpl,
 )
+from sync_plugin_dist import findings
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.receiver import DistReceiver
 from sync_plugin_dist.rpc_join import initialised
@@ -41,7 +44,15 @@ class RpcScheme:
     """
 
     capabilities = frozenset(
-        {"background", "broadcast", "cross_host", "cross_process", "late_join", "zero_copy"}
+        {
+            "background",
+            "broadcast",
+            "cross_host",
+            "cross_process",
+            "findings",
+            "late_join",
+            "zero_copy",
+        }
     )
 
     @hookimpl
@@ -60,3 +71,7 @@ class RpcScheme:
         if context.workers:
             return RpcSender(context, options)
         return DistSender(context, options)
+
+    def findings(self) -> Iterator[Finding]:
+        """What is amiss with the network, and with NCCL."""
+        return findings.find()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sync_core import (
+    Finding,
     ReceiverTransport,
     SenderTransport,
     TransportContext,
     hookimpl,
 )
+from sync_plugin_dist import findings
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.receiver import DistReceiver
 from sync_plugin_dist.sender import DistSender
@@ -20,7 +24,15 @@ class DistScheme:
     """
 
     capabilities = frozenset(
-        {"background", "broadcast", "cross_host", "cross_process", "late_join", "zero_copy"}
+        {
+            "background",
+            "broadcast",
+            "cross_host",
+            "cross_process",
+            "findings",
+            "late_join",
+            "zero_copy",
+        }
     )
 
     @hookimpl
@@ -30,3 +42,7 @@ class DistScheme:
         if context.side == "receiver":
             return DistReceiver(context, options)
         return DistSender(context, options)
+
+    def findings(self) -> Iterator[Finding]:
+        """What is amiss with the network, and with NCCL."""
+        return findings.find()

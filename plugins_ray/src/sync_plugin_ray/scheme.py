@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sync_core import (
+    Finding,
     OptionError,
     ReceiverTransport,
     SenderTransport,
     TransportContext,
     hookimpl,
 )
+from sync_plugin_ray import findings
 from sync_plugin_ray.agent import Inbox
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.pull import PullSender
@@ -46,7 +48,7 @@ class RayScheme:
     """
 
     capabilities = frozenset(
-        {"broadcast", "cross_host", "cross_process", "late_join", "pull", "zero_copy"}
+        {"broadcast", "cross_host", "cross_process", "findings", "late_join", "pull", "zero_copy"}
     )
 
     @hookimpl
@@ -69,3 +71,7 @@ class RayScheme:
         except BaseException:
             cluster.leave()
             raise
+
+    def findings(self) -> Iterator[Finding]:
+        """What is amiss with the cluster that a sender here would join; none is started for it."""
+        return findings.find()

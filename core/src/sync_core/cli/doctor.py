@@ -1,6 +1,7 @@
 """``sync-core doctor``: does each installed scheme really move weights on this machine?
 
-What is amiss around the schemes is found in `sync_core.cli.findings`.
+What is amiss around the schemes is found in `sync_core.cli.findings`, and by those themselves that
+declare the capability ``findings``.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from sync_core import registry
-from sync_core.cli.findings import loading, machine, network, plugins
-from sync_core.cli.findings.finding import Finding
+from sync_core.cli.findings import loading, machine, plugins
 from sync_core.cli.listing import make_console
 from sync_core.cli.trial import MODEL, VERSIONS, WORKERS, Outcome
 from sync_core.errors import PluginNotFoundError
+from sync_core.finding import Finding
 from sync_core.installed import owner_of
 from sync_core.processes import WorkerProcess, start_process
 
@@ -80,7 +81,7 @@ def add_to(subparsers: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def diagnose(entry: EntryPoint, timeout: float) -> Diagnosis:
+def diagnose(entry: EntryPoint, timeout: float) -> tuple[Diagnosis, list[Finding]]:
     """Try a scheme in a process of its own, of which nothing is left afterwards.
 
     A plugin may hang where it heeds no deadline, crash, or change what a process has only once,
@@ -89,32 +90,44 @@ def diagnose(entry: EntryPoint, timeout: float) -> Diagnosis:
     Args:
         entry: the scheme's entry point, which is not loaded here.
         timeout: deadline in seconds.
+
+    Returns:
+        What became of it, and what it has found amiss itself.
     """
     ours, theirs = multiprocessing.Pipe()
     with ours:
         with theirs:
             process = start_process(_MAIN, entry.name, str(timeout), fds=[theirs.fileno()])
         try:
-            outcome = _await(ours, process, entry.name, timeout)
+            outcome, findings = _await(ours, process, entry.name, timeout)
         finally:
             # The process group is the scheme's alone: whatever it has started and did not end.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.exited(GRACE)
-    return Diagnosis(entry.name, *owner_of(entry), **asdict(outcome))
+    return Diagnosis(entry.name, *owner_of(entry), **asdict(outcome)), findings
 
 
-def _await(connection: Connection, process: WorkerProcess, scheme: str, timeout: float) -> Outcome:
-    outcome: Outcome | None = None
+def _await(
+    connection: Connection, process: WorkerProcess, scheme: str, timeout: float
+) -> tuple[Outcome, list[Finding]]:
+    findings: list[Finding] = []
     try:
-        for limit in (_START, timeout + GRACE):
-            if not connection.poll(limit):
-                return Outcome("failed", problem=_hung(scheme, timeout))
-            outcome = connection.recv()
+        _receive(connection, _START)
+        # Loading it is part of this, and not of trying it.
+        findings = _receive(connection, timeout + GRACE)
+        return _receive(connection, timeout + GRACE), findings
+    except TimeoutError:
+        return Outcome("failed", problem=_hung(scheme, timeout)), findings
     except EOFError:
-        outcome = None
-    process.exited(GRACE)
-    return outcome or Outcome("failed", problem=_died(scheme, process.returncode))
+        process.exited(GRACE)
+        return Outcome("failed", problem=_died(scheme, process.returncode)), findings
+
+
+def _receive(connection: Connection, limit: float) -> Any:
+    if not connection.poll(limit):
+        raise TimeoutError
+    return connection.recv()
 
 
 def _hung(scheme: str, timeout: float) -> str:
@@ -139,13 +152,16 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
         parser.error(f"doctor has no {' '.join(rest)!r}")
     if not 0 < arguments.timeout < math.inf:
         parser.error("--timeout is a number of seconds above 0")
-    diagnoses = []
+    diagnoses, findings = [], []
     # On the terminal even when the output goes elsewhere: this takes seconds for each scheme.
     progress = Console(stderr=True)
     for entry in _entries(arguments.schemes):
         with progress.status(f"trying {entry.name}"):
-            diagnoses.append(diagnose(entry, arguments.timeout))
-    findings = _findings(whole=not arguments.schemes)
+            diagnosis, found = diagnose(entry, arguments.timeout)
+        diagnoses.append(diagnosis)
+        findings += found
+    # Schemes of one distribution may find the same.
+    findings = [*dict.fromkeys(findings), *_findings(whole=not arguments.schemes)]
     if arguments.json:
         told = {
             "schemes": [asdict(each) for each in diagnoses],
@@ -160,7 +176,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
 
 
 def _findings(*, whole: bool) -> list[Finding]:
-    found = [*machine.find(), *network.find(), *plugins.find()]
+    found = [*machine.find(), *plugins.find()]
     return [*found, *loading.find()] if whole else found
 
 

@@ -21,6 +21,7 @@ from sync_core.bench.measure import SETTLE_SECONDS
 from sync_core.bench.models import make_model, mark
 from sync_core.bench.worker import BenchWorker
 from sync_core.calls import gather
+from sync_core.cli.findings import scheme as findings
 from sync_core.errors import OptionError, SendError, SyncError
 from sync_core.groups import choose_group, shares_policy
 from sync_core.sender import Sender
@@ -54,6 +55,8 @@ class Outcome:
 def answer(fd: int, scheme: str, timeout: str) -> None:
     """Try a scheme in this process, which was started for that, and send what became of it.
 
+    First that the process is there, then what the scheme finds amiss, and then the outcome.
+
     Args:
         fd: a connection to the process that asks. When that hangs up, this one and all that it
             has started are ended.
@@ -68,6 +71,7 @@ def answer(fd: int, scheme: str, timeout: str) -> None:
     connection = Connection(fd)
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     connection.send(None)
+    connection.send(findings.find(scheme))
     connection.send(try_scheme(scheme, float(timeout)))
 
 

@@ -13,8 +13,8 @@ from importlib_metadata import PackageNotFoundError, distribution
 from packaging.requirements import Requirement
 
 from sync_core import registry
-from sync_core.cli.findings.finding import Finding
 from sync_core.errors import PluginConflictError
+from sync_core.finding import Finding
 from sync_core.installed import entry_points_of, owner_of
 from sync_core.requirements import (
     Distribution,

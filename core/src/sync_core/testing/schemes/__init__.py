@@ -30,6 +30,8 @@ class SchemeConformance(
         options: options of the scheme.
         group: the name or the class of the worker group; None for the one that a `Collector`
             takes for this scheme.
+        called: whether the sender is given ``workers`` and calls them. Cases in which a worker says
+            when it receives are skipped then; such a class makes its own `sender` and `start`.
 
     Example:
         >>> class TestMyScheme(SchemeConformance):  # doctest: +SKIP

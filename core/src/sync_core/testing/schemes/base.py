@@ -34,6 +34,7 @@ class SchemeCases(Conformance):
     scheme: ClassVar[Any]
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     group: ClassVar[str | type[WorkerGroup] | None] = None
+    called: ClassVar[bool] = False
 
     @pytest.fixture(autouse=True)
     def moves_weights(self) -> None:
@@ -79,6 +80,12 @@ class SchemeCases(Conformance):
         """For cases in which a worker waits while the trainer does something."""
         if "parallel" not in pool.group_class.capabilities:
             pytest.skip("the workers run every call in the caller's thread")
+
+    @pytest.fixture
+    def asking(self) -> None:
+        """For cases in which a worker says when it receives, stages or commits."""
+        if self.called:
+            pytest.skip("the workers are called by the sender, and do not say when they receive")
 
     @pytest.fixture
     def processes(self, pool: Pool) -> None:

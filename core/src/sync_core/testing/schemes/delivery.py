@@ -34,7 +34,7 @@ class DeliveryCases(SchemeCases):
             assert report.nbytes > 0
             assert all(0 < result.seconds <= report.seconds for result in report.workers.values())
 
-    @pytest.mark.usefixtures("parallel")
+    @pytest.mark.usefixtures("asking", "parallel")
     def test_blocking_send_returns_when_everybody_has_committed(self, start: Start) -> None:
         workers = start(make_policy(7.0))
         serving = [workers.pool.submit(i, Worker.serve) for i in (0, 1)]
@@ -53,6 +53,7 @@ class DeliveryCases(SchemeCases):
         assert workers.send().updated == (0, 1, 2)
         assert workers.values() == [{1.0}] * 3
 
+    @pytest.mark.usefixtures("asking")
     def test_nothing_is_confirmed_before_it_is_committed(self, start: Start) -> None:
         workers = start(make_policy(1.0))
         pending = workers.sender.send_async()
@@ -70,7 +71,7 @@ class DeliveryCases(SchemeCases):
         assert all(result.nbytes >= least for result in report.workers.values())
         assert [result.version for result in report.workers.values()] == [1, 1]
 
-    @pytest.mark.usefixtures("parallel")
+    @pytest.mark.usefixtures("asking", "parallel")
     def test_a_worker_sees_versions_in_order_and_each_whole(self, start: Start) -> None:
         policy = make_policy()
         workers = start(policy, 1)
@@ -113,6 +114,7 @@ class DeliveryCases(SchemeCases):
         workers.send({"0.bias": torch.full((4,), 6.0)})
         assert workers.values() == [{0.0, 6.0}]
 
+    @pytest.mark.usefixtures("asking")
     def test_weights_given_by_hand(self, start: Start, zero_copy: bool) -> None:
         policy = make_policy(1.0)
         workers = start(policy, 1, zero_copy=zero_copy)
@@ -123,6 +125,7 @@ class DeliveryCases(SchemeCases):
         workers.send()
         assert workers.values() == [{1.0}]
 
+    @pytest.mark.usefixtures("asking")
     def test_the_newest_version_is_the_one_that_counts(self, start: Start) -> None:
         policy = make_policy(1.0)
         workers = start(policy, 1)
@@ -134,6 +137,7 @@ class DeliveryCases(SchemeCases):
         assert workers.values() == [{3.0}]
         assert workers.receive(0, timeout=0.0) is None
 
+    @pytest.mark.usefixtures("asking")
     def test_a_late_answer_counts_for_no_other_send(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1)
         with pytest.raises(SendError, match="did not confirm version 1 within") as failure:
@@ -145,6 +149,7 @@ class DeliveryCases(SchemeCases):
         workers.receive(0)
         assert late.wait().updated == (0,)
 
+    @pytest.mark.usefixtures("asking")
     def test_an_answer_about_an_older_version_counts_for_no_other(self, start: Start) -> None:
         policy = make_policy(1.0)
         workers = start(policy, 1)
@@ -158,6 +163,7 @@ class DeliveryCases(SchemeCases):
         assert workers.receive(0) == 2
         assert pending.wait().updated == (0,)
 
+    @pytest.mark.usefixtures("asking")
     def test_a_sender_waits_no_longer_than_it_was_told(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1, timeout=0.3)
         begin = time.perf_counter()
@@ -165,6 +171,7 @@ class DeliveryCases(SchemeCases):
             workers.sender.send()
         assert 0.3 <= time.perf_counter() - begin < 2.0
 
+    @pytest.mark.usefixtures("asking")
     def test_looking_for_news_answers_at_once(self, start: Start) -> None:
         workers = start(make_policy(), 1)
         assert workers.receive(0, timeout=0.0) is None
@@ -179,6 +186,7 @@ class DeliveryCases(SchemeCases):
 
         assert median(workers.pool.call(0, look_often)) < 0.005
 
+    @pytest.mark.usefixtures("asking")
     def test_waiting_for_news_ends_in_time(self, start: Start) -> None:
         workers = start(make_policy(), 1)
 

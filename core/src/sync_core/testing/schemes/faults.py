@@ -43,6 +43,7 @@ class FaultCases(SchemeCases):
         assert workers.sender.all_worker_ids() == (1,)
         assert workers.send().updated == (1,)
 
+    @pytest.mark.usefixtures("asking")
     def test_after_a_send_that_failed_the_next_one_works(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1)
         with pytest.raises(SendError, match="did not confirm version 1 within"):
@@ -72,7 +73,7 @@ class FaultCases(SchemeCases):
         assert workers.send().updated == (0, 1)
         assert workers.values() == [{3.0}, {3.0}]
 
-    @pytest.mark.usefixtures("processes")
+    @pytest.mark.usefixtures("asking", "processes")
     def test_killed_during_a_send(self, start: Start) -> None:
         workers = start(make_policy(1.0))
         pending = workers.sender.send_async()
@@ -117,7 +118,7 @@ class FaultCases(SchemeCases):
         fill(policy, 6.0)
         assert workers.send().updated == (0, 1)
 
-    @pytest.mark.usefixtures("processes")
+    @pytest.mark.usefixtures("asking", "processes")
     def test_the_trainer_is_killed(self, pool: Pool) -> None:
         pool.make_ready()
         flags = (False, True) if self.can("zero_copy") else (False,)

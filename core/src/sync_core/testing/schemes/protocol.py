@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import time
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -15,6 +16,7 @@ from torch import nn
 from sync_core import (
     AddressError,
     ClosedError,
+    Finding,
     LayoutMismatchError,
     ModelError,
     OptionError,
@@ -23,6 +25,7 @@ from sync_core import (
     SenderLostError,
     SendError,
     UnknownWorkerError,
+    registry,
 )
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import make_policy
@@ -119,6 +122,14 @@ class ProtocolCases(SchemeCases):
     def test_an_option_that_does_not_exist(self) -> None:
         with pytest.raises(OptionError, match="has no option 'no_such_option'"):
             self.sender(make_policy(), no_such_option=3)
+
+    def test_what_it_finds_amiss_is_told_in_time(self) -> None:
+        self.need("findings")
+        begin = time.perf_counter()
+        found = list(registry.find(registry.SCHEMES, self.scheme).object.findings())
+        assert time.perf_counter() - begin < 10.0, "doctor waits for so long, and no longer"
+        assert all(isinstance(finding, Finding) for finding in found)
+        assert not any("\n" in str(finding) for finding in found), "each is one line"
 
     def test_a_closed_sender(self) -> None:
         with self.sender(make_policy()) as sender:

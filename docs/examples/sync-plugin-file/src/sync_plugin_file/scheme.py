@@ -1,27 +1,34 @@
-"""What the scheme can do, its options, and which class is which side."""
+"""What the scheme can do, and its options; the rest is what `sync_core.store_transport` makes."""
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
-from sync_core import ReceiverTransport, SenderTransport, TransportContext, hookimpl
-from sync_plugin_file.receiver import FileReceiver
-from sync_plugin_file.sender import FileSender
+from sync_core import (
+    ReceiverTransport,
+    SenderTransport,
+    StoreOptions,
+    TransportContext,
+    hookimpl,
+    store_transport,
+)
+from sync_plugin_file.store import DirectoryStore
 
 
 @dataclass(frozen=True)
-class FileOptions:
+class FileOptions(StoreOptions):
     """Options of the scheme ``file``.
 
     Args:
         directory: where the files are; None for the system's temporary directory.
-        keep: how many versions are left there, for other tools and slow workers.
+        poll: seconds between two looks into the directory.
         lost_after: seconds without a sign of life after which a peer counts as dead.
+        keep: how many versions are left there, for other tools and slow workers.
     """
 
     directory: str | None = None
-    keep: int = 2
-    lost_after: float = 5.0
 
 
 class FileScheme:
@@ -33,6 +40,5 @@ class FileScheme:
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
         """The sender's or a receiver's side."""
         options = context.parse_options(FileOptions)
-        if context.side == "receiver":
-            return FileReceiver(context, options.lost_after)
-        return FileSender(context, options.directory, options.keep, options.lost_after)
+        directory = Path(options.directory or tempfile.gettempdir())
+        return store_transport(context, DirectoryStore(directory), options)

@@ -1,4 +1,4 @@
-"""Whether processes on other machines could find this one."""
+"""What `sync-core doctor` is told of the network, and of NCCL without a GPU."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import os
 import socket
 from collections.abc import Collection, Iterator, Mapping
 
-from sync_core.cli.findings.finding import Finding
+import torch
+
+from sync_core import Finding
 
 # Of torch.distributed's gloo and of torch RPC. NCCL's own takes patterns, and reports them itself.
 _INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+# What somebody sets who means to use a GPU; images for containers have set other variables.
+_FOR_A_GPU = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
+_NO_DEVICES = ("", "-1", "NoDevFiles")
 
 
 def find() -> Iterator[Finding]:
     """All of it."""
     yield from host_name(socket.gethostname())
     yield from interfaces(os.environ, {name for _, name in socket.if_nameindex()})
+    yield from gpu(os.environ, seen=torch.cuda.is_available())
 
 
 def host_name(name: str) -> Iterator[Finding]:
@@ -47,4 +53,22 @@ def interfaces(environment: Mapping[str, str], present: Collection[str]) -> Iter
                 f"{variable}={environment[variable]}",
                 f"this machine has no network interface {missing[0]!r}",
                 f"type: unset {variable}, or name one of: {', '.join(sorted(present))}",
+            )
+
+
+def gpu(environment: Mapping[str, str], *, seen: bool) -> Iterator[Finding]:
+    """Environment variables that are meant for a GPU, where torch sees none.
+
+    Args:
+        environment: the environment variables.
+        seen: whether torch sees one.
+    """
+    for variable in _FOR_A_GPU:
+        value = environment.get(variable, "")
+        if value not in _NO_DEVICES and not seen:
+            yield Finding(
+                f"{variable}={value}",
+                "torch sees no GPU here, and backend='nccl' is refused",
+                "install a build of torch for the GPU, or give the container one: docker run "
+                "--gpus all …; backend='gloo' takes models on any device",
             )

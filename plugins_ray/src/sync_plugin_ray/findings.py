@@ -1,0 +1,166 @@
+"""What `sync-core doctor` is told of the Ray cluster that a sender here would join."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from sync_core import Finding
+
+_ADDRESS = "RAY_ADDRESS"
+# Where Ray looks for the cluster that was started last, below the first of these that is set.
+_TEMPORARY = ("RAY_TMPDIR", "TMPDIR")
+_CURRENT = "ray/ray_current_cluster"
+_CONNECTING, _ANSWERING = 1.0, 5.0
+# What `sync-core bench ray --model large` keeps there: a version, and the one that replaces it.
+_LARGE = 2 * 200 * 2 * (1 << 20)
+_MB = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """What a cluster says of itself.
+
+    Args:
+        ray: the version of Ray that it was started with.
+        python: the version of Python.
+        stores: the size in bytes of the object store of each node that lives.
+    """
+
+    ray: str
+    python: str
+    stores: tuple[float, ...]
+
+
+def find() -> Iterator[Finding]:
+    """All of it."""
+    about, address = cluster_address(os.environ)
+    if address is None:
+        return
+    try:
+        facts = ask(address)
+    except TimeoutError:
+        problem = f"at {address} something listens, and no Ray answers within {_ANSWERING:g} s"
+        yield Finding(about, problem, _leave(about))
+    except Exception as error:
+        yield Finding(about, f"no cluster answers at {address} ({_line(error)})", _leave(about))
+    else:
+        yield from versions(about, facts)
+        yield from stores(about, facts)
+
+
+def cluster_address(environment: Mapping[str, str]) -> tuple[str, str | None]:
+    """What says which cluster to join, and its address; None where a new one would be started.
+
+    A ``ray://`` address is a proxy's, which `ray.init` alone can talk to; nothing is told of that.
+
+    Args:
+        environment: the environment variables.
+    """
+    value = environment.get(_ADDRESS, "")
+    if value not in ("", "auto"):
+        skipped = value == "local" or value.startswith("ray://")
+        return f"{_ADDRESS}={value}", None if skipped else value
+    folder = next((environment[name] for name in _TEMPORARY if name in environment), os.sep + "tmp")
+    current = Path(folder, _CURRENT)
+    try:
+        return str(current), current.read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return str(current), None
+
+
+def ask(address: str, timeout: float = _ANSWERING) -> ClusterFacts:
+    """Ask the control service of a cluster, without joining the cluster.
+
+    Args:
+        address: ``"host:port"``.
+        timeout: seconds after which it is not waited for.
+
+    Raises:
+        OSError: nothing listens there.
+        ValueError: it is no address.
+        TimeoutError: something does, and does not answer.
+    """
+    host, _, port = address.rpartition(":")
+    # Ray itself would try again for a minute.
+    socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
+    facts: Future[ClusterFacts] = Future()
+    threading.Thread(target=_read, args=(address, facts), daemon=True).start()
+    return facts.result(timeout)
+
+
+def versions(about: str, facts: ClusterFacts) -> Iterator[Finding]:
+    """A cluster that refuses this process, as its versions are others.
+
+    Args:
+        about: what says that it is to be joined.
+        facts: what the cluster says of itself.
+    """
+    here = {"Ray": (facts.ray, ray.__version__), "Python": (facts.python, _python())}
+    for name, (there, ours) in here.items():
+        if there == ours:
+            continue
+        remedy = f"make an environment with Python {there}"
+        if name == "Ray":
+            remedy = f"type: pip install 'ray=={there}'"
+        yield Finding(
+            about,
+            f"its cluster runs {name} {there}, and here is {ours}: ray.init() refuses that",
+            f"{remedy}, or let a cluster of your own be started: export {_ADDRESS}=local",
+        )
+
+
+def stores(about: str, facts: ClusterFacts) -> Iterator[Finding]:
+    """An object store that has no room for two versions of a large model.
+
+    Args:
+        about: what says that the cluster is to be joined.
+        facts: what the cluster says of itself.
+    """
+    smallest = min(facts.stores, default=_LARGE)
+    if smallest < _LARGE:
+        yield Finding(
+            about,
+            f"a node of its cluster has an object store of {smallest / _MB:.0f} MB, and "
+            f"sync-core bench ray --model large needs {_LARGE / _MB:.0f} MB",
+            "on that node, type: ray stop; then ray start … --object-store-memory=2000000000",
+        )
+
+
+def _read(address: str, facts: Future[ClusterFacts]) -> None:
+    # `ray status` asks in the same way; Ray has no public one that neither joins nor needs a
+    # dashboard.
+    try:
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
+
+        client = GcsClient(address=address)
+        metadata = json.loads(client.internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster"))
+        living = [node for node in client.get_all_node_info().values() if node.state == 0]
+        sizes = [node.resources_total.get("object_store_memory", 0.0) for node in living]
+        found = ClusterFacts(metadata["ray_version"], metadata["python_version"], tuple(sizes))
+    except BaseException as error:
+        facts.set_exception(error)
+    else:
+        facts.set_result(found)
+
+
+def _leave(about: str) -> str:
+    forget = f"unset {_ADDRESS}" if about.startswith(_ADDRESS) else f"rm {about}"
+    return f"if the cluster has ended, type: {forget}; or start it: ray start --head"
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _python() -> str:
+    return platform.python_version()
