@@ -283,6 +283,11 @@ time.sleep(60)
             finally:
                 os.kill(fork, signal.SIGKILL)
 
+    def test_killed_with_its_workers_says_nothing(self) -> None:
+        script = start_script(SCRIPT + "os.kill(os.getpid(), 9)")
+        _, err = script.communicate(timeout=60)
+        assert (script.returncode, err) == (-signal.SIGKILL, "")
+
     def test_interrupted_from_the_terminal(self) -> None:
         source = """
 call = group.call(0, lambda host: time.sleep(0.5) or "unharmed")

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -145,7 +146,9 @@ class _Server:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 end = self._statuses.pop(pid)
-                os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
+                # Who asked for it may be gone.
+                with suppress(BrokenPipeError):
+                    os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(end)
 
     def _become(self, request: Request, descriptors: list[int]) -> NoReturn:
