@@ -11,6 +11,7 @@ import pytest
 
 from sync_core import (
     ApplyError,
+    CapacityError,
     Receiver,
     Sender,
     SendReport,
@@ -86,6 +87,29 @@ def test_what_a_silent_worker_was_offered_it_may_take_up_later(error: WorkerErro
     ledger.round = Round(2, "raise in send", (0,))
     ledger.compare_nothing_sent(InjectedFaultError("no"), {0: [1.0]})
     assert (not ledger.complaints) is silent
+
+
+def test_it_may_take_it_up_when_it_cannot_commit_the_next() -> None:
+    ledger = Ledger()
+    for version, fault, error in [
+        (1, "no descriptors in workers", WorkerTimeoutError(0, "silent")),
+        (2, "raise in apply", ApplyError(0, "refused")),
+        (3, "raise in apply", ApplyError(0, "refused")),
+    ]:
+        ledger.round = Round(version, fault, (0,))
+        report = SendReport(version, 0.1, {0: WorkerResult(None, 0.1, 0, error)})
+        ledger.compare(report, None, {0: [version - 1.0]})
+    # It has never been owed the second one.
+    (complaint,) = ledger.complaints
+    assert complaint.detail == "version 3, raise in apply: worker 0 has [2.0], not old"
+
+
+def test_a_send_may_lack_the_descriptor_of_a_slot() -> None:
+    ledger = Ledger()
+    ledger.round = Round(1, "no descriptors in the trainer", (0,))
+    ledger.compare(None, CapacityError("no descriptor"), {0: [0.0], 1: [1.0]})
+    (complaint,) = ledger.complaints
+    assert "worker 1 has [1.0], which was not sent" in complaint.detail
 
 
 def test_garbage_is_no_leak() -> None:

@@ -194,6 +194,24 @@ class SharedMemoryCases(KeepsVersions):
                 assert pending.wait().updated == (0,)
                 assert all((parameter == value).all() for parameter in target.parameters())
 
+    def test_a_sender_that_can_open_no_more_descriptors(self) -> None:
+        policy = make_policy(1.0)
+        with ExitStack() as stack:
+            sender = stack.enter_context(self.sender(policy, 2, zero_copy=True, timeout=5.0))
+            receivers = [
+                stack.enter_context(Receiver(sender.address(i), make_policy())) for i in (0, 1)
+            ]
+            # Each holds a version of its own, so that the next needs another slot.
+            for worker_id, receiver in enumerate(receivers):
+                pending = sender.send_async(worker_ids=worker_id)
+                receiver.receive()
+                assert pending.wait().updated == (worker_id,)
+            with few_descriptors(), pytest.raises(CapacityError, match="ulimit -n"):
+                sender.send_async()
+            pending = sender.send_async()
+            assert [receiver.receive() for receiver in receivers] == [4, 4]
+            assert pending.wait().updated == (0, 1)
+
     def test_after_an_answer_that_was_lost(self) -> None:
         policy, target = make_policy(1.0), make_policy()
         lost = Fault(action="drop", point="acknowledge", version=1)

@@ -244,6 +244,7 @@ class Publisher:
             CapacityError: every slot is read by somebody, and stayed so until the deadline.
         """
         started = time.monotonic()
+        shortage: CapacityError | None = None
         with self.changed:
             while True:
                 if self.closed:
@@ -255,13 +256,16 @@ class Publisher:
                     slot = self._free_slot(nbytes)
                 waited = time.monotonic() - started
                 patient = waited < self._patience
-                if slot is None and not patient:
-                    slot = self._one_more(nbytes)
+                if slot is None and not patient and len(self.slots) < self._most():
+                    try:
+                        slot = self._add_slot(nbytes)
+                    except CapacityError as error:
+                        shortage = error  # somebody may still let go of one
                 if slot is not None:
                     slot.version, self._reserved = 0, slot
                     return slot
                 if waited > self._timeout:
-                    raise CapacityError(self._all_taken())
+                    raise CapacityError(self._all_taken()) from shortage
                 self.changed.wait((self._patience if patient else self._timeout) - waited)
 
     def _free_slot(self, nbytes: int) -> Slot | None:
@@ -287,16 +291,6 @@ class Publisher:
         wanted = {place.wanted for place in self._places.values()}
         wanted |= {self._newest_for_all, self._reserved}
         return [slot for slot in self.slots if not slot.readers and slot not in wanted]
-
-    def _one_more(self, nbytes: int) -> Slot | None:
-        """A slot beyond the usual, where there may be one, and there is memory for it."""
-        if len(self.slots) >= self._most():
-            return None
-        try:
-            return self._add_slot(nbytes)
-        except CapacityError:
-            # Somebody may still let go of one.
-            return None
 
     def _most(self) -> int:
         """How many slots there may be at a time."""

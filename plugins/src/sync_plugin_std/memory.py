@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -17,6 +18,7 @@ from sync_core import Block, CapacityError, OptionError
 
 # https://man7.org/linux/man-pages/man2/F_GET_SEALS.2const.html; fcntl knows it by name since 3.13.
 _F_SEAL_FUTURE_WRITE = 0x10
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
@@ -29,12 +31,21 @@ def create(nbytes: int, directory: str | None = None) -> int:
             memory, which needs no room anywhere (containers give ``/dev/shm`` 64 MB).
 
     Raises:
-        CapacityError: there is not enough memory; says what is needed and what there is.
+        CapacityError: there is not enough memory, and what is needed and what there is; or this
+            process can open no file more.
     """
-    available = _available(directory)
-    if nbytes > available:
-        raise CapacityError(_shortage(nbytes, available, directory))
-    descriptor = _open(directory)
+    try:
+        available = _available(directory)
+        if nbytes > available:
+            raise CapacityError(_shortage(nbytes, available, directory))
+        descriptor = _open(directory)
+    except OSError as error:
+        if error.errno not in _TOO_MANY_FILES:
+            raise
+        raise CapacityError(
+            "this process can open no more file descriptors, one of which a slot takes; "
+            "type: ulimit -n 4096"
+        ) from error
     try:
         if sys.platform == "linux":
             # Reserved now, since a page that cannot be had later is a bus error.
