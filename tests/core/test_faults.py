@@ -35,6 +35,7 @@ from sync_core import (
     WorkerResult,
     WorkerTimeoutError,
     hookimpl,
+    registry,
 )
 from sync_core.testing.chaos import SUBJECTS, Outcome, Verdict
 from sync_core.testing.chaos.ledger import Ledger
@@ -165,6 +166,20 @@ def test_raised_in_the_worker(point: str) -> None:
         error_of(sender, receiver)
 
 
+def test_what_comes_before_a_version_strikes_after_an_answer_that_raised() -> None:
+    faults = [
+        Fault(action="raise", point="acknowledge", version=1),
+        Fault(action="raise", point="receive", version=2),
+    ]
+    with connected(*faults) as (sender, receiver, target):
+        for point in ("acknowledge", "receive"):
+            with pytest.raises(InjectedFaultError, match=point):
+                error_of(sender, receiver)
+            with pytest.raises(SendError):
+                sender.wait_async()
+            assert held(target) == {7.0}
+
+
 def test_raised_while_a_version_is_packed() -> None:
     with connected(Fault(action="raise", point="transfer", version=1)) as (
         sender,
@@ -207,6 +222,14 @@ def test_hooks_of_the_trainer_that_raise(hook: str, late: bool) -> None:
         assert sender.version == 0
         assert error_of(sender, receiver) is None
         assert held(target) == {7.0}
+
+
+def test_what_is_amiss_around_a_scheme_is_told_by_its_own_name() -> None:
+    assert "findings" in registry.find(registry.SCHEMES, "dist").capabilities
+    scheme = registry.find(registry.SCHEMES, Faulty("dist"))
+    assert scheme.capabilities == registry.find(registry.SCHEMES, "dist").capabilities - {
+        "findings"
+    }
 
 
 def test_faults_and_layers_pickle() -> None:

@@ -16,6 +16,8 @@ from sync_core.errors import CapacityError
 #: What the longest message takes, in bytes.
 MAX_MESSAGE = 1 << 20
 _MAX_DESCRIPTORS = 4
+_HUNG_UP = (BrokenPipeError, ConnectionResetError)
+_CLOSED = "the other side closed the connection"
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 Message = dict[str, Any]
@@ -61,6 +63,8 @@ class Channel:
                 raise ConnectionError("the peer does not read its messages")
         except BlockingIOError as error:
             raise ConnectionError("the peer does not read its messages") from error
+        except _HUNG_UP as error:
+            raise ConnectionError(_CLOSED) from error
         except OSError as error:
             raise ConnectionError(f"the connection is gone: {error}") from error
 
@@ -90,6 +94,8 @@ class Channel:
             )
         except BlockingIOError:
             return
+        except _HUNG_UP as error:
+            raise ConnectionError(_CLOSED) from error
         except OSError as error:
             raise ConnectionError(f"the connection is gone: {error}") from error
         self._descriptors.extend(descriptors)
@@ -99,7 +105,7 @@ class Channel:
         if len(self._descriptors) > _MAX_DESCRIPTORS:
             raise ConnectionError("the peer sent file descriptors that nobody asked for")
         if not data:
-            raise ConnectionError("the other side closed the connection")
+            raise ConnectionError(_CLOSED)
         self._received += data
         self._parse()
 

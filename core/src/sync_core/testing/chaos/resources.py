@@ -60,5 +60,12 @@ class Resources:
             counts: Counts = self._pool.call(who, partial(hosted.resources, collect=collect))
             return counts
         tasks = Path("/proc/self/task").iterdir()
-        children = sum(len((task / "children").read_text().split()) for task in tasks)
+        children = sum(map(_count_children, tasks))
         return {**hosted.resources(collect=collect), "children": children}
+
+
+def _count_children(task: Path) -> int:
+    try:
+        return len((task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # the thread has ended, and its children are another's

@@ -58,13 +58,12 @@ class FaultyReceiver(ReceiverTransport):
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer, unless the answer is lost."""
-        times = 1
+        times, self._done = 1, answer.version
         for fault in self._due("acknowledge", answer.version):
             strike(fault)
             times = {"drop": 0, "duplicate": 2}.get(fault.action, times)
         for _ in range(times):
             self._transport.acknowledge(answer)
-        self._done = answer.version
 
     def close(self) -> None:
         """Release what was to come again, too."""

@@ -56,7 +56,8 @@ class Faulty:
         self._find_pid = find_pid
         self._senders: list[FaultySender] = []
         self._plugin = registry.find(registry.SCHEMES, scheme)
-        self.capabilities = self._plugin.capabilities
+        # What is amiss around the scheme, it tells by its own name.
+        self.capabilities = self._plugin.capabilities - {"findings"}
         # A scheme that loads weights itself goes on doing so, and one that does not must not
         # seem to: the hooks that are there are looked up by name.
         for hook in implemented(self._plugin.object):
