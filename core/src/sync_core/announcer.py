@@ -54,9 +54,14 @@ class Announcer(Generic[Event]):
 
         return unsubscribe
 
+    @property
+    def heard(self) -> bool:
+        """Whether there is anybody to tell."""
+        return bool(self._callbacks) and not self._closed
+
     def announce(self, event: Event) -> None:
         """Tell everybody, soon; may be called with locks held."""
-        if self._callbacks and not self._closed:
+        if self.heard:
             self._events.put(event)
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 from sync_core.errors import ApplyError, CorruptionError, ReadbackError, WorkerError
@@ -84,7 +84,7 @@ class Answer:
 
     def to_message(self) -> dict[str, Any]:
         """The answer as a mapping of numbers and strings, which JSON and pickle can hold."""
-        message = {name: getattr(self, name) for name in _NAMES}
+        message = {name: getattr(self, name) for name in _FITS}
         if self.error is not None:
             message["error"] = self.error[-_LONGEST_ERROR:]
         return message
@@ -97,11 +97,11 @@ class Answer:
             ValueError: it is none; says which of its entries is wrong.
         """
         given = message if isinstance(message, Mapping) else {}
-        answer = cls(**{"version": None, **{k: v for k, v in given.items() if k in _NAMES}})
-        for name, holds in answer._checks().items():
-            if not holds:
-                raise ValueError(f"an answer cannot have {name}={getattr(answer, name)!r:.80}")
-        return answer
+        values = {name: given[name] for name in _FITS if name in given}
+        for name, value in {"version": None, **values}.items():
+            if not _FITS[name](value):
+                raise ValueError(f"an answer cannot have {name}={value!r:.80}")
+        return cls(**values)
 
     def to_error(self, worker_id: int) -> WorkerError | None:
         """What the sender reports for the worker; None when the version was committed."""
@@ -110,23 +110,37 @@ class Answer:
         outcome = _OUTCOMES.get(self.failure, _USUAL_OUTCOME).format(self.version)
         return _FAILURES[self.failure](worker_id, f"{outcome}\n{self.error}")
 
-    def _checks(self) -> dict[str, bool]:
-        return {
-            "version": type(self.version) is int and self.version >= 0,
-            "error": isinstance(self.error, str | None),
-            "failure": isinstance(self.failure, str) and self.failure in _FAILURES,
-            "stage_seconds": _is_duration(self.stage_seconds),
-            "commit_seconds": _is_duration(self.commit_seconds),
-            "pause_seconds": _is_duration(self.pause_seconds),
-            "known_at": self.known_at is None or _is_duration(self.known_at),
-            "answered_at": self.answered_at is None or _is_duration(self.answered_at),
-            "clock": isinstance(self.clock, str | None),
-            "digest": isinstance(self.digest, str | None),
-        }
+
+def _is_version(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
-_NAMES = frozenset(field.name for field in fields(Answer))
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_failure(value: object) -> bool:
+    return isinstance(value, str) and value in _FAILURES
 
 
 def _is_duration(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
+
+
+def _is_moment(value: object) -> bool:
+    return value is None or _is_duration(value)
+
+
+# What each field of an answer may hold.
+_FITS: Mapping[str, Callable[[object], bool]] = {
+    "version": _is_version,
+    "error": _is_text,
+    "failure": _is_failure,
+    "stage_seconds": _is_duration,
+    "commit_seconds": _is_duration,
+    "pause_seconds": _is_duration,
+    "known_at": _is_moment,
+    "answered_at": _is_moment,
+    "clock": _is_text,
+    "digest": _is_text,
+}

@@ -222,6 +222,8 @@ class Membership:
     def _announce(
         self, worker_id: int, before: WorkerStatus | None, after: WorkerStatus | None, reason: str
     ) -> None:
+        if not self._announcer.heard:
+            return
         known = after or before
         assert known is not None
         self._announcer.announce(
