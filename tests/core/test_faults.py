@@ -180,6 +180,20 @@ def test_what_comes_before_a_version_strikes_after_an_answer_that_raised() -> No
             assert held(target) == {7.0}
 
 
+def test_what_comes_before_a_version_strikes_after_one_that_the_transport_refused() -> None:
+    refusing = Faulty("thread", Fault(action="raise", point="staged", version=1))
+    scheme = Faulty(refusing, Fault(action="raise", point="receive", version=2))
+    with (
+        Sender(scheme, make_model(7.0), num_workers=1, timeout=0.2) as sender,
+        Receiver(sender.address(0), make_model(0.0)) as receiver,
+    ):
+        for point in ("staged", "receive"):
+            with pytest.raises(InjectedFaultError, match=point):
+                error_of(sender, receiver)
+            with pytest.raises(SendError):
+                sender.wait_async()
+
+
 def test_raised_while_a_version_is_packed() -> None:
     with connected(Fault(action="raise", point="transfer", version=1)) as (
         sender,

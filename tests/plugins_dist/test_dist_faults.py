@@ -24,6 +24,7 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_core.testing.faults import few_descriptors
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.pool import Pool, Workers
 from sync_core.testing.schemes.worker import Worker
@@ -162,6 +163,31 @@ class HurtCases(SchemeCases):
         assert workers.pool.call(1, held) == {2.0}
         assert workers.send(weights_of(3.0), worker_ids=[1]).updated == (1,)
 
+    @pytest.mark.parametrize("left", [0, 5])
+    def test_a_trainer_without_descriptors_waits_for_some(
+        self, start: Start, left: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        workers = start(weights_of(1.0), make=lambda: weights_of(0.0), timeout=20.0)
+        calls = [workers.submit(worker_id, 20.0) for worker_id in (0, 1)]
+        with few_descriptors(left):
+            pending = workers.sender.send_async()
+            assert eventually(lambda: "ulimit -n" in caplog.text)
+            assert not pending.done()
+        assert pending.wait().updated == (0, 1)
+        assert [call.result(30) for call in calls] == [1, 1]
+
+    @pytest.mark.parametrize("left", [0, 5])
+    def test_a_worker_without_descriptors_says_so(self, start: Start, left: int) -> None:
+        workers = start(weights_of(1.0), make=lambda: weights_of(0.0), timeout=self.timeout)
+        calls = [workers.pool.submit(0, starved, left), workers.submit(1, 20.0)]
+        with pytest.raises(SendError, match="ulimit -n") as failure:
+            workers.sender.send()
+        assert failure.value.report.updated == (1,)
+        with pytest.raises(Exception, match="ulimit -n"):
+            calls[0].result(30)
+        assert calls[1].result(30) == 1
+        assert workers.send(weights_of(3.0)).updated == (0, 1)
+
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
     def test_a_trainer_in_the_middle(self, pool: Pool, number: signal.Signals) -> None:
         address = pool.call(0, train, self.options)
@@ -192,6 +218,12 @@ class TestBroadcast(HurtCases):
     timeout = 8.0
     patience = 1.0
     loss = "the group is made again without it, for workers: 1"
+
+
+def starved(worker: Worker, left: int) -> int | None:
+    """Receive with so few descriptors left."""
+    with few_descriptors(left):
+        return worker.receive(20.0)
 
 
 def serve(receiver: Receiver) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
 from sync_core import Message
+from sync_plugin_dist.descriptors import advice, enough_descriptors
 from sync_plugin_dist.office import DistPeer, Office
 from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
 from sync_plugin_dist.wire import Wire
 
+_log = logging.getLogger("sync_core")
+# How often a process without descriptors looks whether it has some, in seconds.
+_PAUSE = 0.05
 # gloo has each end tell one.
 _MAX_KEYS = 8
 
@@ -105,6 +111,13 @@ class Junction:
         self._office.publisher.changed.wait(seconds)
 
     def _open(self, rendezvous: Rendezvous, size: int) -> None:
+        if not enough_descriptors(size):
+            _log.warning(advice(size))
+        while not enough_descriptors(size):
+            # Until the workers give it up, at the latest.
+            if rendezvous is not self._rendezvous:
+                return
+            time.sleep(_PAUSE)
         try:
             wire = self._office.open_wire(rendezvous, size)
         except BrokenWireError:

@@ -11,6 +11,7 @@ from functools import partial
 from sync_core import (
     Answer,
     Block,
+    CapacityError,
     Channel,
     Message,
     Payload,
@@ -21,6 +22,7 @@ from sync_core import (
     TransportContext,
     hello,
 )
+from sync_plugin_dist.descriptors import advice, enough_descriptors
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.parts import cut
 from sync_plugin_dist.protocol import Farewell, Transfer
@@ -62,7 +64,11 @@ class DistReceiver(ReceiverTransport):
             raise
 
     def receive(self, timeout: float) -> Payload | None:
-        """The newest version, once there is one that was not seen."""
+        """The newest version, once there is one that was not seen.
+
+        Raises:
+            CapacityError: there are no descriptors for a connection.
+        """
         try:
             return self._receive(timeout)
         except (LookupError, TypeError, ValueError) as error:
@@ -137,6 +143,11 @@ class DistReceiver(ReceiverTransport):
     def _open_wire(self, message: Message) -> None:
         self._end_wire()
         number = message["number"]
+        if not enough_descriptors(message["size"]):
+            error = CapacityError(advice(message["size"]))
+            self._send({"type": "broken", "number": number})
+            self.acknowledge(Answer.refusal(self._offered, error))
+            raise error
         self._rendezvous = Rendezvous(
             number, self._send, self._hear_keys, timeout=self._link.timeout
         )

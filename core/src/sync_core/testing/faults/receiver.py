@@ -49,7 +49,7 @@ class FaultyReceiver(ReceiverTransport):
         if self._again:
             return self._again.popleft()
         while True:
-            payload = self._transport.receive(max(0.0, deadline - time.monotonic()))
+            payload = self._receive(max(0.0, deadline - time.monotonic()))
             if payload is None:
                 return None
             kept = self._stage(payload)
@@ -69,6 +69,14 @@ class FaultyReceiver(ReceiverTransport):
         """Release what was to come again, too."""
         self._again.clear()
         self._transport.close()
+
+    def _receive(self, timeout: float) -> Payload | None:
+        try:
+            return self._transport.receive(timeout)
+        except Exception:
+            # There was a version, which the transport itself has refused.
+            self._done += 1
+            raise
 
     def _stage(self, payload: Payload) -> Payload | None:
         for fault in self._due("staged", payload.version):
