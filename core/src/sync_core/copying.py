@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 # torch divides the copy of a tensor of this many elements among its threads beforehand
 # (GRAIN_SIZE in ATen/TensorIterator.h), and waits for all of them. Where other processes have the
-# cores that is a slice of their time, a thousand times as long as a small copy takes.
+# cores that is a slice of their time, hundreds of times as long as a small copy takes.
 _DIVIDED = 32_768
 # What a thread takes at a time, and from how much on a second thread is worth its start, in bytes.
 _PIECE = 4 << 20
