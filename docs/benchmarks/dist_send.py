@@ -4,12 +4,14 @@
     /tmp/compare/bin/pip install -c constraints.txt torchrl==0.14.1 -e core -e plugins_dist
     /tmp/compare/bin/python docs/benchmarks/dist_send.py
 
-All ways have the same worker processes to update, in turn, round by round, in one run. The limit is
-the faster of two ways that use the default gloo group and nothing else: ``gloo tensors``, every
-tensor by a send of its own, all in flight at once and received into the model, and ``gloo flat``,
-as many bytes in one buffer, with nothing to pack. In both, the workers wait in their receives when
-the clock starts, and it stops when all have said over a pipe that they have everything.
-Prints medians in milliseconds.
+All ways have the same worker processes to update, in turn, round by round, in one run; but those
+over RPC have processes of their own, since whoever is in a world of RPC polls it without a pause,
+which would take the cores from the others. The limit, measured in both, is the faster of two ways
+that use the default gloo group and nothing else: ``gloo tensors``, every tensor by a send of its
+own, all in flight at once and received into the model, and ``gloo flat``, as many bytes in one
+buffer, with nothing to pack. In both, the workers wait in their receives when the clock starts, and
+it stops when all have said over a pipe that they have everything.
+Prints medians in milliseconds, for each kind of processes.
 
 All ways of ``large`` together take 17 GB with four workers; ``--only`` chooses some. What torch
 says about RPC at the end goes to stderr.
@@ -53,6 +55,7 @@ _DIST_OPTIONS: dict[str, dict[str, Any]] = {
 _GLOO = ["gloo tensors", "gloo flat"]
 _TORCHRL_DIST, _TORCHRL_RPC = ["torchrl dist", "torchrl dist, sync=False"], "torchrl rpc"
 _TORCHRL = [*_TORCHRL_DIST, _TORCHRL_RPC]
+_OVER_RPC = [_RPC, _TORCHRL_RPC]
 _WAYS = [*_DIST_OPTIONS, _RPC, *_GLOO, *_TORCHRL]
 # The median of the fastest of some ways over another's.
 _RATIOS = {
@@ -155,16 +158,17 @@ class Worker:
 
 
 class World:
-    """The worker processes, which are in one gloo group and one RPC world with this process.
+    """The worker processes, which are in one gloo group with this process.
 
     Args:
         pipes: to each worker.
+        over_rpc: whether they are in one RPC world, too.
     """
 
-    def __init__(self, pipes: list[Any]) -> None:
+    def __init__(self, pipes: list[Any], over_rpc: bool) -> None:
         self._pipes = pipes
         self.ranks = range(1, len(pipes) + 1)
-        self.infos = [rpc.get_worker_info(_name(rank)) for rank in self.ranks]
+        self.infos = [rpc.get_worker_info(_name(rank)) for rank in self.ranks if over_rpc]
 
     def tell(self, method: Callable[..., Any], *arguments: Any) -> None:
         """Let every worker begin to run a method of `Worker`."""
@@ -194,10 +198,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="+", choices=_WAYS, default=_WAYS, metavar="NAME")
     arguments = parser.parse_args()
-    with _start(arguments.workers) as world:
-        columns = [_measure(world, m, arguments.only, arguments.rounds) for m in arguments.models]
-    print("| ms | " + " | ".join(arguments.models) + " |")
-    print("|---|" + "--:|" * len(arguments.models))
+    for over_rpc in (False, True):
+        ways = [w for w in arguments.only if w in _GLOO or (w in _OVER_RPC) == over_rpc]
+        if set(ways) <= set(_GLOO) < set(arguments.only):
+            continue
+        with _start(arguments.workers, over_rpc) as world:
+            columns = [_measure(world, model, ways, arguments.rounds) for model in arguments.models]
+        _print(arguments.models, columns)
+
+
+def _print(models: list[str], columns: list[dict[str, float]]) -> None:
+    print("\n| ms | " + " | ".join(models) + " |")
+    print("|---|" + "--:|" * len(models))
     for way in columns[0]:
         print(f"| {way} | " + " | ".join(f"{1e3 * column[way]:.2f}" for column in columns) + " |")
     for name, (others, own) in _RATIOS.items():
@@ -300,33 +312,35 @@ def _torchrl_rpc_here() -> torchrl.Collector:
 
 
 @contextmanager
-def _start(workers: int) -> Iterator[World]:
+def _start(workers: int, over_rpc: bool) -> Iterator[World]:
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(1, workers + 1):
                 mine, theirs = context.Pipe()
-                arguments = (rank, workers + 1, folder, theirs)
+                arguments = (rank, workers + 1, folder, over_rpc, theirs)
                 processes.append(context.Process(target=_work, args=arguments, daemon=True))
                 processes[-1].start()
                 theirs.close()
                 pipes.append(mine)
-            _join_world(0, workers + 1, folder)
-            yield World(pipes)
+            _join_world(0, workers + 1, folder, over_rpc)
+            yield World(pipes, over_rpc)
         finally:
             if distributed.is_initialized():
-                rpc.shutdown(graceful=False)
+                if over_rpc:
+                    rpc.shutdown(graceful=False)
+                distributed.destroy_process_group()
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _work(rank: int, world_size: int, folder: str, pipe: Any) -> None:
+def _work(rank: int, world_size: int, folder: str, over_rpc: bool, pipe: Any) -> None:
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     Worker.here = worker = Worker(rank)
-    _join_world(rank, world_size, folder)
+    _join_world(rank, world_size, folder, over_rpc)
     while True:
         method, arguments = pipe.recv()
         try:
@@ -351,7 +365,7 @@ def _answer(pipe: Any) -> Any:
     return value
 
 
-def _join_world(rank: int, world_size: int, folder: str) -> None:
+def _join_world(rank: int, world_size: int, folder: str, over_rpc: bool) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     distributed.init_process_group(
@@ -361,6 +375,8 @@ def _join_world(rank: int, world_size: int, folder: str) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=_TIMEOUT),
     )
+    if not over_rpc:
+        return
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{folder}/rpc", rpc_timeout=_TIMEOUT
     )

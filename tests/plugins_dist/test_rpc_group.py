@@ -132,6 +132,29 @@ class TestFixedWorld:
             RpcGroup(Counter, 1, names=["actor"])
 
 
+class TestMessages:
+    def test_no_process_waits_for_a_lock_of_another(self, shared: RpcGroup) -> None:
+        """A worker that was stopped while it held one kept the trainer from hearing the others."""
+        assert [shared.call(i, shared_memory).result() for i in range(2)] == [[], []]
+        assert shared_memory() == []
+
+    def test_an_idle_world_needs_no_processor(self, shared: RpcGroup) -> None:
+        before = [shared.call(i, processor_seconds).result() for i in range(2)]
+        time.sleep(1.0)
+        after = [shared.call(i, processor_seconds).result() for i in range(2)]
+        assert max(b - a for a, b in zip(before, after, strict=True)) < 0.3
+
+
+def shared_memory(hosted: object = None) -> list[str]:
+    """The mappings of this process through which torch RPC would talk."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "tensorpipe" in line]
+
+
+def processor_seconds(hosted: object) -> float:
+    return time.process_time()
+
+
 class TestDeath:
     def test_a_killed_worker_is_lost_alone(self, group: RpcGroup, tmp_path: Path) -> None:
         _, victim = pids(group)

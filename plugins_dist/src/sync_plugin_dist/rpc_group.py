@@ -28,8 +28,8 @@ class RpcGroup(LaunchedGroup[RpcWorker]):
     not notice it.
 
     Otherwise processes are started on this machine, which die with this process and
-    ignore Ctrl-C, and RPC runs over loopback until the group is stopped, with this process as
-    ``trainer`` and the others as ``worker0``, ``worker1``, …. Stopping asks first: the call in
+    ignore Ctrl-C, and RPC runs by TCP over loopback until the group is stopped, with this process
+    as ``trainer`` and the others as ``worker0``, ``worker1``, …. Stopping asks first: the call in
     progress has half of the timeout (at most 5 s) to finish.
 
     No worker can be added or restarted: a torch RPC world of a given size is fixed when it begins,

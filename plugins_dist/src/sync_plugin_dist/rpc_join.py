@@ -21,6 +21,12 @@ _SCHEME = "sync-rpc"
 _INTERFACE = {"TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
+# TCP alone. Through its shared memory, TensorPipe notifies a process by a queue that a peer locks:
+# one that is stopped (SIGSTOP) while it does keeps all others out. And every process polls its
+# queue without a pause.
+# https://github.com/pytorch/tensorpipe/blob/main/tensorpipe/transport/shm/reactor.cc
+_TRANSPORTS = ["uv"]
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -69,7 +75,9 @@ def join(store: Store, seat: Seat) -> None:
     # meets others under the numbers: those of a fresh process and of an older one would differ.
     rpc._init_counter = seat.attempt
     rpc.api._all_gather_sequence_id.clear()
-    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=seat.timeout, init_method=f"{_SCHEME}://")
+    options = rpc.TensorPipeRpcBackendOptions(
+        rpc_timeout=seat.timeout, init_method=f"{_SCHEME}://", _transports=_TRANSPORTS
+    )
     with _on_loopback(), warnings.catch_warnings():
         # What torch says to itself.
         warnings.filterwarnings("ignore", "You are using a Backend .* as a ProcessGroup")

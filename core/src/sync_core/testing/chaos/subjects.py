@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from sync_core import WorkerGroup, registry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Subject:
     """A scheme to be tried.
 
@@ -32,13 +33,13 @@ class Subject:
     deadline: float = 1.5
     alone: bool = False
 
-    @property
+    @cached_property
     def group_class(self) -> type[WorkerGroup]:
         """The worker group."""
         found: type[WorkerGroup] = registry.find(registry.WORKERS, self.group).object
         return found
 
-    @property
+    @cached_property
     def capabilities(self) -> frozenset[str]:
         """What the scheme declares."""
         return registry.find(registry.SCHEMES, self.scheme).capabilities
