@@ -112,6 +112,16 @@ def test_a_send_may_lack_the_descriptor_of_a_slot() -> None:
     assert "worker 1 has [1.0], which was not sent" in complaint.detail
 
 
+@pytest.mark.parametrize("collective", [False, True])
+def test_a_trainer_without_descriptors_connects_no_group_anew(collective: bool) -> None:
+    ledger = Ledger(collective=collective)
+    ledger.round = Round(1, "no descriptors in the trainer", (0,))
+    silent = WorkerResult(None, 0.1, 0, WorkerTimeoutError(1, "silent"))
+    report = SendReport(1, 0.1, {0: WorkerResult(1, 0.1, 0, None), 1: silent})
+    ledger.compare(report, None, {0: [1.0], 1: [0.0]})
+    assert (not ledger.complaints) is collective
+
+
 def test_garbage_is_no_leak() -> None:
     resources = Resources(Pool(ThreadGroup), ())
     assert not [*resources.check(set())]

@@ -15,12 +15,17 @@ Values = Mapping[int, list[float]]
 class Ledger:
     """What every worker should have, and what was found to be wrong.
 
+    Args:
+        collective: whether all workers are reached together, which takes new connections when one
+            of them has failed.
+
     Attributes:
         round: the send that is under way.
         complaints: what was wrong.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, collective: bool = False) -> None:
+        self._collective = collective
         self.round = Round(0, "none")
         self.complaints: list[Complaint] = []
         self._has: dict[int, float] = {}
@@ -54,9 +59,10 @@ class Ledger:
             hurt = worker_id in self.round.worker_ids
             wanted = self.round.trial.error if hurt else None
             result = report.workers[worker_id]
-            if hurt and self.round.trial.lenient:
+            silent = isinstance(result.error, WorkerTimeoutError)
+            if (hurt and self.round.trial.lenient) or (silent and self._cannot_connect):
                 # Who could not even look at an offer still has it, and may take it up later.
-                if isinstance(result.error, WorkerTimeoutError):
+                if silent:
                     self._owed[worker_id] = float(report.version)
                 continue
             if wanted is None and result.error is not None:
@@ -82,6 +88,10 @@ class Ledger:
             self.complain(Verdict.LOST, f"worker {worker_id} was replaced, and has {held}")
         self._look({worker_id: held})
 
+    @property
+    def _cannot_connect(self) -> bool:
+        return self._collective and self.round.trial.squeeze == "trainer"
+
     def _old(self, worker_id: int) -> tuple[list[float], ...]:
         """What a worker may have that gets nothing in this round."""
         had = self._has.get(worker_id, 0.0)
@@ -103,11 +113,12 @@ class Ledger:
             if worker_id not in values:
                 continue
             old, new = self._old(worker_id), ([float(self.round.version)],)
-            allowed = {"old": old, "new": new}.get(self.round.trial.fate, old + new)
+            fate = "old or new" if self._cannot_connect else self.round.trial.fate
+            allowed = {"old": old, "new": new}.get(fate, old + new)
             if values[worker_id] not in allowed and len(values[worker_id]) == 1:
                 self.complain(
                     Verdict.OTHER,
-                    f"worker {worker_id} has {values[worker_id]}, not {self.round.trial.fate}",
+                    f"worker {worker_id} has {values[worker_id]}, not {fate}",
                 )
 
     def _look(self, values: Values) -> None:

@@ -44,7 +44,7 @@ class Runner:
     def run(self, plan: Plan) -> Outcome:
         """Carry out a plan."""
         begin = time.monotonic()
-        ledger = Ledger()
+        ledger = Ledger(collective=self.subject.collective)
         self._pool.make_ready()
         run = _Run(plan, self._pool, ledger)
         try:

@@ -22,6 +22,8 @@ class Subject:
         shares: whether readers may look at memory that the trainer, or its host, writes to.
         timeout: the sender's, in seconds; long enough for a machine that is busy.
         deadline: that of a send to workers that will be silent.
+        collective: whether all workers are reached together: where one has failed, the others need
+            new connections.
         alone: whether this machine can have its workers for one process only at a time.
     """
 
@@ -31,6 +33,7 @@ class Subject:
     shares: bool = False
     timeout: float = 20.0
     deadline: float = 1.5
+    collective: bool = False
     alone: bool = False
 
     @cached_property
@@ -67,6 +70,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             options={**_PARTS, "topology": "broadcast"},
             timeout=6.0,
             deadline=4.0,
+            collective=True,
         ),
         "rpc": Subject(scheme="rpc", group="rpc", options=_PARTS),
         "ray": Subject(scheme="ray", group="ray", shares=True, deadline=2.5, alone=True),
