@@ -19,7 +19,7 @@ from sync_core import (
     WorkerResult,
     WorkerTimeoutError,
 )
-from sync_core.testing.chaos import Case, Outcome, Runner
+from sync_core.testing.chaos import Case, Outcome, Runner, sequence_of
 from sync_core.testing.chaos.ledger import Ledger
 from sync_core.testing.chaos.page import page_of
 from sync_core.testing.chaos.plan import Plan, Round
@@ -120,6 +120,15 @@ def test_a_trainer_without_descriptors_connects_no_group_anew(collective: bool) 
     report = SendReport(1, 0.1, {0: WorkerResult(1, 0.1, 0, None), 1: silent})
     ledger.compare(report, None, {0: [1.0], 1: [0.0]})
     assert (not ledger.complaints) is collective
+
+
+def test_nobody_is_hurt_who_is_gone_for_good() -> None:
+    for seed in range(200):
+        gone: set[int] = set()
+        for round_ in sequence_of(seed, ["rpc"]).rounds:
+            assert not gone & set(round_.worker_ids)
+            if round_.trial.fate == "gone":
+                gone.update(round_.worker_ids)
 
 
 def test_garbage_is_no_leak() -> None:

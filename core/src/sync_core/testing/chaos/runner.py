@@ -214,7 +214,7 @@ class _Run:
         """Replace who was killed; who takes the place has the newest version at once."""
         if round_.trial.fate != "gone":
             return
-        if "restart" not in self._pool.group_class.capabilities:
+        if not self._plan.subject.replaces:
             self.whole = False
             self._there = [i for i in self._there if i not in round_.worker_ids]
             return

@@ -52,6 +52,11 @@ class Subject:
         """Whether the workers are processes of their own, which can be hurt."""
         return "cross_process" in self.group_class.capabilities
 
+    @property
+    def replaces(self) -> bool:
+        """Whether another can take the place of a worker that is gone."""
+        return "restart" in self.group_class.capabilities
+
 
 # Small parts, so that a version of the model here takes several.
 _PARTS = {"bucket_mb": 0.2}
