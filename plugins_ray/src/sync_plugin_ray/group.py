@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any, ClassVar
 
-from sync_core import LaunchedGroup, Launcher, RemoteCallError
+from sync_core import LaunchedGroup, Launcher, pickle_factory
 from sync_plugin_ray.cluster import Cluster
-from sync_plugin_ray.host import encode
 from sync_plugin_ray.resources import check_configs, describe_shortage, usual_options
-from sync_plugin_ray.worker import ActorWorker, name_of
+from sync_plugin_ray.worker import ActorWorker
 
 # The longest that stopping waits for the calls in progress.
 _ASKING = 5.0
@@ -95,12 +94,12 @@ class _ActorLauncher(Launcher[ActorWorker]):
         self._actors: weakref.WeakValueDictionary[int, ActorWorker] = weakref.WeakValueDictionary()
 
     def launch(self, worker_ids: Sequence[int]) -> Iterator[ActorWorker]:
-        name, factory = name_of(self._factory), self._encode_factory(next(iter(worker_ids), 0))
+        pickled = pickle_factory(self._factory, next(iter(worker_ids), 0))
         options = {i: actor.options for i in worker_ids if (actor := self._actors.get(i))}
         usual = usual_options(len(worker_ids)) if len(options) < len(worker_ids) else {}
         for worker_id in worker_ids:
             chosen = options.get(worker_id) or {**usual, **self._config(worker_id)}
-            actor = ActorWorker(self._cluster, worker_id, name, factory, chosen)
+            actor = ActorWorker(self._cluster, worker_id, self._factory, pickled, chosen)
             self._actors[worker_id] = actor
             yield actor
 
@@ -124,14 +123,6 @@ class _ActorLauncher(Launcher[ActorWorker]):
         if worker.placed or not self._cluster.connected:
             return super().explain_delay(worker)
         return f": {describe_shortage(worker.options)}"
-
-    def _encode_factory(self, worker_id: int) -> bytes:
-        try:
-            return encode((self._factory, (), {}))
-        except Exception as error:
-            name = name_of(self._factory)
-            message = f"was not started, its factory {name} cannot be pickled: {error}"
-            raise RemoteCallError(worker_id, message) from error
 
     def _config(self, worker_id: int) -> Mapping[str, Any]:
         return self._configs[min(worker_id, len(self._configs) - 1)] if self._configs else {}

@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
-import traceback
-from dataclasses import dataclass, replace
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
+from sync_core import CallOutcome
 
 #: Concurrency group of the methods that run beside a call: the one that `waits`, and `end`.
 BESIDE = "beside"
 
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """The function returned."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """There is no value.
-
-    Args:
-        verdict: what the function did; a sentence without its subject: ``raised KeyError: 'a'``.
-        traceback: where, as text.
-        cause: the exception; its pickle, or None, while it travels.
-    """
-
-    verdict: str
-    traceback: str
-    cause: BaseException | bytes | None
-
-    @classmethod
-    def because(cls, verdict: str, error: BaseException) -> Failed:
-        """A failure with an exception, told from the frame below the one that caught it."""
-        below = error.__traceback__ and error.__traceback__.tb_next
-        frames = traceback.format_exception(type(error), error, below)
-        summary = traceback.format_exception_only(error)[0].strip()
-        return cls(f"{verdict} {summary}", "".join(frames), error)
-
-
-Outcome = Returned | Failed
+#: A call, or an outcome, as it travels: what arrives can be written to.
+Message = list[bytearray]
 
 
 class Host:
@@ -57,17 +24,17 @@ class Host:
     def begin(self) -> None:
         """Return, by which the caller knows that all calls before have ended."""
 
-    def make(self, call: bytes, worker_id: int) -> bytes:
-        """Make the hosted object by a call on the id; its outcome, without a value, as bytes."""
-        made = _run(call, worker_id)
-        if isinstance(made, Failed):
-            return _encode(made)
+    def make(self, call: Message, worker_id: int) -> Message:
+        """Make the hosted object by a call on the id; its outcome, without a value."""
+        made = CallOutcome.of_pickled(call, worker_id)
         self._hosted = made.value
-        return _encode(Returned(None))
+        return _pickle(made.without_value())
 
-    def run(self, call: bytes) -> bytes | None:
-        """Run a call; its outcome as bytes, or None if the end came before its turn."""
-        return None if self._ending.is_set() else _encode(_run(call, self._hosted))
+    def run(self, call: Message) -> Message | None:
+        """Run a call; its outcome, or None if the end came before its turn."""
+        if self._ending.is_set():
+            return None
+        return _pickle(CallOutcome.of_pickled(call, self._hosted))
 
     def waits(self) -> None:
         """Never return: that Ray tells the caller of this call's failure is how it learns all."""
@@ -78,51 +45,5 @@ class Host:
         self._ending.set()
 
 
-def encode(value: object) -> bytes:
-    """Anything, as it is now; functions and classes of ``__main__`` by value."""
-    pickled: bytes = cloudpickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    return pickled
-
-
-def decode(reply: bytes) -> Outcome:
-    """The outcome that an actor has sent."""
-    try:
-        outcome: Outcome = pickle.loads(reply)
-    except Exception as error:
-        return Failed.because("returned a value that cannot be unpickled here:", error)
-    if not isinstance(outcome, Failed) or not isinstance(outcome.cause, bytes):
-        return outcome
-    try:
-        return replace(outcome, cause=pickle.loads(outcome.cause))
-    except Exception:
-        # An exception class need not be able to travel; the text says it all.
-        return replace(outcome, cause=None)
-
-
-def _run(call: bytes, hosted: Any) -> Outcome:
-    try:
-        function, args, kwargs = pickle.loads(call)
-    except Exception as error:
-        return Failed.because("or its arguments cannot be unpickled in the worker:", error)
-    try:
-        return Returned(function(hosted, *args, **kwargs))
-    except BaseException as error:
-        # SystemExit too: what a function raises ends its call, not the actor.
-        return Failed.because("raised", error)
-
-
-def _encode(outcome: Outcome) -> bytes:
-    if isinstance(outcome, Failed):
-        outcome = replace(outcome, cause=_encode_cause(outcome.cause))
-    try:
-        return encode(outcome)
-    except Exception as error:
-        return _encode(Failed.because("returned a value that cannot be pickled:", error))
-
-
-def _encode_cause(cause: object) -> bytes | None:
-    try:
-        return encode(cause)
-    except Exception:
-        # The traceback travels in any case; few exceptions hold what cannot.
-        return None
+def _pickle(outcome: CallOutcome) -> Message:
+    return [bytearray(part) for part in outcome.pickle()]

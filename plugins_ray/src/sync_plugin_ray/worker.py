@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
-from sync_core import RemoteCallError, WorkerLostError
+from sync_core import CallOutcome, RemoteCall
 from sync_plugin_ray.cluster import Cluster
-from sync_plugin_ray.host import BESIDE, Failed, Host, Outcome, Returned, decode, encode
+from sync_plugin_ray.host import BESIDE, Host, Message
 
 # How often a worker's thread looks whether ray.shutdown was called, of which Ray tells nobody.
 _LOOKING = 1.0
 
 _HOST: Any = ray.remote(concurrency_groups={BESIDE: 2})(Host)  # type: ignore[call-overload]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    name: str
-    future: Future[Any]
 
 
 class ActorWorker:
@@ -38,8 +30,8 @@ class ActorWorker:
     Args:
         cluster: where the actor runs.
         worker_id: given to the factory, and named by the errors.
-        factory_name: what to call the factory in messages.
-        factory: a pickled call of it.
+        factory: makes the object.
+        pickled_factory: the same, as it travels.
         options: for `ActorClass.options`.
     """
 
@@ -47,8 +39,8 @@ class ActorWorker:
         self,
         cluster: Cluster,
         worker_id: int,
-        factory_name: str,
-        factory: bytes,
+        factory: Callable[[int], Any],
+        pickled_factory: Message,
         options: Mapping[str, Any],
     ) -> None:
         self.worker_id = worker_id
@@ -56,12 +48,12 @@ class ActorWorker:
         self._cluster = cluster
         # Reentrant, as the garbage collector may end a forgotten group in any of its threads.
         self._lock = threading.RLock()
-        self._calls: dict[_Call, None] = {}
-        self._running: _Call | None = None
+        self._calls: dict[RemoteCall, None] = {}
+        self._running: RemoteCall | None = None
         self._lost: str | None = None
         self._ending = False
         self._dead = threading.Event()
-        self._events: SimpleQueue[tuple[_Call, Future[Any]] | None] = SimpleQueue()
+        self._events: SimpleQueue[tuple[RemoteCall, Future[Any]] | None] = SimpleQueue()
         self._actor = _HOST.options(**options, max_restarts=0).remote()
         self._begun: Future[None] = self._actor.begin.remote().future()
         dying = self._actor.waits.options(concurrency_group=BESIDE).remote()
@@ -70,9 +62,9 @@ class ActorWorker:
             target=self._deliver, name=f"sync worker {worker_id} actor", daemon=True
         )
         self._thread.start()
-        self.ready: Future[None] = self._post(
-            factory_name, lambda: self._actor.make.remote(factory, worker_id)
-        )
+        call = RemoteCall(worker_id, factory)
+        self.ready: Future[None] = call.future
+        self._post(call, lambda: self._actor.make.remote(pickled_factory, worker_id))
 
     @property
     def alive(self) -> bool:
@@ -86,15 +78,11 @@ class ActorWorker:
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
-        name = name_of(function)
-        try:
-            message = encode((function, args, kwargs))
-        except Exception as error:
-            call = _Call(name, Future())
-            failure = Failed.because("or its arguments cannot be pickled:", error)
-            _settle_outcome(call, self.worker_id, failure)
-            return call.future
-        return self._post(name, lambda: self._actor.run.remote(message))
+        call = RemoteCall(self.worker_id, function)
+        message = call.pickle(args, kwargs)
+        if message is not None:
+            self._post(call, lambda: self._actor.run.remote(message))
+        return call.future
 
     def ask_to_end(self) -> Future[None] | None:
         """Let the call in progress finish, and no other begin.
@@ -126,10 +114,7 @@ class ActorWorker:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         self._lose("was stopped")
 
-    def _post(self, name: str, submit: Callable[[], Any]) -> Future[Any]:
-        call = _Call(name, Future())
-        # Once submitted, a call cannot be taken back: cancel() is to answer False.
-        call.future.set_running_or_notify_cancel()
+    def _post(self, call: RemoteCall, submit: Callable[[], Any]) -> None:
         # One lock around both, so that the order of submission is that of the futures.
         with self._lock:
             if self._lost is None and self._dead.is_set():
@@ -139,11 +124,10 @@ class ActorWorker:
                 self._calls[call] = None
                 self._submit(call, submit)
         if lost is not None:
-            advice = f"so it cannot run {name}; restart({self.worker_id}) replaces it"
-            call.future.set_exception(WorkerLostError(self.worker_id, f"{lost}, {advice}"))
-        return call.future
+            advice = f"restart({self.worker_id}) replaces it"
+            call.lose(f"{lost}, so it cannot run {call.name}; {advice}")
 
-    def _submit(self, call: _Call, submit: Callable[[], Any]) -> None:
+    def _submit(self, call: RemoteCall, submit: Callable[[], Any]) -> None:
         try:
             reply = submit().future()
         except Exception as error:
@@ -189,17 +173,16 @@ class ActorWorker:
         self._settle(call, reply, error)
 
     def _settle(
-        self, call: _Call, reply: Future[bytes | None], error: BaseException | None
+        self, call: RemoteCall, reply: Future[Message | None], error: BaseException | None
     ) -> None:
         if isinstance(error, RayActorError):
-            call.future.set_exception(self._lost_error(call, self._epitaph, error))
+            self._lose_one(call, self._epitaph, error)
         elif error is not None:
-            failure = Failed.because("gave no result:", error)
-            _settle_outcome(call, self.worker_id, failure)
+            call.finish(CallOutcome.failure("gave no result:", error))
         elif (answer := reply.result()) is None:
-            call.future.set_exception(self._lost_error(call, "was stopped", None))
+            self._lose_one(call, "was stopped")
         else:
-            _settle_outcome(call, self.worker_id, decode(answer))
+            call.finish(CallOutcome.unpickle(answer))
 
     def _lose(self, reason: str) -> None:
         """Fail every call, and each one from now on."""
@@ -210,7 +193,7 @@ class ActorWorker:
             calls = list(self._calls)
             self._calls.clear()
         for call in calls:
-            call.future.set_exception(self._lost_error(call, reason, None))
+            self._lose_one(call, reason)
 
     def _note_running(self) -> None:
         # What waited for a place was not running when it was stopped.
@@ -218,26 +201,6 @@ class ActorWorker:
         if self._running is None and self._calls and started:
             self._running = next(iter(self._calls))
 
-    def _lost_error(self, call: _Call, reason: str, cause: BaseException | None) -> WorkerLostError:
+    def _lose_one(self, call: RemoteCall, reason: str, cause: BaseException | None = None) -> None:
         moment = "while running" if call is self._running else "before it could run"
-        error = WorkerLostError(self.worker_id, f"{reason} {moment} {call.name}")
-        error.__cause__ = cause
-        return error
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """What to call the function in a message."""
-    if isinstance(function, functools.partial):
-        return name_of(function.func)
-    return getattr(function, "__qualname__", None) or repr(function)
-
-
-def _settle_outcome(call: _Call, worker_id: int, outcome: Outcome) -> None:
-    if isinstance(outcome, Returned):
-        call.future.set_result(outcome.value)
-        return
-    message = f"{call.name} {outcome.verdict}\n{outcome.traceback}".rstrip()
-    error = RemoteCallError(worker_id, message)
-    if isinstance(outcome.cause, BaseException):
-        error.__cause__ = outcome.cause
-    call.future.set_exception(error)
+        call.lose(f"{reason} {moment} {call.name}", cause)
