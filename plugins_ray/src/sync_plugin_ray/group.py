@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from sync_core import LaunchedGroup, Launcher, pickle_factory
 from sync_plugin_ray.cluster import Cluster
+from sync_plugin_ray.host import Message
 from sync_plugin_ray.resources import check_configs, describe_shortage, usual_options
 from sync_plugin_ray.worker import ActorWorker
 
@@ -94,7 +95,7 @@ class _ActorLauncher(Launcher[ActorWorker]):
         self._actors: weakref.WeakValueDictionary[int, ActorWorker] = weakref.WeakValueDictionary()
 
     def launch(self, worker_ids: Sequence[int]) -> Iterator[ActorWorker]:
-        pickled = pickle_factory(self._factory, next(iter(worker_ids), 0))
+        pickled = Message(pickle_factory(self._factory, next(iter(worker_ids), 0)))
         options = {i: actor.options for i in worker_ids if (actor := self._actors.get(i))}
         usual = usual_options(len(worker_ids)) if len(options) < len(worker_ids) else {}
         for worker_id in worker_ids:

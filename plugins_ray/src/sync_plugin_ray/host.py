@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from sync_core import CallOutcome
+if TYPE_CHECKING:
+    from sync_core import CallOutcome
 
 #: Concurrency group of the methods that run beside a call: the one that `waits`, and `end`.
 BESIDE = "beside"
 
-#: A call, or an outcome, as it travels: what arrives can be written to.
-Message = list[bytearray]
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A call, or an outcome, as it travels.
+
+    What arrives can be written to: of a bare list, Ray would turn each part into bytes.
+
+    Args:
+        parts: as `RemoteCall.pickle` gives them.
+    """
+
+    parts: list[bytearray]
 
 
 class Host:
@@ -26,7 +38,7 @@ class Host:
 
     def make(self, call: Message, worker_id: int) -> Message:
         """Make the hosted object by a call on the id; its outcome, without a value."""
-        made = CallOutcome.of_pickled(call, worker_id)
+        made = _run(call, worker_id)
         self._hosted = made.value
         return _pickle(made.without_value())
 
@@ -34,7 +46,7 @@ class Host:
         """Run a call; its outcome, or None if the end came before its turn."""
         if self._ending.is_set():
             return None
-        return _pickle(CallOutcome.of_pickled(call, self._hosted))
+        return _pickle(_run(call, self._hosted))
 
     def waits(self) -> None:
         """Never return: that Ray tells the caller of this call's failure is how it learns all."""
@@ -45,5 +57,12 @@ class Host:
         self._ending.set()
 
 
+def _run(call: Message, hosted: object) -> CallOutcome:
+    # Not with this module, as it loads torch: before that, the caller learns that the actor begins.
+    from sync_core import CallOutcome
+
+    return CallOutcome.of_pickled(call.parts, hosted)
+
+
 def _pickle(outcome: CallOutcome) -> Message:
-    return [bytearray(part) for part in outcome.pickle()]
+    return Message([bytearray(part) for part in outcome.pickle()])

@@ -79,9 +79,9 @@ class ActorWorker:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
         call = RemoteCall(self.worker_id, function)
-        message = call.pickle(args, kwargs)
-        if message is not None:
-            self._post(call, lambda: self._actor.run.remote(message))
+        parts = call.pickle(args, kwargs)
+        if parts is not None:
+            self._post(call, lambda: self._actor.run.remote(Message(parts)))
         return call.future
 
     def ask_to_end(self) -> Future[None] | None:
@@ -182,7 +182,7 @@ class ActorWorker:
         elif (answer := reply.result()) is None:
             self._lose_one(call, "was stopped")
         else:
-            call.finish(CallOutcome.unpickle(answer))
+            call.finish(CallOutcome.unpickle(answer.parts))
 
     def _lose(self, reason: str) -> None:
         """Fail every call, and each one from now on."""
