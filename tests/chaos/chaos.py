@@ -77,7 +77,7 @@ def _parse() -> argparse.Namespace:
         "--schemes", type=lambda text: text.split(","), default=list(SUBJECTS), metavar="A,B"
     )
     parser.add_argument("--cases", type=int, help="so many of each scheme, at random; all")
-    parser.add_argument("--sequences", type=int, default=1000, help="of all schemes together")
+    parser.add_argument("--sequences", type=int, default=1000, help="of all schemes that there are")
     parser.add_argument("--reads", type=int, default=10_000_000, help="of each kind; 0 for none")
     parser.add_argument("--seed", type=int, default=0, help="of the sample and the sequences")
     parser.add_argument("--jobs", type=int, default=1, help="so many processes at a time")
@@ -89,9 +89,10 @@ def _parse() -> argparse.Namespace:
 
 
 def _run_all(arguments: argparse.Namespace) -> None:
+    # One whose workers only one process can have takes longest; the others run meanwhile.
     shares = [
         (name, share)
-        for name in arguments.schemes
+        for name in sorted(arguments.schemes, key=lambda name: not SUBJECTS[name].alone)
         for share in range(1 if SUBJECTS[name].alone else arguments.jobs)
     ]
     with ThreadPoolExecutor(arguments.jobs) as pool:
@@ -143,7 +144,7 @@ def _plans(name: str, arguments: argparse.Namespace) -> Iterator[Plan]:
     )
     yield from map(Plan.of, cases)
     for seed in range(arguments.seed, arguments.seed + arguments.sequences):
-        plan = sequence_of(seed, arguments.schemes)
+        plan = sequence_of(seed, list(SUBJECTS))
         if plan.subject_name == name:
             yield plan
 

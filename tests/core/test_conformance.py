@@ -68,6 +68,24 @@ def test_a_case_cannot_be_overridden_away() -> None:
             type("TestMine", (LayerConformance,), {"test_it_keeps_no_thread": override})
 
 
+def test_nor_by_a_class_that_is_mixed_in() -> None:
+    mixed_in = type("MixedIn", (), {"test_it_keeps_no_thread": None})
+    with pytest.raises(TypeError, match=r"TestMine overrides test_it_keeps.*xfail"):
+        type("TestMine", (mixed_in, LayerConformance), {})
+    type("TestMine", (LayerConformance, mixed_in), {})
+
+
+def test_what_is_mixed_in_twice_keeps_the_parameters_of_its_case_once() -> None:
+    @pytest.mark.xfail(reason="scalars are lost", strict=True)
+    def fails(self: Any, senders: Any, shape: Any) -> None: ...
+
+    mixed_in = type("MixedIn", (), {"test_shapes_come_back": fails})
+    for _ in range(2):
+        made: Any = type("TestMine", (mixed_in, LayerConformance), {"layer": Negated()})
+    marks = [mark.name for mark in made.test_shapes_come_back.pytestmark]
+    assert marks == ["parametrize", "xfail"]
+
+
 def test_an_expected_failure_has_a_reason_and_keeps_the_parameters_of_its_case() -> None:
     case = "test_shapes_come_back"
 

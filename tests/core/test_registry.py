@@ -126,6 +126,12 @@ def test_two_distributions_that_claim_one_name(site: Site) -> None:
         registry.find(registry.SCHEMES, "carrier-pigeon")
 
 
+def test_who_claims_a_name_of_ours_is_the_one_to_remove(site: Site) -> None:
+    site.install("other-plugin", SCHEME, name="shm")
+    with pytest.raises(PluginConflictError, match=r"uninstall other-plugin; .*=other-plugin"):
+        registry.find(registry.SCHEMES, "shm")
+
+
 @pytest.mark.parametrize("left_over", ["1.2", "1.1"])
 def test_a_distribution_that_is_seen_twice_is_one(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_over: str

@@ -44,7 +44,9 @@ name, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 rpc._init_counter = int(sys.argv[4])
 policy = nn.Linear(3, 2)
 nets = {"critic": nn.Linear(3, 2)}
-options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=30)
+options = rpc.TensorPipeRpcBackendOptions(
+    init_method=f"file://{store}", rpc_timeout=30, _transports=["uv"]
+)
 rpc.init_rpc(name, rank=rank, world_size=4, rpc_backend_options=options)
 sys.stdin.read()
 os._exit(0)
@@ -65,7 +67,10 @@ class World:
             for rank, name in enumerate(NAMES)
             if rank
         }
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=30)
+        # Through shared memory, one that is stopped may keep others from being heard (decision 9).
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=f"file://{store}", rpc_timeout=30, _transports=["uv"]
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch's own, about its own
             rpc.init_rpc("trainer", rank=0, world_size=4, rpc_backend_options=options)

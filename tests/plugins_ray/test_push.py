@@ -28,6 +28,7 @@ from sync_core import (
     SendError,
     WorkerError,
     WorkerLostError,
+    WorkerState,
     WorkerTimeoutError,
 )
 
@@ -350,6 +351,25 @@ def test_workers_come_and_go(actors: list[Any]) -> None:
         assert all(result.deliver_seconds is not None for result in report.workers.values())
         with pytest.raises(OptionError, match="add_worker"):
             sender.add_worker()
+
+
+def test_what_a_late_actor_commits_is_known_before_the_next_send(actors: list[Any]) -> None:
+    with Sender("ray", linear(5.0), workers=actors[:1]) as sender:
+        sender.send()
+        sender.add_worker(worker=actors[1])
+        assert eventually(lambda: sender.workers[1].state is WorkerState.CURRENT)
+        assert (sender.workers[1].version, policy_of(actors[1])) == (1, {5.0})
+
+
+def test_a_late_actor_that_is_dead_is_known_to_be_lost(actors: list[Any]) -> None:
+    (dead,) = start(1)
+    ray.get(dead.pid.remote())
+    ray.kill(dead)
+    with Sender("ray", linear(5.0), workers=actors[:1]) as sender:
+        sender.send()
+        sender.add_worker(worker=dead)
+        assert eventually(lambda: sender.workers[1].state is WorkerState.LOST)
+        assert "the actor is gone" in str(sender.workers[1].error)
 
 
 def test_what_are_no_actors() -> None:

@@ -166,7 +166,9 @@ def entry_point(group: str, name: str) -> EntryPoint:
         raise PluginNotFoundError(_not_found(group, name))
     if len(entries) > 1:
         owners = [" ".join(map(str, owner_of(entry))) for entry in entries]
-        other = owner_of(entries[-1])[0]
+        # Ours has other plugins too, which would go with it.
+        names = [owner_of(entry)[0] for entry in reversed(entries)]
+        other = max(names, key=lambda owner: owner != KNOWN[group].get(name))
         raise PluginConflictError(
             f"{len(entries)} distributions claim the {_KINDS[group]} {name!r}: "
             f"{' and '.join(owners)}; remove one, for example: pip uninstall {other}; "

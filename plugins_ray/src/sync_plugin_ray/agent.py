@@ -53,6 +53,11 @@ class Delivered:
     outcome: Literal["answered", "unknown"]
     answer: dict[str, Any] | None = None
 
+    @property
+    def committed(self) -> bool:
+        """Whether the actor has the version."""
+        return self.answer is not None and self.answer.get("error") is None
+
 
 class Inbox(ReceiverTransport):
     """A transport that is handed its payloads in the process itself."""

@@ -17,6 +17,7 @@ from sync_core import (
     Address,
     CapacityError,
     Delivery,
+    Notice,
     OptionError,
     Payload,
     SenderTransport,
@@ -227,12 +228,19 @@ class PushSender(SenderTransport):
             return True
         delivery = worker.delivery
         if delivery is None or delivery.version != publication.version:
-            return False
-        if isinstance(answer, WorkerError):
+            self._tell(worker.worker_id, publication.version, answer)
+        elif isinstance(answer, WorkerError):
             delivery.fail(answer)
         else:
             delivery.settle(answer.answer)
         return False
+
+    def _tell(self, worker_id: int, version: int, answer: Delivered | WorkerError) -> None:
+        """Tell of a version for which nobody waits: an old one, or that of a late worker."""
+        if isinstance(answer, WorkerLostError):
+            self._context.notify(worker_id, Notice("lost", reason=answer.message))
+        elif isinstance(answer, Delivered) and answer.committed:
+            self._context.notify(worker_id, Notice("acknowledged", version))
 
     def _answer(
         self, worker: _Worker, publication: Publication, future: Future[Delivered]

@@ -17,7 +17,7 @@ pytest.register_assert_rewrite(
 )
 
 from sync_core.testing.layers import LayerConformance  # noqa: E402
-from sync_core.testing.schemes import SchemeConformance  # noqa: E402
+from sync_core.testing.schemes import CalledSchemeConformance, SchemeConformance  # noqa: E402
 from sync_core.testing.worker_groups import WorkerGroupConformance  # noqa: E402
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ else:
 
 
 __all__ = [
+    "CalledSchemeConformance",
     "CollectorConformance",
     "LayerConformance",
     "SchemeConformance",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ class Conformance:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, override in vars(cls).items():
-            case = _inherited(cls, name)
+        for base, name, override in _written(cls):
+            case = _after(cls, base, name)
             if not name.startswith("test") or case is None:
                 continue
             marks = list(getattr(override, "pytestmark", ()))
@@ -44,11 +45,21 @@ class Conformance:
                     'it is known to fail, mark it @pytest.mark.xfail(reason="…", strict=True) '
                     f"and let it call super().{name}(…)"
                 )
-            override.pytestmark = [*getattr(case, "pytestmark", ()), *marks]
+            inherited = [m for m in getattr(case, "pytestmark", ()) if id(m) not in map(id, marks)]
+            override.pytestmark = [*inherited, *marks]
 
 
-def _inherited(cls: type, name: str) -> Any:
-    return next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
+def _written(cls: type) -> Iterator[tuple[type, str, Any]]:
+    """What the class and those that are mixed into it define, which was not looked at before."""
+    for base in cls.__mro__:
+        if base is cls or not issubclass(base, Conformance):
+            yield from ((base, name, override) for name, override in vars(base).items())
+
+
+def _after(cls: type, base: type, name: str) -> Any:
+    """What the name would be if ``base`` did not define it."""
+    later = cls.__mro__[cls.__mro__.index(base) + 1 :]
+    return next((vars(other)[name] for other in later if name in vars(other)), None)
 
 
 def _expects_failure(mark: pytest.Mark) -> bool:

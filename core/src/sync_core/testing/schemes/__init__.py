@@ -1,7 +1,8 @@
-"""What every scheme that moves weights does: one class, inherited once per scheme."""
+"""What every scheme that moves weights does: a class to inherit, and one for called workers."""
 
 from __future__ import annotations
 
+from sync_core.testing.schemes.called import CalledSchemeConformance
 from sync_core.testing.schemes.company import CompanyCases
 from sync_core.testing.schemes.delivery import DeliveryCases
 from sync_core.testing.schemes.faults import FaultCases
@@ -9,6 +10,8 @@ from sync_core.testing.schemes.isolation import IsolationCases
 from sync_core.testing.schemes.lifetime import LifetimeCases
 from sync_core.testing.schemes.protocol import ProtocolCases
 from sync_core.testing.schemes.values import ValueCases
+
+__all__ = ["CalledSchemeConformance", "SchemeConformance"]
 
 
 class SchemeConformance(
@@ -30,8 +33,6 @@ class SchemeConformance(
         options: options of the scheme.
         group: the name or the class of the worker group; None for the one that a `Collector`
             takes for this scheme.
-        called: whether the sender is given ``workers`` and calls them. Cases in which a worker says
-            when it receives are skipped then; such a class makes its own `sender` and `start`.
 
     Example:
         >>> class TestMyScheme(SchemeConformance):  # doctest: +SKIP

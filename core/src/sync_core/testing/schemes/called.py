@@ -1,0 +1,136 @@
+"""What a scheme does whose sender calls its workers; nobody there asks for a version."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import pytest
+
+from sync_core import Sender, SendReport
+from sync_core.testing.schemes.base import Start
+from sync_core.testing.schemes.delivery import DeliveryCases
+from sync_core.testing.schemes.faults import FaultCases
+from sync_core.testing.schemes.pool import Pool, Workers
+from sync_core.testing.schemes.worker import Worker
+
+
+class CalledWorkers(Workers):
+    """Workers that commit what the sender calls them for.
+
+    Args:
+        sender: the sender.
+        pool: the pool.
+        introduce: see `CalledSchemeConformance`.
+        handles: what the sender was given, by worker.
+    """
+
+    def __init__(
+        self,
+        sender: Sender,
+        pool: Pool,
+        introduce: Callable[[Worker], Any],
+        handles: Iterable[Any],
+    ) -> None:
+        self._introduce = introduce
+        self._handles = dict(enumerate(handles))
+        self._seen: dict[int, int] = {}
+        self._waiting = ThreadPoolExecutor()
+        super().__init__(sender, pool)
+
+    def connect(self, *worker_ids: int, make: Callable[[], Any] | None = None) -> None:
+        """Let the sender call the workers that are there now."""
+        assert make is None
+        for worker_id in worker_ids:
+            handle = self.pool.call(worker_id, self._introduce)
+            if handle != self._handles[worker_id]:
+                self._handles[worker_id] = handle
+                self.sender.remove_worker(worker_id)
+                self.sender.add_worker(worker_id, worker=handle)
+
+    def submit(self, worker_id: int, timeout: float | None = None) -> Future[Any]:
+        """Wait until the worker has what it was last called for."""
+        return self._waiting.submit(self._arrived, worker_id, timeout or 20.0)
+
+    def send(self, weights: Any = None, worker_ids: Iterable[int] | None = None) -> SendReport:
+        """Send, for which no worker has to do anything."""
+        return self.sender.send(weights, worker_ids)
+
+    def end(self) -> None:
+        """Wait for those who wait."""
+        self._waiting.shutdown()
+
+    def _arrived(self, worker_id: int, timeout: float) -> int | None:
+        deadline = time.monotonic() + timeout
+        seen = self._seen.get(worker_id, 0)
+        while time.monotonic() < deadline:
+            status = self.sender.workers[worker_id]
+            if seen < status.version == status.wanted:
+                self._seen[worker_id] = status.version
+                return status.version
+            time.sleep(0.002)
+        return None
+
+
+class CalledSchemeConformance(DeliveryCases, FaultCases):
+    """Inherit for a scheme that calls its workers, beside `SchemeConformance`.
+
+    These are its cases of delivery and of faults, for a sender that is given ``workers``. Those in
+    which a worker says when it receives are skipped.
+
+    Attributes:
+        scheme: the name of an installed scheme, or a plugin object.
+        options: options of the sender; its ``model_id`` has to lead to the ``model`` of the object
+            that the worker group hosts.
+        group: the name or the class of the worker group; None for the one that a `Collector`
+            takes for this scheme.
+
+    Example:
+        >>> class TestMyScheme(CalledSchemeConformance):  # doctest: +SKIP
+        ...     scheme = "my_scheme"
+        ...     options = {"model_id": "hosted.model"}
+        ...     @staticmethod
+        ...     def introduce(worker): return my_library.this_process()
+    """
+
+    called: ClassVar[bool] = True
+
+    @staticmethod
+    def introduce(worker: Any) -> Any:
+        """Runs in a worker, when a sender is about to call it.
+
+        Args:
+            worker: what the worker group hosts; the attribute ``model`` is to be updated.
+
+        Returns:
+            What the sender is given in ``workers`` to call this worker.
+        """
+        raise NotImplementedError
+
+    @pytest.fixture
+    def start(self, pool: Pool) -> Iterator[Start]:
+        """See `Start`; the senders are closed at the end."""
+        with ExitStack() as ends:
+
+            def start(
+                model: Any,
+                num_workers: int = 2,
+                *,
+                make: Callable[[], Any] | None = None,
+                **options: Any,
+            ) -> Workers:
+                assert make is None
+                introduce = type(self).introduce
+                handles = [pool.call(i, introduce) for i in range(num_workers)]
+                options = {**self.options, **options}
+                sender = Sender(self.scheme, model, workers=handles, **options)
+                workers = CalledWorkers(sender, pool, introduce, handles)
+                ends.callback(workers.end)
+                ends.enter_context(sender)
+                return workers
+
+            pool.make_ready()
+            yield start
