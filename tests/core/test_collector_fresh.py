@@ -7,23 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from sync_core.collector import Collector
 from sync_core.envs import CountingEnv
+from sync_core.testing import collectors
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class Scale(nn.Module):
-    """Acts with its weight, whatever it sees."""
-
-    def __init__(self, weight: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([weight]))
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return self.weight.expand(observation.shape)
+class Scale(collectors.Scale):
+    """Is seen to change, as a policy that is trained."""
 
     def set(self, weight: float) -> None:
         with torch.no_grad():

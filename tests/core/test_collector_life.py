@@ -16,7 +16,6 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
 
 from sync_core import (
     ClosedError,
@@ -28,23 +27,10 @@ from sync_core import (
 )
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv
+from sync_core.testing.collectors import Scale, long_episodes
 from sync_core.testing.processes import descendants
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Scale(nn.Module):
-    """Acts with its weight, whatever it sees."""
-
-    def __init__(self, weight: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([weight]))
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return self.weight.expand(observation.shape)
-
-    def set(self, weight: float) -> None:
-        self.weight.data.fill_(weight)
 
 
 class Pid(CountingEnv):
@@ -65,10 +51,6 @@ class Fatal(CountingEnv):
         if self._steps.item() == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(tensordict)
-
-
-def long_episodes() -> CountingEnv:
-    return CountingEnv(100_000)
 
 
 def values(batch: TensorDictBase, *key: str) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from sync_core import (
     ApplyContext,
@@ -37,22 +37,9 @@ from sync_core.collector.requests import Requests
 from sync_core.collector.rollout import Rollout, RolloutOptions
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv, GymEnv
+from sync_core.testing.collectors import Scale, long_episodes
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Scale(nn.Module):
-    """Acts with its weight, whatever it sees."""
-
-    def __init__(self, weight: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([weight]))
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return self.weight.expand(observation.shape)
-
-    def set(self, weight: float) -> None:
-        self.weight.data.fill_(weight)
 
 
 class Slow(CountingEnv):
@@ -64,10 +51,6 @@ class Slow(CountingEnv):
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
         time.sleep(0.02)
         return super().step(tensordict)
-
-
-def long_episodes() -> CountingEnv:
-    return CountingEnv(100_000)
 
 
 def values(batch: TensorDictBase, *key: str) -> list[Any]:

@@ -17,19 +17,9 @@ from sync_core.collector.loops import TensorDictLoop
 from sync_core.collector.rollout import Rollout, RolloutOptions
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import ArrayEnv, ArraySpec, CountingEnv, GymEnv
+from sync_core.testing.collectors import Scale
 
 FLOAT, BOOL, INT = torch.float32, torch.bool, torch.int64
-
-
-class Scale(nn.Module):
-    """Acts with its weight, whatever it sees."""
-
-    def __init__(self, weight: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([weight]))
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return self.weight.expand(observation.shape)
 
 
 class ArrayCounting(ArrayEnv):

@@ -12,24 +12,14 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from torch import nn
 
 from sync_core import Collector
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv, GymEnv
+from sync_core.testing.collectors import Scale
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Scale(nn.Module):
-    """Acts with its weight, whatever it sees."""
-
-    def __init__(self, weight: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([weight]))
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return self.weight.expand(observation.shape)
 
 
 class Recurrent(nn.Module):

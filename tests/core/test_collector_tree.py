@@ -8,27 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sync_core import ModelError, PendingSend, Sender, SenderLostError, SendError
 from sync_core.collector import Collector
 from sync_core.envs import CountingEnv
+from sync_core.testing.collectors import Scale
 from sync_core.workers import WorkerGroup
 from sync_plugin_std.process_group import ProcessGroup
 from sync_plugin_std.thread_group import ThreadGroup
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Scale(nn.Module):
-    """Acts with its weight, whatever it sees."""
-
-    def __init__(self, weight: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([weight]))
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return self.weight.expand(observation.shape)
 
 
 class Refusing(Scale):

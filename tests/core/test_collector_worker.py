@@ -27,19 +27,9 @@ from sync_core.collector.warmup import Warmup
 from sync_core.collector.worker_options import options_of_workers
 from sync_core.envs import CountingEnv
 from sync_core.registry import WORKERS, find
+from sync_core.testing.collectors import Scale, long_episodes
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Scale(nn.Module):
-    """Acts with its weight, whatever it sees."""
-
-    def __init__(self, weight: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([weight]))
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return self.weight.expand(observation.shape)
 
 
 class OddName(nn.Module):
@@ -57,10 +47,6 @@ class Movable(CountingEnv):
     def to(self, device: torch.device) -> Movable:
         self.moved = device
         return self
-
-
-def long_episodes() -> CountingEnv:
-    return CountingEnv(100_000)
 
 
 def values(batch: TensorDictBase, *key: str) -> list[Any]:

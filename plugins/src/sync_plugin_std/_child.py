@@ -14,12 +14,10 @@ from contextlib import suppress
 from multiprocessing import current_process
 from typing import Any
 
-from sync_core import start_process
+from sync_core import CallOutcome, RemoteCall, start_process
 from sync_plugin_std._frames import receive_message
 from sync_plugin_std._outbox import Outbox
-from sync_plugin_std._outcome import Failed, Outcome, name_of
-from sync_plugin_std._pending import PendingCalls, settle
-from sync_plugin_std._pickling import dumps_copy, loads
+from sync_plugin_std._pending import PendingCalls
 from sync_plugin_std.process_worker import Startup
 
 _MAIN = "sync_plugin_std.process_worker:main"
@@ -36,17 +34,21 @@ class Child:
 
     Args:
         worker_id: given to the factory, and named by errors.
-        factory_name: named by errors.
-        factory: the pickled call that makes the object.
+        factory: makes the object.
+        pickled_factory: the same, as it travels.
         torch_threads: threads that torch is to use.
     """
 
     def __init__(
-        self, worker_id: int, factory_name: str, factory: list[bytearray], torch_threads: int
+        self,
+        worker_id: int,
+        factory: Callable[[int], Any],
+        pickled_factory: list[bytearray],
+        torch_threads: int,
     ) -> None:
         self.worker_id = worker_id
         self._ending = False
-        self._pending = PendingCalls(worker_id)
+        self._pending = PendingCalls()
         self._calls, calls = socket.socketpair()
         self._lifeline, lifeline = socket.socketpair()
         with calls, lifeline:
@@ -61,9 +63,7 @@ class Child:
         self._outbox = Outbox(self._calls, f"sync worker {worker_id} writer")
         startup = Startup(worker_id, bytes(current_process().authkey), torch_threads)
         self._outbox.put([pickle.dumps(startup)])
-        self.ready: Future[None] = self._pending.add(
-            factory_name, lambda: self._outbox.put(factory)
-        )
+        self.ready: Future[None] = self._post(RemoteCall(worker_id, factory), pickled_factory)
         self._reader = threading.Thread(
             target=self._read, name=f"sync worker {worker_id} reader", daemon=True
         )
@@ -76,15 +76,8 @@ class Child:
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
-        name = name_of(function)
-        try:
-            message = dumps_copy((function, args, kwargs))
-        except Exception as error:
-            future: Future[Any] = Future()
-            failure = Failed.because("or its arguments cannot be pickled:", error)
-            settle(future, self.worker_id, name, failure)
-            return future
-        return self._pending.add(name, lambda: self._outbox.put(message))
+        call = RemoteCall(self.worker_id, function)
+        return self._post(call, call.pickle(args, kwargs))
 
     def ask_to_end(self) -> None:
         """Let the call in progress finish, and no other begin."""
@@ -113,6 +106,11 @@ class Child:
         if self._reader is not threading.current_thread():
             self._reader.join(max(0.0, timeout))
 
+    def _post(self, call: RemoteCall, message: list[bytearray] | None) -> Future[Any]:
+        if message is not None:
+            self._pending.add(call, lambda: self._outbox.put(message))
+        return call.future
+
     def _read(self) -> None:
         while self._read_next():
             pass
@@ -131,23 +129,8 @@ class Child:
         parts = receive_message(self._calls)
         if parts is None:
             return False
-        self._pending.finish(_outcome(parts))
+        self._pending.finish(CallOutcome.unpickle(parts))
         return True
-
-
-def _outcome(parts: list[bytearray]) -> Outcome:
-    try:
-        outcome: Outcome = loads(parts)
-    except Exception as error:
-        return Failed.because("returned a value that cannot be unpickled here:", error)
-    if not isinstance(outcome, Failed) or not isinstance(outcome.cause, list):
-        return outcome
-    try:
-        cause = loads(outcome.cause)
-    except Exception:
-        # An exception class need not be able to travel; the text says it all.
-        cause = None
-    return Failed(outcome.verdict, outcome.traceback, cause)
 
 
 # A process forked from this one must not keep the workers alive after this one has died.

@@ -7,9 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
-from sync_core import LaunchedGroup, Launcher
-from sync_plugin_std._outcome import Failed, Outcome, Returned, attempt, name_of
-from sync_plugin_std._pending import settle
+from sync_core import CallOutcome, LaunchedGroup, Launcher, RemoteCall
 
 
 class InlineGroup(LaunchedGroup["InlineWorker"]):
@@ -59,33 +57,31 @@ class InlineWorker:
 
     def __init__(self, worker_id: int, factory: Callable[[int], Any]) -> None:
         self.worker_id = worker_id
-        self.ready: Future[None] = Future()
         self.alive = True
-        self._hosted: Any = None
         # Several threads may call; a hosted function may call again.
         self._one_at_a_time = threading.RLock()
-        outcome = _attempt(factory, worker_id)
-        if isinstance(outcome, Returned):
-            self._hosted = outcome.value
-            outcome = Returned(None)
-        settle(self.ready, worker_id, name_of(factory), outcome)
+        call = RemoteCall(worker_id, factory)
+        self.ready: Future[None] = call.future
+        made = _run(factory, worker_id)
+        self._hosted = made.value
+        call.finish(made.without_value())
 
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
-        future: Future[Any] = Future()
+        call = RemoteCall(self.worker_id, function)
         with self._one_at_a_time:
-            outcome = _attempt(function, self._hosted, *args, **kwargs)
-        settle(future, self.worker_id, name_of(function), outcome)
-        return future
+            outcome = _run(function, self._hosted, *args, **kwargs)
+        call.finish(outcome)
+        return call.future
 
     def end(self) -> None:
         self.alive = False
         self._hosted = None
 
 
-def _attempt(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Outcome:
-    outcome = attempt(function, *args, **kwargs)
-    if isinstance(outcome, Failed) and isinstance(outcome.cause, KeyboardInterrupt):
+def _run(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallOutcome:
+    outcome = CallOutcome.of(function, *args, **kwargs)
+    if isinstance(outcome.cause, KeyboardInterrupt):
         raise outcome.cause
     return outcome

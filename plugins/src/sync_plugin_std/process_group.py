@@ -9,10 +9,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
-from sync_core import LaunchedGroup, Launcher, RemoteCallError
+from sync_core import LaunchedGroup, Launcher, pickle_factory
 from sync_plugin_std._child import Child
-from sync_plugin_std._outcome import name_of
-from sync_plugin_std._pickling import dumps_copy
 
 # The longest that stopping waits for a worker to end by itself, and after SIGTERM.
 _ASKING = 5.0
@@ -66,17 +64,13 @@ class _ProcessLauncher(Launcher[Child]):
         self._running: weakref.WeakValueDictionary[int, Child] = weakref.WeakValueDictionary()
 
     def launch(self, worker_ids: Sequence[int]) -> Iterator[Child]:
-        name = name_of(self._factory)
-        try:
-            factory = dumps_copy((self._factory, (), {}))
-        except Exception as error:
-            message = f"was not started, its factory {name} cannot be pickled: {error}"
-            raise RemoteCallError(worker_ids[0], message) from error
+        pickled = pickle_factory(self._factory, next(iter(worker_ids), 0))
         threads = self._torch_threads
         if threads is None:
             threads = max(1, _cores() // max(1, len({*self._running, *worker_ids})))
         for worker_id in worker_ids:
-            self._running[worker_id] = child = Child(worker_id, name, factory, threads)
+            child = Child(worker_id, self._factory, pickled, threads)
+            self._running[worker_id] = child
             yield child
 
     def end(self, workers: Collection[Child], timeout: float) -> None:

@@ -6,15 +6,14 @@ import os
 import pickle
 import socket
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import current_process
 from typing import Any
 
 import torch
 
+from sync_core import CallOutcome
 from sync_plugin_std._frames import receive_message, send_message
-from sync_plugin_std._outcome import Failed, Outcome, Returned, attempt
-from sync_plugin_std._pickling import dumps, dumps_copy, loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +69,9 @@ def _serve(calls: socket.socket, closing: threading.Event, startup: Startup) -> 
     factory = receive_message(calls)
     if factory is None:
         return
-    made = _run(factory, startup.worker_id)
-    if isinstance(made, Failed):
-        _reply(calls, made)
-        return
-    _reply(calls, Returned(None))
-    while _serve_next(calls, closing, made.value):
+    made = CallOutcome.of_pickled(factory, startup.worker_id)
+    _reply(calls, made.without_value())
+    while not made.failed and _serve_next(calls, closing, made.value):
         pass
 
 
@@ -83,38 +79,13 @@ def _serve_next(calls: socket.socket, closing: threading.Event, hosted: Any) -> 
     call = receive_message(calls)
     if call is None or closing.is_set():
         return False
-    _reply(calls, _run(call, hosted))
+    _reply(calls, CallOutcome.of_pickled(call, hosted))
     return True
 
 
-def _run(call: list[bytearray], hosted: Any) -> Outcome:
-    try:
-        function, args, kwargs = loads(call)
-    except Exception as error:
-        return Failed.because("or its arguments cannot be unpickled in the worker:", error)
-    return attempt(function, hosted, *args, **kwargs)
-
-
-def _reply(calls: socket.socket, outcome: Outcome) -> None:
-    message = _encode(outcome)
+def _reply(calls: socket.socket, outcome: CallOutcome) -> None:
+    message = outcome.pickle()
     try:
         send_message(calls, message)
     except OSError:
         os._exit(1)
-
-
-def _encode(outcome: Outcome) -> list[bytes | memoryview]:
-    if isinstance(outcome, Failed):
-        outcome = replace(outcome, cause=_encode_cause(outcome.cause))
-    try:
-        return dumps(outcome)
-    except Exception as error:
-        return _encode(Failed.because("returned a value that cannot be pickled:", error))
-
-
-def _encode_cause(cause: object) -> list[bytearray] | None:
-    try:
-        return dumps_copy(cause)
-    except Exception:
-        # The traceback travels in any case; few exceptions hold what cannot.
-        return None

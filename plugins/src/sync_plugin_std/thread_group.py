@@ -6,12 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
-from sync_core import LaunchedGroup, Launcher
-from sync_plugin_std._outcome import Failed, Returned, attempt, name_of
+from sync_core import CallOutcome, LaunchedGroup, Launcher, RemoteCall
 from sync_plugin_std._pending import PendingCalls
 
 
@@ -60,25 +58,20 @@ class _ThreadLauncher(Launcher["ThreadWorker"]):
             worker.end(deadline)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class ThreadWorker:
     """One thread, and the queue by which it is reached."""
 
     def __init__(self, worker_id: int, factory: Callable[[int], Any]) -> None:
         self.worker_id = worker_id
-        self._inbox: SimpleQueue[_Call | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[Any], CallOutcome] | None] = SimpleQueue()
         self._ending = threading.Event()
-        self._pending = PendingCalls(worker_id)
+        self._pending = PendingCalls()
         self._thread = threading.Thread(
             target=self._run, args=(factory,), name=f"sync worker {worker_id}", daemon=True
         )
-        self.ready: Future[None] = self._pending.add(name_of(factory), self._thread.start)
+        call = RemoteCall(worker_id, factory)
+        self.ready: Future[None] = call.future
+        self._pending.add(call, self._thread.start)
 
     @property
     def alive(self) -> bool:
@@ -87,8 +80,12 @@ class ThreadWorker:
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
-        call = _Call(function, args, kwargs)
-        return self._pending.add(name_of(function), lambda: self._inbox.put(call))
+        def run(hosted: Any) -> CallOutcome:
+            return CallOutcome.of(function, hosted, *args, **kwargs)
+
+        call = RemoteCall(self.worker_id, function)
+        self._pending.add(call, lambda: self._inbox.put(run))
+        return call.future
 
     def ask_to_end(self) -> None:
         """Let the call in progress finish, and no other begin."""
@@ -103,19 +100,18 @@ class ThreadWorker:
             self._pending.lose("was stopped, and its thread abandoned,", running=True)
 
     def _run(self, factory: Callable[[int], Any]) -> None:
-        made = attempt(factory, self.worker_id)
-        if isinstance(made, Failed):
-            self._pending.finish(made)
+        made = CallOutcome.of(factory, self.worker_id)
+        self._pending.finish(made.without_value())
+        if made.failed:
             self._pending.lose("could not make its object", running=False)
             return
-        self._pending.finish(Returned(None))
         while self._run_next(made.value):
             pass
         self._pending.lose("was stopped", running=False)
 
     def _run_next(self, hosted: Any) -> bool:
-        call = self._inbox.get()
-        if call is None or self._ending.is_set():
+        run = self._inbox.get()
+        if run is None or self._ending.is_set():
             return False
-        self._pending.finish(attempt(call.function, hosted, *call.args, **call.kwargs))
+        self._pending.finish(run(hosted))
         return True

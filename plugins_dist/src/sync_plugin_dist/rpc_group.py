@@ -8,8 +8,8 @@ from concurrent.futures import wait
 from typing import Any, ClassVar, NoReturn
 from uuid import uuid4
 
-from sync_core import LaunchedGroup, Launcher, OptionError, RemoteCallError
-from sync_plugin_dist.rpc_outcome import Message, dumps, name_of
+from sync_core import LaunchedGroup, Launcher, OptionError, pickle_factory
+from sync_plugin_dist.rpc_message import pack
 from sync_plugin_dist.rpc_peer import ChildPeer, Peer
 from sync_plugin_dist.rpc_worker import RpcWorker
 from sync_plugin_dist.rpc_world import LocalWorld, end_processes, find_peers
@@ -98,7 +98,7 @@ class _RpcLauncher(Launcher[RpcWorker]):
         timeout: float,
         torch_threads: int | None,
     ) -> None:
-        self._name, self._factory = name_of(factory), _encode_factory(factory)
+        self._factory, self._pickled = factory, pack(pickle_factory(factory, 0))
         self._peers = peers
         self._timeout = timeout
         self._torch_threads = torch_threads
@@ -111,7 +111,7 @@ class _RpcLauncher(Launcher[RpcWorker]):
             peers = self._world.peers
         key = uuid4().hex
         for worker_id, peer in zip(worker_ids, peers, strict=True):
-            yield RpcWorker(peer, worker_id, key, self._name, self._factory)
+            yield RpcWorker(peer, worker_id, key, self._factory, self._pickled)
 
     def end(self, workers: Collection[RpcWorker], timeout: float) -> None:
         left = timeout - _end_calls(workers, timeout)
@@ -125,14 +125,6 @@ class _RpcLauncher(Launcher[RpcWorker]):
             self.end(workers, timeout)
         else:
             self._world.end(timeout - _end_calls(workers, timeout))
-
-
-def _encode_factory(factory: Callable[[int], Any]) -> Message:
-    try:
-        return dumps((factory, (), {}))
-    except Exception as error:
-        message = f"was not started, its factory {name_of(factory)} cannot be pickled: {error}"
-        raise RemoteCallError(0, message) from error
 
 
 def _end_calls(workers: Collection[RpcWorker], timeout: float) -> float:

@@ -8,8 +8,8 @@ from queue import SimpleQueue
 import torch
 from torch.distributed import rpc
 
-from sync_plugin_dist.rpc_outcome import Failed, Message, Outcome, Returned, encode
-from sync_plugin_dist.rpc_outcome import run as run_call
+from sync_core import CallOutcome
+from sync_plugin_dist.rpc_message import Message, pack, unpack
 
 _Reply = torch.futures.Future[Message]
 
@@ -44,10 +44,10 @@ class _Host:
         made = False
         while (item := self._calls.get()) is not None:
             call, reply = item
-            outcome = run_call(call, hosted)
-            if not made and isinstance(outcome, Returned):
+            outcome = CallOutcome.of_pickled(unpack(call), hosted)
+            if not made and not outcome.failed:
                 hosted, made = outcome.value, True
-                outcome = Returned(None)
+                outcome = outcome.without_value()
             _answer(reply, outcome)
             # Not to be kept until the next call.
             del item, call, reply, outcome
@@ -79,7 +79,7 @@ def run(key: str, call: Message) -> _Reply:
     if host is None:
         reply: _Reply = torch.futures.Future()
         error = LookupError("this process hosts no such object any more")
-        _answer(reply, Failed.because("cannot run:", error))
+        _answer(reply, CallOutcome.failure("cannot run:", error))
         return reply
     return host.put(call)
 
@@ -95,5 +95,5 @@ def ping() -> None:
     """Return, by which the caller knows that this process can still be reached."""
 
 
-def _answer(reply: _Reply, outcome: Outcome) -> None:
-    reply.set_result(encode(outcome))
+def _answer(reply: _Reply, outcome: CallOutcome) -> None:
+    reply.set_result(pack(map(bytearray, outcome.pickle())))

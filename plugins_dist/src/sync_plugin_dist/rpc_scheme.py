@@ -18,6 +18,7 @@ from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.receiver import DistReceiver
 from sync_plugin_dist.rpc_join import initialised
 from sync_plugin_dist.rpc_sender import RpcSender
+from sync_plugin_dist.scheme import DistScheme
 from sync_plugin_dist.sender import DistSender
 
 
@@ -43,17 +44,7 @@ class RpcScheme:
     addresses, as they do with ``dist``.
     """
 
-    capabilities = frozenset(
-        {
-            "background",
-            "broadcast",
-            "cross_host",
-            "cross_process",
-            "findings",
-            "late_join",
-            "zero_copy",
-        }
-    )
+    capabilities = DistScheme.capabilities
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from sync_core import RemoteCallError, WorkerLostError
+from sync_core import CallOutcome, RemoteCall
 from sync_plugin_dist import rpc_host
 from sync_plugin_dist.rpc_join import initialised
-from sync_plugin_dist.rpc_outcome import Failed, Message, Outcome, Returned, decode, dumps, name_of
+from sync_plugin_dist.rpc_message import Message, pack, unpack
 from sync_plugin_dist.rpc_peer import Peer
 
 # How often a worker with nothing to do is asked whether it can be reached: torch RPC notices the
@@ -25,11 +25,10 @@ _ASKING = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    name: str
+class _Request:
+    call: RemoteCall
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    future: Future[Any]
 
 
 class RpcWorker:
@@ -43,26 +42,31 @@ class RpcWorker:
         peer: the process that hosts the object.
         worker_id: given to the factory, and named by the errors.
         key: by which the process knows the object.
-        factory_name: what to call the factory in messages.
-        factory: a pickled call of it.
+        factory: makes the object.
+        pickled_factory: the same, as it travels.
     """
 
     def __init__(
-        self, peer: Peer, worker_id: int, key: str, factory_name: str, factory: Message
+        self,
+        peer: Peer,
+        worker_id: int,
+        key: str,
+        factory: Callable[[int], Any],
+        pickled_factory: Message,
     ) -> None:
         self.peer = peer
         self.worker_id = worker_id
         self._key = f"{key}/{worker_id}"
         # Reentrant, as the garbage collector may end a forgotten group in any of its threads.
         self._changed = threading.Condition(threading.RLock())
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[_Request] = deque()
         self._lost: str | None = None
         self._ending = False
         # Answers to what is being asked; None ends the waiting for it.
         self._answers: SimpleQueue[Any] = SimpleQueue()
-        self.ready: Future[None] = self._post(
-            factory_name, rpc_host.make, (self._key, worker_id, factory)
-        )
+        call = RemoteCall(worker_id, factory)
+        self.ready: Future[None] = call.future
+        self._post(_Request(call, rpc_host.make, (self._key, worker_id, pickled_factory)))
         self._thread = threading.Thread(
             target=self._work, name=f"sync worker {worker_id} rpc", daemon=True
         )
@@ -75,15 +79,11 @@ class RpcWorker:
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
-        name = name_of(function)
-        try:
-            message = dumps((function, args, kwargs))
-        except Exception as error:
-            future: Future[Any] = Future()
-            failure = Failed.because("or its arguments cannot be pickled:", error)
-            _settle(future, self.worker_id, name, failure)
-            return future
-        return self._post(name, rpc_host.run, (self._key, message))
+        call = RemoteCall(self.worker_id, function)
+        parts = call.pickle(args, kwargs)
+        if parts is not None:
+            self._post(_Request(call, rpc_host.run, (self._key, pack(parts))))
+        return call.future
 
     def ask_to_end(self) -> None:
         """Let the call in progress finish, and no other begin."""
@@ -124,58 +124,47 @@ class RpcWorker:
         self._lost = "was stopped"
         return done
 
-    def _post(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
-        call = _Call(name, function, args, Future())
-        # It may be sent at any time from now: cancel() is to answer False.
-        call.future.set_running_or_notify_cancel()
+    def _post(self, request: _Request) -> None:
         with self._changed:
             ended = self._lost or ("was stopped" if self._ending else None)
             if ended is None:
-                self._waiting.append(call)
+                self._waiting.append(request)
                 self._changed.notify_all()
         if ended is not None:
-            message = f"{ended}, so it cannot run {name}; make a new group"
-            call.future.set_exception(WorkerLostError(self.worker_id, message))
-        return call.future
+            _refuse(request.call, ended)
 
     def _work(self) -> None:
         while not self._ending and self._lost is None:
-            call = self._next()
-            if call is not None:
-                self._run(call)
+            request = self._next()
+            if request is not None:
+                self._run(request)
             elif not self._ending:
                 self._look()
             # Not to be kept until the next one.
-            del call
+            del request
         with self._changed:
             reason = self._lost or "was stopped"
-            calls, self._waiting = self._waiting, deque()
-        for call in calls:
-            message = f"{reason} before it could run {call.name}"
-            call.future.set_exception(WorkerLostError(self.worker_id, message))
+            requests, self._waiting = self._waiting, deque()
+        for request in requests:
+            request.call.lose(f"{reason} before it could run {request.call.name}")
 
-    def _next(self) -> _Call | None:
+    def _next(self) -> _Request | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._ending, _ASKING)
             return self._waiting.popleft() if self._waiting and not self._ending else None
 
-    def _run(self, call: _Call) -> None:
+    def _run(self, request: _Request) -> None:
+        call = request.call
         if not self.peer.alive:
-            self._lose()
-            message = f"{self._lost}, so it cannot run {call.name}; make a new group"
-            call.future.set_exception(WorkerLostError(self.worker_id, message))
+            _refuse(call, self._lose())
             return
-        answer = self._ask(call.function, call.args)
+        answer = self._ask(request.function, request.args)
         if isinstance(answer, list):
-            _settle(call.future, self.worker_id, call.name, decode(answer))
+            call.finish(CallOutcome.unpickle(unpack(answer)))
         elif answer is not None and self._look():
-            failure = Failed.because("gave no result:", answer)
-            _settle(call.future, self.worker_id, call.name, failure)
+            call.finish(CallOutcome.failure("gave no result:", answer))
         else:
-            message = f"{self._lost or 'was stopped'} while running {call.name}"
-            error = WorkerLostError(self.worker_id, message)
-            error.__cause__ = answer
-            call.future.set_exception(error)
+            call.lose(f"{self._lost or 'was stopped'} while running {call.name}", answer)
 
     def _look(self) -> bool:
         """Whether the worker can be reached. It is lost otherwise, unless it was stopped."""
@@ -201,19 +190,12 @@ class RpcWorker:
         except Exception as error:
             return error
 
-    def _lose(self) -> None:
+    def _lose(self) -> str:
         reason = self.peer.epitaph() if initialised() else "RPC was shut down in this process"
         with self._changed:
             self._lost = "was stopped" if self._ending else reason
+            return self._lost
 
 
-def _settle(future: Future[Any], worker_id: int, name: str, outcome: Outcome) -> None:
-    """End the future of a call of ``name`` with its outcome."""
-    if isinstance(outcome, Returned):
-        future.set_result(outcome.value)
-        return
-    message = f"{name} {outcome.verdict}\n{outcome.traceback}".rstrip()
-    error = RemoteCallError(worker_id, message)
-    if isinstance(outcome.cause, BaseException):
-        error.__cause__ = outcome.cause
-    future.set_exception(error)
+def _refuse(call: RemoteCall, reason: str) -> None:
+    call.lose(f"{reason}, so it cannot run {call.name}; make a new group")

@@ -84,7 +84,6 @@ def main(control: int, load: str) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     importlib.import_module(load)
-    importlib.import_module("cloudpickle")
     # What was loaded is never freed; a collection would only write to memory that is shared.
     gc.freeze()
     gc.enable()

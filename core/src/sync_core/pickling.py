@@ -18,6 +18,8 @@ import torch
 # From this many bytes on, leaving an array out of the pickle pays for the system calls it takes.
 _BIG = 1 << 16
 
+Buffer = bytes | bytearray | memoryview
+
 
 def dumps(value: object) -> list[bytes | memoryview]:
     """Pickle a value into parts: the pickle, then the memory of each big array in it.
@@ -42,7 +44,7 @@ def dumps_copy(value: object) -> list[bytearray]:
     return [bytearray(part) for part in dumps(value)]
 
 
-def loads(parts: Sequence[bytearray]) -> Any:
+def loads(parts: Sequence[Buffer]) -> Any:
     """The value that was pickled. Its arrays take the parts over as their memory."""
     pickled, *arrays = parts
     return pickle.loads(pickled, buffers=arrays)
