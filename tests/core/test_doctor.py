@@ -109,7 +109,8 @@ def test_a_scheme_that_fails_stops_no_other(
     assert "killed by signal 11" in problems["crash"]
     assert problems["broken"] == (
         "scheme 'broken' (doctored-broken 1.0) does not import: "
-        "ModuleNotFoundError: No module named 'a_module_that_is_not_there'"
+        "ModuleNotFoundError: No module named 'a_module_that_is_not_there'; type: "
+        "pip install -U doctored-broken, or leave it out: SYNC_DISABLE=doctored-broken"
     )
     assert "workers have other weights" in problems["liar"]
     assert "pip install -U doctored-liar" in problems["liar"]

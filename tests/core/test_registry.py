@@ -172,6 +172,9 @@ def test_a_plugin_that_does_not_import(site: Site) -> None:
         PluginImportError, match=r"\(pigeon-plugin 1\.2\) does not import: ModuleNotFound"
     ) as failure:
         Sender("carrier-pigeon", num_workers=1)
+    assert str(failure.value).endswith(
+        "; type: pip install -U pigeon-plugin, or leave it out: SYNC_DISABLE=pigeon-plugin"
+    )
     assert isinstance(failure.value.__cause__, ModuleNotFoundError)
 
 

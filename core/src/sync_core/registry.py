@@ -128,8 +128,10 @@ def load(group: str, entry: EntryPoint) -> Any:
     try:
         loaded = entry.load()
     except Exception as error:
+        distribution, _ = owner_of(entry)
         raise PluginImportError(
-            f"{owner} does not import: {type(error).__name__}: {error}"
+            f"{owner} does not import: {type(error).__name__}: {error}; "
+            f"type: pip install -U {distribution}, or leave it out: {DISABLE}={distribution}"
         ) from error
     return _made(owner, group, loaded)
 

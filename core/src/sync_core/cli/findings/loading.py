@@ -42,12 +42,10 @@ def find(timeout: float = 120.0) -> Iterator[Finding]:
     for plugin in json.loads(f"[{text}"):
         # Two that claim one name are told apart by their metadata already.
         if plugin["error"] and plugin["kind"] != "schemes" and not plugin["conflicts"]:
-            yield Finding(
-                plugin["name"],
-                plugin["error"].splitlines()[0],
-                f"type: pip install -U {plugin['distribution']}, or leave it out: "
-                f"SYNC_DISABLE={plugin['distribution']}",
-            )
+            problem, _, remedy = plugin["error"].splitlines()[0].partition("; type: ")
+            owner = plugin["distribution"]
+            usual = f"pip install -U {owner}, or leave it out: SYNC_DISABLE={owner}"
+            yield Finding(plugin["name"], problem, f"type: {remedy or usual}")
 
 
 def _list(timeout: float) -> str:
