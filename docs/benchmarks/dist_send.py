@@ -198,10 +198,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="+", choices=_WAYS, default=_WAYS, metavar="NAME")
     arguments = parser.parse_args()
-    for over_rpc in (False, True):
+    kinds = {way in _OVER_RPC for way in arguments.only if way not in _GLOO} or {False}
+    for over_rpc in sorted(kinds):
         ways = [w for w in arguments.only if w in _GLOO or (w in _OVER_RPC) == over_rpc]
-        if set(ways) <= set(_GLOO) < set(arguments.only):
-            continue
         with _start(arguments.workers, over_rpc) as world:
             columns = [_measure(world, model, ways, arguments.rounds) for model in arguments.models]
         _print(arguments.models, columns)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from sync_core.address import Address
 from sync_core.answer import Answer
 from sync_core.block import Block
-from sync_core.call_outcome import CallOutcome
+from sync_core.calls import CallOutcome, RemoteCall, pickle_factory
 from sync_core.channel import Channel, Message
 from sync_core.contexts import ApplyContext, SendContext, SkipContext, TransportContext
 from sync_core.errors import (
@@ -52,7 +52,6 @@ from sync_core.processes import WorkerProcess, start_process
 from sync_core.publisher import Publisher, Slot
 from sync_core.receiver import Receiver
 from sync_core.remedies import WorkerFailure
-from sync_core.remote_call import RemoteCall, pickle_factory
 from sync_core.report import SendReport, WorkerResult
 from sync_core.sender import Sender
 from sync_core.serving import Peer, ServingTransport, hello

@@ -52,7 +52,7 @@ class SchemeCases(Conformance):
     @pytest.fixture
     def start(self, pool: Pool) -> Iterator[Start]:
         """See `Start`; the senders are closed at the end."""
-        with ExitStack() as senders:
+        with ExitStack() as ends:
 
             def start(
                 model: Any,
@@ -61,8 +61,7 @@ class SchemeCases(Conformance):
                 make: Callable[[], Any] | None = None,
                 **options: Any,
             ) -> Workers:
-                sender = self.sender(model, num_workers, **options)
-                return Workers(senders.enter_context(sender), pool, make)
+                return self.serve(ends, pool, model, num_workers, make=make, **options)
 
             pool.make_ready()
             yield start
@@ -92,6 +91,21 @@ class SchemeCases(Conformance):
         """For cases in which a process is killed or stopped."""
         if "cross_process" not in pool.group_class.capabilities:
             pytest.skip("the workers are in this process, which is not to be hurt")
+
+    @classmethod
+    def serve(
+        cls,
+        ends: ExitStack,
+        pool: Pool,
+        model: Any,
+        num_workers: int,
+        *,
+        make: Callable[[], Any] | None,
+        **options: Any,
+    ) -> Workers:
+        """Make what `Start` makes; ``ends`` closes it."""
+        sender = ends.enter_context(cls.sender(model, num_workers, **options))
+        return Workers(sender, pool, make)
 
     @classmethod
     def sender(cls, model: Any, num_workers: int = 1, **options: Any) -> Sender:

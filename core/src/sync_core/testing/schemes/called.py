@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
-import pytest
-
 from sync_core import Sender, SendReport
-from sync_core.testing.schemes.base import Start
 from sync_core.testing.schemes.delivery import DeliveryCases
 from sync_core.testing.schemes.faults import FaultCases
 from sync_core.testing.schemes.pool import Pool, Workers
@@ -110,27 +107,22 @@ class CalledSchemeConformance(DeliveryCases, FaultCases):
         """
         raise NotImplementedError
 
-    @pytest.fixture
-    def start(self, pool: Pool) -> Iterator[Start]:
-        """See `Start`; the senders are closed at the end."""
-        with ExitStack() as ends:
-
-            def start(
-                model: Any,
-                num_workers: int = 2,
-                *,
-                make: Callable[[], Any] | None = None,
-                **options: Any,
-            ) -> Workers:
-                assert make is None
-                introduce = type(self).introduce
-                handles = [pool.call(i, introduce) for i in range(num_workers)]
-                options = {**self.options, **options}
-                sender = Sender(self.scheme, model, workers=handles, **options)
-                workers = CalledWorkers(sender, pool, introduce, handles)
-                ends.callback(workers.end)
-                ends.enter_context(sender)
-                return workers
-
-            pool.make_ready()
-            yield start
+    @classmethod
+    def serve(
+        cls,
+        ends: ExitStack,
+        pool: Pool,
+        model: Any,
+        num_workers: int,
+        *,
+        make: Callable[[], Any] | None,
+        **options: Any,
+    ) -> Workers:
+        """Let the sender call the workers of the pool."""
+        assert make is None
+        handles = [pool.call(i, cls.introduce) for i in range(num_workers)]
+        sender = Sender(cls.scheme, model, workers=handles, **{**cls.options, **options})
+        workers = CalledWorkers(sender, pool, cls.introduce, handles)
+        ends.callback(workers.end)
+        ends.enter_context(sender)
+        return workers

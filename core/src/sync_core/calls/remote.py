@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from sync_core.call_outcome import CallOutcome
+from sync_core.calls.outcome import CallOutcome
+from sync_core.calls.pickling import dumps_copy
 from sync_core.errors import RemoteCallError, WorkerLostError
-from sync_core.pickling import dumps_copy
 
 
 @dataclass(frozen=True, slots=True, eq=False)

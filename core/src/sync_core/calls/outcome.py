@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sync_core.pickling import Buffer, dumps, dumps_copy, loads
+from sync_core.calls.pickling import Buffer, dumps, dumps_copy, loads
 
 
 @dataclass(frozen=True, slots=True)
