@@ -97,5 +97,9 @@ class TestInterval(LayerConformance):
     layer = Interval(3)
 
 
+class TestMetrics(LayerConformance):
+    layer = "metrics"
+
+
 class TestNegated(LayerConformance):
     layer = Negated()

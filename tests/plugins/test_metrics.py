@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from prometheus_client import CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry
 from torch import nn
 
-from sync_core import OptionError, Receiver, Sender, SendError, SendReport
+from sync_core import OptionError, Receiver, Reporter, Sender, SendError, SendReport, hookimpl
+from sync_core.cli import main
 from sync_plugin_std import Interval, Metrics
 
 WHICH = {"scheme": "thread", "model_id": "policy"}
@@ -45,7 +47,7 @@ def sample(registry: CollectorRegistry) -> Sample:
 def test_prometheus_counts_sends_workers_bytes_and_phases(
     registry: CollectorRegistry, sample: Sample
 ) -> None:
-    send_to_one_of_two(on_report=Metrics(registry))
+    send_to_one_of_two(layers=[Metrics(registry)])
     assert sample("sync_sends_total", outcome="failed") == 1
     assert sample("sync_worker_updates_total", outcome="updated") == 1
     assert sample("sync_worker_updates_total", outcome="failed") == 1
@@ -68,15 +70,13 @@ def test_prometheus_counts_sends_workers_bytes_and_phases(
 
 def test_several_metrics_may_share_a_registry(registry: CollectorRegistry, sample: Sample) -> None:
     for _ in range(2):
-        send_to_one_of_two(on_report=Metrics(registry))
+        send_to_one_of_two(layers=[Metrics(registry)])
     assert sample("sync_sends_total", outcome="failed") == 2
 
 
 def test_what_is_skipped_is_no_send(registry: CollectorRegistry, sample: Sample) -> None:
-    layers, metrics = [Interval(2)], Metrics(registry)
-    with Sender(
-        "thread", nn.Linear(2, 2), num_workers=1, layers=layers, on_report=metrics
-    ) as sender:
+    layers = [Interval(2), Metrics(registry)]
+    with Sender("thread", nn.Linear(2, 2), num_workers=1, layers=layers) as sender:
         receiver = Receiver(sender.address(0), nn.Linear(2, 2))
         pending = sender.send_async()
         receiver.receive()
@@ -89,7 +89,7 @@ def test_what_is_skipped_is_no_send(registry: CollectorRegistry, sample: Sample)
 def test_opentelemetry_has_the_same() -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
-    send_to_one_of_two(on_report=Metrics(CollectorRegistry(), provider))
+    send_to_one_of_two(layers=[Metrics(CollectorRegistry(), provider)])
     data = reader.get_metrics_data()
     provider.shutdown()
     assert data is not None
@@ -112,7 +112,9 @@ def test_opentelemetry_has_the_same() -> None:
     assert {m.name: m.unit for m in scope.metrics}["sync_send_seconds"] == "s"
 
 
-def test_without_either_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_either_library(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "sync_plugin_std._prometheus", None)
     Metrics()
     with pytest.raises(OptionError, match=r"sync-plugin-std\[prometheus\]"):
@@ -122,6 +124,48 @@ def test_without_either_library(monkeypatch: pytest.MonkeyPatch) -> None:
         Metrics(None, MeterProvider())
     with pytest.raises(OptionError, match="Metrics needs pip install"):
         Metrics()
+    with pytest.raises(OptionError, match="Metrics needs pip install"):
+        Sender("none", nn.Linear(2, 2), num_workers=1, layers=["metrics"])
+    main(["list", "--json"])
+    (listed,) = [each for each in json.loads(capsys.readouterr().out) if each["name"] == "metrics"]
+    assert "Metrics needs pip install" in listed["needs"]
+    assert listed["error"] is None
+
+
+def test_metrics_by_name_are_those_of_the_process() -> None:
+    which = {"scheme": "none", "model_id": "by name", "outcome": "ok"}
+    for given in ({"layers": ["metrics"]}, {"on_report": Metrics()}):
+        model = nn.Linear(2, 2)
+        with Sender("none", model, num_workers=1, model_id="by name", **given) as sender:
+            sender.send()
+    assert REGISTRY.get_sample_value("sync_sends_total", which) == 2
+
+
+def test_a_reporter_without_hooks_stays_with_the_sender(registry: CollectorRegistry) -> None:
+    metrics = Metrics(registry)
+    model = nn.Linear(2, 2)
+    with Sender("shm", model, num_workers=1, layers=["bf16", metrics]) as sender:
+        assert sender.address(0).layers == ("bf16",)
+
+
+def test_a_reporter_may_have_hooks_too() -> None:
+    class Both(Reporter):
+        def __init__(self) -> None:
+            self.versions: list[int] = []
+
+        @hookimpl
+        def skip_update(self) -> bool:
+            return len(self.versions) == 1
+
+        def __call__(self, report: SendReport) -> None:
+            self.versions.append(report.version)
+
+    both = Both()
+    with Sender("none", nn.Linear(2, 2), num_workers=1, layers=[both]) as sender:
+        assert sender.address(0).layers == (both,)
+        skipped = [sender.send().skipped for _ in range(3)]
+    assert skipped == [(), (0,), ()]
+    assert both.versions == [1, 1, 2]
 
 
 def test_what_on_report_raises_is_logged_and_changes_nothing(
@@ -134,4 +178,4 @@ def test_what_on_report_raises_is_logged_and_changes_nothing(
         assert sender.send().updated == (0,)
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
-    assert "raised about version 1" in record.message
+    assert "raised about the report of version 1" in record.message

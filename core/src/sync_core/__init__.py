@@ -53,6 +53,7 @@ from sync_core.publisher import Publisher, Slot
 from sync_core.receiver import Receiver
 from sync_core.remedies import WorkerFailure
 from sync_core.report import SendReport, WorkerResult
+from sync_core.reporter import Reporter
 from sync_core.sender import Sender
 from sync_core.serving import Peer, ServingTransport, hello
 from sync_core.stores import Store, StoreOptions, store_transport
@@ -124,6 +125,7 @@ __all__ = [
     "ReceiverTransport",
     "RemoteCall",
     "RemoteCallError",
+    "Reporter",
     "SendContext",
     "SendError",
     "SendReport",

@@ -21,8 +21,8 @@ def entry_points_of(group: str) -> list[EntryPoint]:
         group: such as ``"sync.schemes"``.
 
     Example:
-        >>> [entry.name for entry in entry_points_of("sync.layers")]
-        ['bf16', 'fp16', 'interval']
+        >>> "bf16" in {entry.name for entry in entry_points_of("sync.layers")}
+        True
     """
     found = _read(tuple(map(_state_of, sys.path))).select(group=group)
     return sorted(found, key=lambda entry: (entry.name, str(owner_of(entry))))

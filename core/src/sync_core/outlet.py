@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sync_core import registry
@@ -10,10 +11,12 @@ from sync_core.address import Address
 from sync_core.contexts import SendContext
 from sync_core.defaults import Defaults
 from sync_core.errors import ModelError, OptionError
+from sync_core.hook_check import implemented
 from sync_core.models import names_of
 from sync_core.notice import Notice
 from sync_core.payload import Payload
 from sync_core.release import release_with
+from sync_core.reporter import Reporter
 from sync_core.stack import Stack
 from sync_core.stopwatch import Stopwatch
 from sync_core.terms import Terms
@@ -34,11 +37,15 @@ class Outlet:
     """
 
     def __init__(self, terms: Terms) -> None:
-        self._terms = terms
         self._backend = registry.find(registry.SCHEMES, terms.scheme)
         if terms.zero_copy and "zero_copy" not in self._backend.capabilities:
             raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
         layers = [registry.find(registry.LAYERS, layer) for layer in terms.layers]
+        #: The layers that are called with every report.
+        self.reporters = [one.object for one in layers if isinstance(one.object, Reporter)]
+        found = zip(terms.layers, layers, strict=True)
+        travelling = [given for given, layer in found if implemented(layer.object)]
+        self._terms = replace(terms, layers=travelling)
         self._verification = Verification(terms.verify, self._backend, layers, terms.strategy)
         self.stack = Stack(Defaults(terms.strategy), self._backend, self._verification.layers)
         self.transport: SenderTransport | None = None

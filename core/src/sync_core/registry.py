@@ -14,12 +14,14 @@ from importlib_metadata import EntryPoint
 
 from sync_core.errors import (
     NotAPluginError,
+    OptionError,
     PluginConflictError,
     PluginImportError,
     PluginNotFoundError,
 )
 from sync_core.hook_check import check_hooks
 from sync_core.installed import entry_points_of, owner_of
+from sync_core.reporter import Reporter
 from sync_core.requirements import check_core
 from sync_core.workers import WorkerGroup
 
@@ -42,7 +44,7 @@ KNOWN = MappingProxyType(
             "ray": _RAY,
             **dict.fromkeys(("dist", "rpc"), _DIST),
         },
-        LAYERS: dict.fromkeys(("bf16", "fp16", "interval"), _STD),
+        LAYERS: dict.fromkeys(("bf16", "fp16", "interval", "metrics"), _STD),
         WORKERS: {
             **dict.fromkeys(("inline", "thread", "process"), _STD),
             "ray": _RAY,
@@ -95,6 +97,7 @@ def find(group: str, name: Any) -> Plugin:
         PluginImportError: it does not import; the cause is chained.
         NotAPluginError: it is something else, or a class that needs arguments.
         UnknownHookError: it has a hook that does not exist, or with other arguments.
+        OptionError: it cannot be made before what the message says is installed.
 
     Example:
         >>> find("sync.schemes", "shm").distribution
@@ -122,6 +125,7 @@ def load(group: str, entry: EntryPoint) -> Any:
         PluginImportError: it does not import; the cause is chained.
         NotAPluginError: it is something else.
         UnknownHookError: it has a hook that does not exist, or with other arguments.
+        OptionError: it cannot be made before what the message says is installed.
     """
     owner = describe(group, entry)
     check_core(owner, entry.dist)
@@ -200,6 +204,8 @@ def _made(owner: str, group: str, given: Any) -> Any:
     if inspect.isclass(given) and group != WORKERS and not _needs_arguments(given):
         try:
             made = given()
+        except OptionError:
+            raise
         except Exception as error:
             raise PluginImportError(
                 f"{owner}: {given.__name__}() failed: {type(error).__name__}: {error}"
@@ -229,9 +235,10 @@ def _check(owner: str, group: str, plugin: Any) -> None:
         return
     hooks = check_hooks(owner, plugin)
     if group == LAYERS:
-        if not set(hooks) & set(_LAYER_HOOKS):
+        if not set(hooks) & set(_LAYER_HOOKS) and not _is_reporter(plugin):
             raise NotAPluginError(
-                f"{owner} has none of {', '.join(_LAYER_HOOKS)} marked with @sync_core.hookimpl"
+                f"{owner} has none of {', '.join(_LAYER_HOOKS)} marked with @sync_core.hookimpl, "
+                "and is no sync_core.Reporter"
             )
         return
     if "create_transport" not in hooks:
@@ -254,6 +261,10 @@ def _check_findings(owner: str, plugin: Any) -> None:
             f"{owner} declares the capability 'findings', and has no findings() that takes no "
             "arguments and gives sync_core.Finding objects; write it, or do not declare it"
         )
+
+
+def _is_reporter(layer: object) -> bool:
+    return issubclass(layer if inspect.isclass(layer) else type(layer), Reporter)
 
 
 def _describe(group: str, name: str, distribution: str | None, version: str | None) -> str:

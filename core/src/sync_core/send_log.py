@@ -1,24 +1,23 @@
-"""Tells of every send: a line of the standard log (``sync_core``, ``key=value``), `on_report`."""
+"""Tells of every send: a line of the standard log (``sync_core``, ``key=value``), and reporters."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from sync_core.report import SendReport
 
 _logger = logging.getLogger("sync_core")
 
 
-def tell(report: SendReport, on_report: Callable[[SendReport], object] | None) -> None:
+def tell(report: SendReport, reporters: Iterable[Callable[[SendReport], object]]) -> None:
     """Log a send that has ended, and call whoever wants to know of it."""
     log_send(report)
-    if on_report is None:
-        return
-    try:
-        on_report(report)
-    except Exception:
-        _logger.exception("on_report=%r raised about version %d", on_report, report.version)
+    for reporter in reporters:
+        try:
+            reporter(report)
+        except Exception:
+            _logger.exception("%r raised about the report of version %d", reporter, report.version)
 
 
 def log_send(report: SendReport) -> None:

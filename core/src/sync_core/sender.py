@@ -44,7 +44,8 @@ class Sender(Updater):
         workers: handles of the workers, for a scheme that calls into them.
         model_id: the model's name.
         context: the object in which string references are looked up.
-        layers: names or objects of layers; each changes the update after the one before it.
+        layers: names or objects of layers; each changes the update after the one before it, or
+            is called with every report (`Reporter`).
         strategy: how a module is read and written: ``"tensordict"`` or ``"state_dict"``.
         zero_copy: let the workers' parameters be views of what arrives; they are read-only then,
             and after a write to one in place, where that is possible at all, `receive` raises.
@@ -115,13 +116,15 @@ class Sender(Updater):
             verify=verify,
             timeout=timeout,
         )
-        self._on_report = on_report
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)
         self._handles = dict(enumerate(workers or ()))
         self._remedies = Remedies(
             on_failure, group, on_restart, called=bool(workers), timeout=timeout
         )
         self._outlet = Outlet(self._terms)
+        self._reporters: list[Callable[[SendReport], object]] = [*self._outlet.reporters]
+        if on_report is not None:
+            self._reporters.append(on_report)
         self._source = Source(context, strategy, partial=partial)
         self._cadence = Cadence(self._outlet.stack, model_id)
         self._version = 0
@@ -336,7 +339,7 @@ class Sender(Updater):
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
         report = replace(report, scheme=self._outlet.scheme, model_id=self.model_id)
         report = self._finish(report, waited=waited)
-        tell(report, self._on_report)
+        tell(report, self._reporters)
         return report
 
     def _finish(self, report: SendReport, *, waited: bool) -> SendReport:

@@ -1,4 +1,4 @@
-"""Metrics of every send, for Prometheus and for OpenTelemetry."""
+"""The layer ``metrics``: what became of every send, for Prometheus and for OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sync_core import OptionError, SendReport
+from sync_core import OptionError, Reporter, SendReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ INSTRUMENTS = (_SENDS, _WORKERS, _BYTES, _VERSION, _SECONDS, _PHASES)
 Record = Callable[[Instrument, float, dict[str, str]], None]
 
 
-class Metrics:
-    """Exports what became of every send: ``Sender(…, on_report=Metrics())``.
+class Metrics(Reporter):
+    """Exports what became of every send: ``Sender(…, layers=["metrics"])``.
 
     To Prometheus where prometheus-client is installed, to OpenTelemetry where its API is: what
     that does with them is for its SDK to say. Any number of senders may share one, or have their
@@ -76,7 +76,7 @@ class Metrics:
         >>> from torch import nn
         >>> registry = CollectorRegistry()
         >>> metrics = Metrics(registry)
-        >>> with Sender("none", nn.Linear(4, 2), num_workers=1, on_report=metrics) as sender:
+        >>> with Sender("none", nn.Linear(4, 2), num_workers=1, layers=[metrics]) as sender:
         ...     report = sender.send()
         >>> registry.get_sample_value(
         ...     "sync_sends_total", {"scheme": "none", "model_id": "policy", "outcome": "ok"})

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sync_core import registry
-from sync_core.errors import PluginError
+from sync_core.errors import OptionError, PluginError
 from sync_core.hook_check import HOOKS, implemented
 from sync_core.installed import entry_points_of, owner_of
 from sync_core.requirements import core_requirement
@@ -48,6 +48,7 @@ class Listed:
             None of a scheme, which reads its options only when a sender is made.
         disabled: whether ``SYNC_DISABLE`` leaves it out; it is not loaded then.
         conflicts: other distributions that claim the name, and are not disabled.
+        needs: what has to be installed before it can be made; None if nothing has.
         error: why it cannot be used, or None.
     """
 
@@ -61,6 +62,7 @@ class Listed:
     options: tuple[str, ...] | None = None
     disabled: bool = False
     conflicts: tuple[str, ...] = ()
+    needs: str | None = None
     error: str | None = None
 
 
@@ -100,6 +102,8 @@ def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
     plugin = replace(plugin, conflicts=_conflicts(group, entry))
     try:
         loaded = registry.load(group, registry.entry_point(group, entry.name))
+    except OptionError as error:
+        return replace(plugin, needs=str(error))
     except PluginError as error:
         return replace(plugin, error=str(error))
     return replace(
@@ -151,7 +155,13 @@ def _table(title: str, plugins: list[Listed], box: Box | None) -> Table:
             plugin.distribution,
             plugin.version,
             ", ".join(plugin.hooks),
-            _DISABLED if plugin.disabled else plugin.error or ", ".join(plugin.capabilities),
-            style="yellow" if plugin.disabled else "red" if plugin.error else None,
+            _remark(plugin),
+            style="red" if plugin.error else "yellow" if plugin.disabled or plugin.needs else None,
         )
     return table
+
+
+def _remark(plugin: Listed) -> str:
+    if plugin.disabled:
+        return _DISABLED
+    return plugin.error or plugin.needs or ", ".join(plugin.capabilities)
