@@ -196,6 +196,7 @@ def test_whatever_is_sent_arrives(named: dict[str, torch.Tensor]) -> None:
     assert set(received) == set(named)
     for name, tensor in named.items():
         assert (received[name].dtype, received[name].shape) == (tensor.dtype, tensor.shape)
+        assert received[name].stride() == torch.empty(tensor.shape).stride()
         assert bits(received[name]) == bits(tensor)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -61,10 +64,7 @@ class Block:
     def views(self, layout: Layout) -> tuple[Tensor, ...]:
         """The tensors of ``layout`` as views of this memory."""
         if self._layout is not layout:
-            body = self.body(layout)
-            self._views = tuple(
-                _view(body[spec.offset : spec.offset + spec.nbytes], spec) for spec in layout.specs
-            )
+            self._views = tuple(_views(self.body(layout), layout))
             self._layout = layout
         return self._views
 
@@ -124,8 +124,27 @@ def _bytes(memory: Tensor) -> bytes:
     return memory.cpu().numpy().tobytes()
 
 
-def _view(memory: Tensor, spec: TensorSpec) -> Tensor:
-    # Other writers of safetensors align less than torch needs for a view.
-    if memory.storage_offset() % spec.dtype.itemsize:
-        memory = memory.clone()
-    return memory.view(spec.dtype).view(spec.shape)
+def _views(body: Tensor, layout: Layout) -> Iterator[Tensor]:
+    """Each tensor of the layout, by one call of torch instead of three."""
+    start = int(body.storage_offset())
+    typed: dict[torch.dtype, Tensor] = {}
+    for spec in layout.specs:
+        position, remainder = divmod(start + spec.offset, spec.dtype.itemsize)
+        if remainder:
+            # Other writers of safetensors align less than torch needs for a view.
+            yield _bytes_of(body, spec).clone().view(spec.dtype).view(spec.shape)
+            continue
+        if spec.dtype not in typed:
+            typed[spec.dtype] = _bytes_of(body, spec).view(spec.dtype)
+        yield typed[spec.dtype].as_strided(spec.shape, _strides(spec.shape), position)
+
+
+def _bytes_of(body: Tensor, spec: TensorSpec) -> Tensor:
+    return body[spec.offset : spec.offset + spec.nbytes]
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    inner = [max(size, 1) for size in shape[:0:-1]]
+    return tuple(accumulate(inner, operator.mul, initial=1))[::-1] if shape else ()
