@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -297,6 +298,23 @@ def test_a_module_whose_memory_is_viewed_is_left_where_it_is() -> None:
     written_twice(target, source)
     assert [parameter.data_ptr() for parameter in target.parameters()] == before
     assert torch.equal(view["0.weight"], source[0].weight)  # type: ignore[index]
+
+
+def test_an_array_made_by_dlpack_sees_what_is_written() -> None:
+    target = large().requires_grad_(False)
+    array = np.from_dlpack(target[0].weight)  # type: ignore[index]
+    written_twice(target, filled(large(), 3.0))
+    assert array.ctypes.data == target[0].weight.data_ptr()  # type: ignore[index]
+    assert array.min() == array.max() == 3.0
+
+
+def test_a_module_written_in_inference_mode_can_still_be_trained() -> None:
+    target = large()
+    with torch.inference_mode():
+        written_twice(target, filled(large(), 3.0))
+    assert side_by_side(target)
+    target(torch.ones(1, 300)).sum().backward()
+    assert target[0].weight.grad is not None  # type: ignore[index]
 
 
 def test_a_module_in_shared_memory_stays_there() -> None:

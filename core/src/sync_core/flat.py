@@ -59,13 +59,17 @@ class Flat:
         """
         if layout.body_nbytes < _WORTHWHILE or not all(map(_can_move, named.values())):
             return None
-        return cls(layout, named)
+        # Tensors pointed elsewhere in inference mode could not be trained any more.
+        with torch.inference_mode(mode=False):
+            return cls(layout, named)
 
     def write(self, named: Mapping[str, Tensor], body: Tensor) -> bool:
         """Copy the body of a payload of the same layout over all of the tensors.
 
         False, and nothing is written, when the model holds others by now or one was moved.
         """
+        if body.device.type != "cpu":
+            return False
         # The memory is ours, so a tensor that still begins where it was put lies in it.
         if named is not self._named or self._current_pointers() != self._pointers:
             return False
@@ -91,6 +95,8 @@ def _can_move(tensor: Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and _references(tensor) == _EXCLUSIVE
+        # An array made by DLPack holds the tensor itself, and not its storage.
+        and tensor._use_count() == 1  # type: ignore[attr-defined]
     )
 
 
