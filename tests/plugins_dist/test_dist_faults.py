@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sync_core import (
+    Block,
     Receiver,
     Sender,
     SenderLostError,
@@ -29,6 +31,7 @@ from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.pool import Pool, Workers
 from sync_core.testing.schemes.worker import Worker
 from sync_core.testing.worker_groups import count_threads, eventually
+from sync_plugin_dist.wire import Link
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -231,6 +234,11 @@ def serve(receiver: Receiver) -> None:
         receiver.receive(20.0)
 
 
+def serve_until_the_end(receiver: Receiver) -> None:
+    with suppress(SenderLostError):
+        serve(receiver)
+
+
 def train(worker: Worker, options: Mapping[str, Any]) -> Any:
     """Make a sender in a worker."""
     sender = Sender("dist", weights_of(0.0), num_workers=1, **options)
@@ -289,6 +297,36 @@ class TestPacking:
             with pytest.raises(RuntimeError, match="cannot be read"):
                 sender.send(weights_of(8.0, once(fail)))
             assert receiver.receive(0) is None
+
+    def test_what_was_given_up_has_its_memory_to_itself(
+        self, topology: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A collective may go on writing to it, while a later version comes."""
+        allocated: list[int] = []
+        allocate = Link.allocate
+
+        def noted(link: Link, nbytes: int) -> Block:
+            allocated.append(threading.get_ident())
+            return allocate(link, nbytes)
+
+        def fail() -> None:
+            raise RuntimeError("cannot be read")
+
+        monkeypatch.setattr(Link, "allocate", noted)
+        with (
+            dist(weights_of(1.0), topology) as sender,
+            Receiver(sender.address(0), weights_of(0.0)) as receiver,
+        ):
+            serving = threading.Thread(target=serve_until_the_end, args=(receiver,))
+            serving.start()
+            sender.send()
+            assert allocated.count(serving.ident or 0) == 1
+            with pytest.raises(RuntimeError, match="cannot be read"):
+                sender.send(weights_of(8.0, once(fail)))
+            sender.send(weights_of(3.0))
+            assert allocated.count(serving.ident or 0) == 2
+            sender.close()
+            serving.join()
 
     def test_closed_meanwhile(self, topology: str) -> None:
         target = weights_of(0.0)

@@ -173,15 +173,15 @@ class DistReceiver(ReceiverTransport):
         if wire is None or wire.number != transfer.number:
             return None
         block = self._take_block(transfer.nbytes)
-        release = partial(self._blocks.append, block)
         try:
             wire.receive(cut(block, transfer.nbytes, transfer.part), version, self)
         except BrokenWireError:
-            release()
+            # The block is used no more: a collective that is given up may go on writing to it.
             self._end_wire()
             self._send({"type": "broken", "number": transfer.number})
             return None
         self._seen = version
+        release = partial(self._blocks.append, block)
         self._send({"type": "received", "version": version})
         try:
             payload = Payload.unpack(
