@@ -13,7 +13,7 @@ import torch
 
 from sync_core import Receiver, Sender
 from sync_core.testing.chaos.subjects import Subject
-from sync_core.testing.chaos.worker import resources
+from sync_core.testing.chaos.worker import as_module, resources
 from sync_core.testing.schemes.pool import Pool, borrow_pool
 from sync_core.testing.schemes.worker import Worker
 
@@ -40,7 +40,7 @@ class Holding:
 
 def connect(worker: Worker, address: Any, nbytes: int) -> None:
     """Make a model and its receiver."""
-    worker.model = {"weight": torch.zeros(nbytes, dtype=torch.uint8)}
+    worker.model = as_module([torch.zeros(nbytes, dtype=torch.uint8)])
     worker.receiver = Receiver(address, worker.model)
 
 
@@ -72,7 +72,7 @@ def live(subject: Subject, *, sends: int, nbytes: int) -> Iterator[Holding]:
     """
     with borrow_pool(subject.group_class) as pool:
         pool.make_ready()
-        model = {"weight": torch.ones(nbytes, dtype=torch.uint8)}
+        model = as_module([torch.ones(nbytes, dtype=torch.uint8)])
         # A send of so much takes its time on a machine that does something else, too.
         with Sender(
             subject.scheme, model, num_workers=_WORKERS, timeout=60.0, **subject.options

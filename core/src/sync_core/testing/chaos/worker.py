@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sync_core import Address, Receiver
 from sync_core.testing.faults import few_descriptors
@@ -16,13 +17,19 @@ from sync_core.testing.schemes.worker import Worker
 from sync_core.testing.worker_groups import count_threads
 
 
-def make_model(value: float = 0.0) -> dict[str, Tensor]:
-    """1.2 MB in tensors small and large, all of one value."""
+def make_model(value: float = 0.0) -> nn.ParameterDict:
+    """1.2 MB in tensors small and large, all of one value; commits gather its memory."""
     sizes = (1, 50_000, 7, 100_000, 33, 100_000, 50_000, 2)
-    return {f"tensor{i}": torch.full((size,), value) for i, size in enumerate(sizes)}
+    return as_module(torch.full((size,), value) for size in sizes)
 
 
-def fill(model: dict[str, Tensor], value: float) -> None:
+def as_module(tensors: Iterable[Tensor]) -> nn.ParameterDict:
+    """A module that holds these tensors."""
+    named = {f"tensor{i}": tensor for i, tensor in enumerate(tensors)}
+    return nn.ParameterDict({k: nn.Parameter(v, requires_grad=False) for k, v in named.items()})
+
+
+def fill(model: nn.ParameterDict, value: float) -> None:
     """Give all of it one value, in place."""
     for tensor in model.values():
         tensor.fill_(value)
