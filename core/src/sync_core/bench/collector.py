@@ -25,6 +25,8 @@ ENVS = tuple(_ENVS)
 
 _WARM_UP = 2
 _BATCHES = 3
+_EPOCHS = 4
+_MINIBATCHES = 4
 
 
 class BenchPolicy(nn.Module):
@@ -65,7 +67,7 @@ class CollectorMeasurement:
         scheme: the scheme's name.
         workers: how many there were.
         frames_per_second: of each round: frames over seconds, the round's update included.
-        sync_seconds: how long the update of each round took.
+        sync_seconds: of each update after training on a batch.
         bare_seconds: rounds of a bare sender with a model of that size, and as many workers.
     """
 
@@ -92,7 +94,7 @@ def measure_collector(
     frames_per_batch: int = 1000,
     rounds: int = 7,
 ) -> CollectorMeasurement:
-    """Collect batch after batch, with an update after every third of them.
+    """Collect batch after batch, with an update after every third of them; then train as well.
 
     Args:
         env: one of `ENVS`.
@@ -100,7 +102,7 @@ def measure_collector(
         scheme: the scheme's name.
         workers: how many; a single one is alone.
         frames_per_batch: the frames of a batch.
-        rounds: how many rounds of three batches count, after two that do not.
+        rounds: how many rounds of three batches count, and of training, after two that do not.
 
     Raises:
         SyncError: the scheme does not work here.
@@ -116,15 +118,19 @@ def measure_collector(
     }
     speeds: list[float] = []
     updates: list[float] = []
-    with Collector(partial(GymEnv, env), BenchPolicy(env), **options) as collector:
+    policy = BenchPolicy(env)
+    with Collector(partial(GymEnv, env), policy, **options) as collector:
         for _ in range(_WARM_UP + rounds):
             begin = time.perf_counter()
             frames = sum(next(collector).numel() for _ in range(_BATCHES))
-            collected = time.perf_counter()
             collector.update_policy_weights_()
-            end = time.perf_counter()
-            speeds.append(frames / (end - begin))
-            updates.append(end - collected)
+            speeds.append(frames / (time.perf_counter() - begin))
+        optimizer = torch.optim.Adam(policy.parameters())
+        for _ in range(_WARM_UP + rounds):
+            _train(policy, optimizer, next(collector)["observation"].flatten(0, -2))
+            begin = time.perf_counter()
+            collector.update_policy_weights_()
+            updates.append(time.perf_counter() - begin)
     bare = measure(scheme, "small", workers=workers, rounds=rounds)
     return CollectorMeasurement(
         env=env,
@@ -135,3 +141,12 @@ def measure_collector(
         sync_seconds=updates[_WARM_UP:],
         bare_seconds=bare.seconds,
     )
+
+
+def _train(policy: BenchPolicy, optimizer: torch.optim.Optimizer, observations: Tensor) -> None:
+    """As many steps as a small PPO takes with a batch; what they minimise does not matter."""
+    for _ in range(_EPOCHS):
+        for minibatch in observations.chunk(_MINIBATCHES):
+            optimizer.zero_grad()
+            policy.layers(minibatch).square().mean().backward()
+            optimizer.step()
