@@ -106,6 +106,7 @@ def measure(
         )
         for worker_id in group.worker_ids:
             group.call(worker_id, BenchWorker.connect, sender.address(worker_id)).result()
+            group.call(worker_id, BenchWorker.keep_receiving).result()
         limit: CopyLimit | None = None
         if "cross_process" in group_type.capabilities and CopyLimit.is_available():
             limit = stack.enter_context(CopyLimit(group, update))
@@ -137,13 +138,10 @@ def _host(model: str, worker_id: int) -> BenchWorker:
 
 
 def _round(sender: Sender, group: Any, version: int) -> float:
-    waiting = [group.call(i, BenchWorker.receive) for i in group.worker_ids]
     time.sleep(SETTLE_SECONDS)
     begin = time.perf_counter()
     sender.send()
     seconds = time.perf_counter() - begin
-    for call in waiting:
-        call.result()
     for worker_id in group.worker_ids:
         if not group.call(worker_id, BenchWorker.has_arrived, version).result():
             raise SyncError(f"worker {worker_id} has other weights than those of round {version}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,10 @@ import numpy as np
 from sync_core import pages
 from sync_core.address import Address
 from sync_core.bench.models import is_marked, make_model
+from sync_core.errors import SenderLostError
 from sync_core.receiver import Receiver
+
+_LONG = 3600.0
 
 
 class BenchWorker:
@@ -34,9 +39,14 @@ class BenchWorker:
 
     def receive(self) -> int | None:
         """Wait for a version and commit it."""
-        if self._receiver is None:
-            raise RuntimeError("connect comes before receive")
-        return self._receiver.receive()
+        return self._connected().receive()
+
+    def keep_receiving(self) -> None:
+        """Commit every version that comes from now on, in a thread that ends with the sender."""
+        receiver = self._connected()
+        threading.Thread(
+            target=_receive_all, args=(receiver,), name="sync-bench", daemon=True
+        ).start()
 
     def has_arrived(self, version: int) -> bool:
         """Whether every element of the model is of this version."""
@@ -63,3 +73,15 @@ class BenchWorker:
         begin = time.perf_counter()
         np.copyto(self._target, self._source)
         return begin, time.perf_counter()
+
+    def _connected(self) -> Receiver:
+        if self._receiver is None:
+            raise RuntimeError("connect comes before receive")
+        return self._receiver
+
+
+def _receive_all(receiver: Receiver) -> None:
+    # The scheme `none` has never anything to wait for, and says so at once.
+    with suppress(SenderLostError):
+        while receiver.receive(timeout=_LONG) is not None:
+            pass
