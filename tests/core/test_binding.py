@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -260,13 +261,16 @@ def large() -> nn.Module:
 def written_twice(target: nn.Module, source: nn.Module) -> Binding:
     """Write as a receiver does, from a payload's body."""
     binding = Binding(target)
-    update = Binding(source).read()
-    for version in (1, 2):
-        received = Payload.from_bytes(
-            Payload(version, update.layout, update.tensors).to_bytes(), version
-        )
-        binding.write(Update(received.layout, received.source))
+    for _ in range(2):
+        binding.write(received(source))
     return binding
+
+
+def received(source: nn.Module) -> Update:
+    """The weights of a module as they come out of a payload."""
+    update = Binding(source).read()
+    payload = Payload.from_bytes(Payload(1, update.layout, update.tensors).to_bytes(), 1)
+    return Update(payload.layout, payload.source)
 
 
 def side_by_side(module: nn.Module) -> bool:
@@ -303,9 +307,44 @@ def test_a_module_whose_memory_is_viewed_is_left_where_it_is() -> None:
 def test_an_array_made_by_dlpack_sees_what_is_written() -> None:
     target = large().requires_grad_(False)
     array = np.from_dlpack(target[0].weight)  # type: ignore[index]
-    written_twice(target, filled(large(), 3.0))
+    written_twice(target, large()).write(received(filled(large(), 3.0)))
     assert array.ctypes.data == target[0].weight.data_ptr()  # type: ignore[index]
     assert array.min() == array.max() == 3.0
+
+
+def test_a_module_whose_storage_is_held_stays_there() -> None:
+    target = large()
+    held = next(target.parameters()).untyped_storage()
+    written_twice(target, large()).write(received(filled(large(), 3.0)))
+    assert torch.empty(0).set_(held).unique().tolist() == [3.0]
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "narrowed": lambda data: data[:200],
+    "reshaped": lambda data: data.view(900, 100),
+    "of another dtype": lambda data: data.view(torch.int32),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_gathered_module_that_fits_no_longer(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    target = large().requires_grad_(False)
+    binding = written_twice(target, large())
+    weight = next(target.parameters())
+    weight.data = change(weight.data)
+    with pytest.raises(LayoutMismatchError, match=r"0\.weight"):
+        binding.write(received(large()))
+
+
+def test_a_gathered_module_that_was_transposed_where_it_is() -> None:
+    source, target = large(), large()
+    binding = written_twice(target, source)
+    weight = next(target.parameters())
+    weight.data = weight.data.t()
+    binding.write(received(source))
+    assert torch.equal(weight, next(source.parameters()))
 
 
 def test_a_module_written_in_inference_mode_can_still_be_trained() -> None:

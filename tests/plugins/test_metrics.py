@@ -11,14 +11,34 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from torch import nn
 
-from sync_core import OptionError, Receiver, Reporter, Sender, SendError, SendReport, hookimpl
+from sync_core import (
+    Receiver,
+    Reporter,
+    RequirementError,
+    Sender,
+    SendError,
+    SendReport,
+    hookimpl,
+)
 from sync_core.cli import main
 from sync_plugin_std import Interval, Metrics
 
 WHICH = {"scheme": "thread", "model_id": "policy"}
+
+
+class Equal(Reporter):
+    told = 0
+
+    def __call__(self, report: SendReport) -> None:
+        self.told += 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def send_to_one_of_two(**options: Any) -> None:
@@ -117,14 +137,14 @@ def test_without_either_library(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sync_plugin_std._prometheus", None)
     Metrics()
-    with pytest.raises(OptionError, match=r"sync-plugin-std\[prometheus\]"):
+    with pytest.raises(RequirementError, match=r"sync-plugin-std\[prometheus\]"):
         Metrics(CollectorRegistry())
     monkeypatch.setitem(sys.modules, "sync_plugin_std._opentelemetry", None)
-    with pytest.raises(OptionError, match=r"sync-plugin-std\[opentelemetry\]"):
+    with pytest.raises(RequirementError, match=r"sync-plugin-std\[opentelemetry\]"):
         Metrics(None, MeterProvider())
-    with pytest.raises(OptionError, match="Metrics needs pip install"):
+    with pytest.raises(RequirementError, match="Metrics needs pip install"):
         Metrics()
-    with pytest.raises(OptionError, match="Metrics needs pip install"):
+    with pytest.raises(RequirementError, match=r"'metrics' \(sync-plugin-std .*Metrics needs pip"):
         Sender("none", nn.Linear(2, 2), num_workers=1, layers=["metrics"])
     main(["list", "--json"])
     (listed,) = [each for each in json.loads(capsys.readouterr().out) if each["name"] == "metrics"]
@@ -146,6 +166,36 @@ def test_a_reporter_without_hooks_stays_with_the_sender(registry: CollectorRegis
     model = nn.Linear(2, 2)
     with Sender("shm", model, num_workers=1, layers=["bf16", metrics]) as sender:
         assert sender.address(0).layers == ("bf16",)
+
+
+def test_reporters_without_hooks_are_told_apart_by_identity() -> None:
+    first, second = Equal(), Equal()
+    with Sender("none", nn.Linear(2, 2), num_workers=1, layers=[first, second]) as sender:
+        sender.send()
+    assert (first.told, second.told) == (1, 1)
+
+
+def test_a_report_interrupted_by_ctrl_c_is_not_told_again() -> None:
+    told: list[int] = []
+    hooks: list[int] = []
+
+    def interrupted(report: SendReport) -> None:
+        told.append(report.version)
+        raise KeyboardInterrupt
+
+    with Sender("none", nn.Linear(2, 2), num_workers=1, on_report=interrupted) as sender:
+        sender.register_post_hook(lambda: hooks.append(sender.version))
+        with pytest.raises(KeyboardInterrupt):
+            sender.send()
+    assert (told, hooks) == ([1], [1])
+
+
+def test_a_name_that_is_taken_leaves_the_others_free(registry: CollectorRegistry) -> None:
+    taken = Gauge("sync_version", "Somebody else's.", registry=registry)
+    with pytest.raises(ValueError, match="sync_version"):
+        Metrics(registry)
+    registry.unregister(taken)
+    send_to_one_of_two(layers=[Metrics(registry)])
 
 
 def test_a_reporter_may_have_hooks_too() -> None:

@@ -165,9 +165,9 @@ class Binding:
 
     def _write_flat(self, update: Update) -> bool:
         """Load an update in one copy, if the model still is as it was when it was gathered."""
-        if self._flat is None or update.body is None or update.layout != self._layout:
+        if self._flat is None or update.body is None or update.layout != self.layout:
             return False
-        return self._flat.write(self._find(), update.body)
+        return self._flat.write(self._named, update.body)
 
     def _write_whole(self, update: Update) -> None:
         copy(self._travelling(), update.tensors)
@@ -202,9 +202,11 @@ class Binding:
             if isinstance(mine, nn.Parameter) or not name.startswith(prefixes)
         }
         _copy((mine, new) for name, mine, new in matched if name not in pointed)
-        for name, mine, new in matched:
-            if name in pointed:
-                mine.data = new
+        # Pointed in inference mode, parameters could not be trained any more.
+        with torch.inference_mode(mode=False):
+            for name, mine, new in matched:
+                if name in pointed:
+                    mine.data = new
         self._lent = lend(pointed, version) if version else None
 
 

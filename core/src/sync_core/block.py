@@ -64,7 +64,9 @@ class Block:
     def views(self, layout: Layout) -> tuple[Tensor, ...]:
         """The tensors of ``layout`` as views of this memory."""
         if self._layout is not layout:
-            self._views = tuple(_views(self.body(layout), layout))
+            # They outlive the mode in which they are first asked for.
+            with torch.inference_mode(mode=False):
+                self._views = tuple(_views(self.body(layout), layout))
             self._layout = layout
         return self._views
 

@@ -20,9 +20,11 @@ Modules = Sequence[tuple[str, nn.Module]]
 def own_memory(named: Mapping[str, Tensor], lent: Sequence[Tensor]) -> None:
     """Give every tensor that views the memory of ``lent`` a copy of its own."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in lent}
-    for tensor in named.values():
-        if tensor.untyped_storage().data_ptr() in memory:
-            tensor.data = tensor.data.clone()
+    # In inference mode they would be given memory that cannot be trained.
+    with torch.inference_mode(mode=False):
+        for tensor in named.values():
+            if tensor.untyped_storage().data_ptr() in memory:
+                tensor.data = tensor.data.clone()
 
 
 def check_writable(named: Mapping[str, Tensor]) -> None:

@@ -32,6 +32,13 @@ class PluginVersionError(PluginError, ImportError):
     """The plugin was made for an older or a newer core than the one that is installed."""
 
 
+class RequirementError(PluginError, ImportError):
+    """The plugin cannot be made before something else is installed; the message says what to type.
+
+    Raised by the plugin itself, in its constructor.
+    """
+
+
 class NotAPluginError(PluginError, TypeError):
     """The object found has none of the hooks that its kind needs."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Mapping
 from typing import Self
 
@@ -19,8 +20,6 @@ _WORTHWHILE = 1 << 20
 # Past the caches, a copy is up to four times slower when its target lies so little after its source
 # within the page; torch copies by way of the caches, and is slower otherwise.
 _TOO_CLOSE = 704
-# A tensor's own reference to its storage, and the Python object that the question is asked by.
-_EXCLUSIVE = 2
 
 
 class Flat:
@@ -55,7 +54,9 @@ class Flat:
 
         A tensor keeps its identity; only the address of its elements changes. Views of it, numpy
         arrays or aliases such as a `state_dict` would go on looking at the old memory, so where
-        there are any, or memory is shared or not on the CPU, nothing is moved.
+        there are any, or memory is shared or not on the CPU, nothing is moved. An array that a
+        tensor was made on (`torch.from_numpy`) is not seen: torch cannot tell such memory from
+        that of a model that was unpickled or loaded from a file.
         """
         if layout.body_nbytes < _WORTHWHILE or not all(map(_can_move, named.values())):
             return None
@@ -67,11 +68,17 @@ class Flat:
         """Copy the body of a payload of the same layout over all of the tensors.
 
         False, and nothing is written, when the model holds others by now or one was moved.
+
+        Args:
+            named: the model's tensors, whose dtypes and shapes are those of the layout.
+            body: the bytes.
         """
         if body.device.type != "cpu":
             return False
         # The memory is ours, so a tensor that still begins where it was put lies in it.
         if named is not self._named or self._current_pointers() != self._pointers:
+            return False
+        if not all(map(Tensor.is_contiguous, self._tensors)):
             return False
         distance = (self._bytes.ctypes.data - body.data_ptr()) % mmap.PAGESIZE
         if 0 < distance < _TOO_CLOSE:
@@ -100,8 +107,13 @@ def _can_move(tensor: Tensor) -> bool:
     )
 
 
-def _references(tensor: Tensor) -> int:
+def _references(tensor: Tensor) -> tuple[int, int]:
+    """How many tensors and the like hold a tensor's storage, and how many Python variables."""
+    storage = tensor.untyped_storage()
     # torch has no public name for it; https://github.com/pytorch/pytorch/pull/99698 added it for
     # CUDA graphs, which ask the same question.
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+# Of a tensor whose storage nobody else has; what the question itself adds depends on Python.
+_EXCLUSIVE = _references(torch.empty(1))

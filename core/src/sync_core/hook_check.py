@@ -54,7 +54,12 @@ def check_hooks(owner: str, plugin: object) -> tuple[str, ...]:
 
 
 def _marks(plugin: object) -> dict[str, Any]:
-    marks = {name: _reader.parse_hookimpl_opts(plugin, name) for name in dir(plugin)}
+    marks = {
+        name: _reader.parse_hookimpl_opts(plugin, name)
+        for name in dir(plugin)
+        # Which pluggy 1.6 would compute.
+        if not isinstance(inspect.getattr_static(plugin, name, None), property)
+    }
     return {name: mark for name, mark in marks.items() if mark is not None}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 from sync_core import registry
@@ -11,7 +12,7 @@ from sync_core.address import Address
 from sync_core.contexts import SendContext
 from sync_core.defaults import Defaults
 from sync_core.errors import ModelError, OptionError
-from sync_core.hook_check import implemented
+from sync_core.hook_check import HOOKS, implemented
 from sync_core.models import names_of
 from sync_core.notice import Notice
 from sync_core.payload import Payload
@@ -43,10 +44,12 @@ class Outlet:
         layers = [registry.find(registry.LAYERS, layer) for layer in terms.layers]
         #: The layers that are called with every report.
         self.reporters = [one.object for one in layers if isinstance(one.object, Reporter)]
-        found = zip(terms.layers, layers, strict=True)
-        travelling = [given for given, layer in found if implemented(layer.object)]
-        self._terms = replace(terms, layers=travelling)
-        self._verification = Verification(terms.verify, self._backend, layers, terms.strategy)
+        # A reporter without hooks is nothing to a stack, and need not reach the receivers.
+        hooked = [bool(set(HOOKS) & set(implemented(layer.object))) for layer in layers]
+        self._terms = replace(terms, layers=list(compress(terms.layers, hooked)))
+        self._verification = Verification(
+            terms.verify, self._backend, list(compress(layers, hooked)), terms.strategy
+        )
         self.stack = Stack(Defaults(terms.strategy), self._backend, self._verification.layers)
         self.transport: SenderTransport | None = None
         self._make_address: Callable[..., Address]

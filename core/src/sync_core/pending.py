@@ -103,7 +103,8 @@ class PendingSend:
             # The one that was offered its version last is likely to answer last: fewer wake-ups.
             for delivery in reversed(self._waited.values()):
                 delivery.wait(max(0.0, limit - time.perf_counter()))
-            self._report = self._finish(self._make_report(), waited=True)
+            self._end(waited=True)
+        assert self._report is not None
         if self._report.failed:
             raise SendError(self._report)
         return self._report
@@ -111,7 +112,12 @@ class PendingSend:
     def abandon(self) -> None:
         """End the send now; whoever has not answered counts as failed, but is not dropped."""
         if self._report is None:
-            self._report = self._finish(self._make_report(), waited=False)
+            self._end(waited=False)
+
+    def _end(self, *, waited: bool) -> None:
+        # Ended once, even if Ctrl-C comes while others are told of it.
+        self._report = self._make_report()
+        self._report = self._finish(self._report, waited=waited)
 
     def _make_report(self) -> SendReport:
         now = time.perf_counter()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from sync_core import registry
@@ -310,7 +311,9 @@ class Receiver:
 
     def _next(self, deadline: float) -> Payload | None:
         try:
-            return self._transport.receive(max(0.0, deadline - time.monotonic()))
+            # What a transport allocates may become the memory of parameters, or of later versions.
+            with torch.inference_mode(mode=False):
+                return self._transport.receive(max(0.0, deadline - time.monotonic()))
         except SenderLostError:
             self.close()
             raise

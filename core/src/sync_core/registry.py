@@ -14,10 +14,10 @@ from importlib_metadata import EntryPoint
 
 from sync_core.errors import (
     NotAPluginError,
-    OptionError,
     PluginConflictError,
     PluginImportError,
     PluginNotFoundError,
+    RequirementError,
 )
 from sync_core.hook_check import check_hooks
 from sync_core.installed import entry_points_of, owner_of
@@ -97,7 +97,7 @@ def find(group: str, name: Any) -> Plugin:
         PluginImportError: it does not import; the cause is chained.
         NotAPluginError: it is something else, or a class that needs arguments.
         UnknownHookError: it has a hook that does not exist, or with other arguments.
-        OptionError: it cannot be made before what the message says is installed.
+        RequirementError: it cannot be made before what the message says is installed.
 
     Example:
         >>> find("sync.schemes", "shm").distribution
@@ -125,7 +125,7 @@ def load(group: str, entry: EntryPoint) -> Any:
         PluginImportError: it does not import; the cause is chained.
         NotAPluginError: it is something else.
         UnknownHookError: it has a hook that does not exist, or with other arguments.
-        OptionError: it cannot be made before what the message says is installed.
+        RequirementError: it cannot be made before what the message says is installed.
     """
     owner = describe(group, entry)
     check_core(owner, entry.dist)
@@ -204,8 +204,8 @@ def _made(owner: str, group: str, given: Any) -> Any:
     if inspect.isclass(given) and group != WORKERS and not _needs_arguments(given):
         try:
             made = given()
-        except OptionError:
-            raise
+        except RequirementError as error:
+            raise RequirementError(f"{owner}: {error}") from error
         except Exception as error:
             raise PluginImportError(
                 f"{owner}: {given.__name__}() failed: {type(error).__name__}: {error}"
@@ -235,6 +235,11 @@ def _check(owner: str, group: str, plugin: Any) -> None:
         return
     hooks = check_hooks(owner, plugin)
     if group == LAYERS:
+        if "create_transport" in hooks:
+            raise NotAPluginError(
+                f"{owner} has create_transport, which would take the place of the scheme's; give "
+                "it as scheme=, or leave that hook out of the layer"
+            )
         if not set(hooks) & set(_LAYER_HOOKS) and not _is_reporter(plugin):
             raise NotAPluginError(
                 f"{owner} has none of {', '.join(_LAYER_HOOKS)} marked with @sync_core.hookimpl, "

@@ -29,7 +29,7 @@ def exporter(
     chosen = prometheus_client.REGISTRY if registry is None else registry
     with _lock:
         if chosen not in _made:
-            _made[chosen] = {each.name: _make(each, chosen) for each in instruments}
+            _made[chosen] = _make_all(instruments, chosen)
         metrics = _made[chosen]
 
     def record(instrument: Instrument, value: float, labels: dict[str, str]) -> None:
@@ -42,6 +42,19 @@ def exporter(
             metric.set(value)
 
     return record
+
+
+def _make_all(instruments: Sequence[Instrument], registry: CollectorRegistry) -> dict[str, _Metric]:
+    made: dict[str, _Metric] = {}
+    try:
+        for instrument in instruments:
+            made[instrument.name] = _make(instrument, registry)
+    except BaseException:
+        # Whoever mends what was wrong, and tries again, is not to find them taken.
+        for metric in made.values():
+            registry.unregister(metric)
+        raise
+    return made
 
 
 def _make(instrument: Instrument, registry: CollectorRegistry) -> _Metric:

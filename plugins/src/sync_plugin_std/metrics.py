@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sync_core import OptionError, Reporter, SendReport
+from sync_core import Reporter, RequirementError, SendReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Metrics(Reporter):
         meter_provider: an OpenTelemetry ``MeterProvider``; None for the global one.
 
     Raises:
-        OptionError: neither is installed, or not the one that was given.
+        RequirementError: neither is installed, or not the one that was given.
 
     Example:
         >>> from prometheus_client import CollectorRegistry
@@ -90,7 +90,7 @@ class Metrics(Reporter):
             if exporter is not None
         ]
         if not self._exporters:
-            raise OptionError(
+            raise RequirementError(
                 'Metrics needs pip install "sync-plugin-std[prometheus]", or '
                 'pip install "sync-plugin-std[opentelemetry]"'
             )
@@ -134,7 +134,9 @@ def _prometheus(registry: Any) -> Record | None:
     except ImportError as error:
         if registry is None:
             return None
-        raise OptionError('a registry needs pip install "sync-plugin-std[prometheus]"') from error
+        raise RequirementError(
+            'a registry needs pip install "sync-plugin-std[prometheus]"'
+        ) from error
     return exporter(registry, INSTRUMENTS)
 
 
@@ -144,7 +146,7 @@ def _opentelemetry(meter_provider: Any) -> Record | None:
     except ImportError as error:
         if meter_provider is None:
             return None
-        raise OptionError(
+        raise RequirementError(
             'a meter_provider needs pip install "sync-plugin-std[opentelemetry]"'
         ) from error
     return exporter(meter_provider, INSTRUMENTS)

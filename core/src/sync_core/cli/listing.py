@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sync_core import registry
-from sync_core.errors import OptionError, PluginError
+from sync_core.errors import PluginError, RequirementError
 from sync_core.hook_check import HOOKS, implemented
 from sync_core.installed import entry_points_of, owner_of
 from sync_core.requirements import core_requirement
@@ -102,7 +102,7 @@ def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
     plugin = replace(plugin, conflicts=_conflicts(group, entry))
     try:
         loaded = registry.load(group, registry.entry_point(group, entry.name))
-    except OptionError as error:
+    except RequirementError as error:
         return replace(plugin, needs=str(error))
     except PluginError as error:
         return replace(plugin, error=str(error))

@@ -47,6 +47,20 @@ class IsolationCases(SchemeCases):
         assert workers.receive(0) == 6
         assert workers.values() == [{6.0}]
 
+    def test_what_came_in_inference_mode_can_be_trained(
+        self, start: Start, zero_copy: bool
+    ) -> None:
+        policy = make_policy()
+        workers = start(policy, 1, zero_copy=zero_copy)
+        for value in (2.0, 3.0):
+            fill(policy, value)
+            pending = workers.sender.send_async()
+            assert workers.pool.call(0, Worker.infer, Worker.receive)
+            pending.wait()
+        assert workers.pool.call(0, Worker.gradients) == {6.0}
+        workers.pool.call(0, Worker.infer, Worker.hang_up)
+        assert workers.pool.call(0, Worker.gradients) == {6.0}
+
     def test_the_trainers_module_is_never_altered(self, start: Start) -> None:
         policy = make_policy(1.0)
         tensors = (*policy.parameters(), *policy.buffers())

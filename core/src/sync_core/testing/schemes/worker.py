@@ -45,6 +45,17 @@ class Worker:
         assert self.receiver is not None
         return self.receiver.receive(timeout)
 
+    def infer(self, function: Callable[[Worker], Any]) -> Any:
+        """Run a function as one who only acts with the model does: in inference mode."""
+        with torch.inference_mode():
+            return function(self)
+
+    def gradients(self) -> set[float]:
+        """Those of the sum of the squares of all parameters: twice what they hold."""
+        self.model.zero_grad()
+        sum(p.square().sum() for p in self.model.parameters()).backward()
+        return {v for p in self.model.parameters() for v in p.grad.flatten().tolist()}
+
     def stage(self) -> int | None:
         """Fetch a version, and do not commit it yet; which one."""
         assert self.receiver is not None
@@ -70,10 +81,14 @@ class Worker:
         assert self.receiver is not None
         return self.receiver.update_weights(make_policy(value).state_dict())
 
-    def leave(self, value: float) -> None:
-        """Close the receiver, and write to the model."""
+    def hang_up(self) -> None:
+        """Close the receiver."""
         assert self.receiver is not None
         self.receiver.close()
+
+    def leave(self, value: float) -> None:
+        """Close the receiver, and write to the model."""
+        self.hang_up()
         fill(self.model, value)
 
     def misshape(self) -> None:
