@@ -102,6 +102,7 @@ def test_bench_collector_measures_frames_and_updates(capsys: pytest.CaptureFixtu
     ("arguments", "message"),
     [
         (["bench", "rpc"], "pip install sync-plugin-dist"),
+        (["bench", "none"], "moves no weights"),
         (["bench", "shm", "--slot", "4", "--workers", "1", "--model", "small"], "no option 'slot'"),
     ],
 )

@@ -17,8 +17,8 @@ from sync_core.bench.limit import CopyLimit
 from sync_core.bench.models import make_model, mark
 from sync_core.bench.worker import BenchWorker
 from sync_core.binding import Binding
-from sync_core.errors import SyncError
-from sync_core.groups import choose_group
+from sync_core.errors import OptionError, SyncError
+from sync_core.groups import choose_group, shares_policy
 from sync_core.sender import Sender
 
 _WARM_UP = 3
@@ -96,6 +96,8 @@ def measure(
         SyncError: the scheme does not work here, or something else arrived than was sent.
     """
     options = options or {}
+    if shares_policy(scheme):
+        raise OptionError(f"scheme {scheme!r} moves no weights, so there is nothing to measure")
     source = make_model(model)
     update = Binding(source).read()
     group_type = choose_group([scheme], None)
