@@ -2,9 +2,9 @@
 
     python docs/benchmarks/ray_growth.py
 
-A driver puts 66 KB, round after round. An actor keeps the newest reference, and three others fetch it
-from there. In one run the driver lets go of each object at once, in the other sixteen rounds later,
-when nobody else has it any more. Prints the memory that is the driver's own, after what the C
+A driver puts 66 KB, round after round. An actor keeps the newest reference, and three others fetch
+it from there. In one run the driver lets go of each object sixteen rounds later, when nobody else
+has it any more, in the other at once. Prints the memory that is the driver's own, after what the C
 library keeps for later was given back.
 """
 
