@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     options: dict[str, Any] = {
         "scheme": arguments.scheme,
@@ -41,17 +42,17 @@ def main() -> None:
     print("|---|---|--:|--:|--:|--:|--:|")
     for env in arguments.envs:
         for mode in arguments.modes:
-            _compare(env, mode, arguments.turns, options)
+            _compare(env, mode, arguments.turns, arguments.threads, options)
 
 
-def _compare(env: str, mode: str, turns: int, options: dict[str, Any]) -> None:
+def _compare(env: str, mode: str, turns: int, threads: int, options: dict[str, Any]) -> None:
     ours: list[float] = []
     theirs: list[float] = []
     sync: list[float] = []
     bare: list[float] = []
     for _ in range(turns):
         theirs += torchrl_collect.measure(env, mode, **options)
-        measured = measure_collector(env, mode, **options)
+        measured = measure_collector(env, mode, threads=threads, **options)
         ours += measured.frames_per_second
         sync += measured.sync_seconds
         bare += measured.bare_seconds

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -93,6 +95,7 @@ def measure_collector(
     workers: int = 2,
     frames_per_batch: int = 1000,
     rounds: int = 7,
+    threads: int = 1,
 ) -> CollectorMeasurement:
     """Collect batch after batch, with an update after every third of them; then train as well.
 
@@ -103,6 +106,8 @@ def measure_collector(
         workers: how many; a single one is alone.
         frames_per_batch: the frames of a batch.
         rounds: how many rounds of three batches count, and of training, after two that do not.
+        threads: of torch's in the trainer that trains. For so small a policy a second one has
+            nothing to do, and spins for milliseconds on a core that a worker needs.
 
     Raises:
         SyncError: the scheme does not work here.
@@ -126,11 +131,12 @@ def measure_collector(
             collector.update_policy_weights_()
             speeds.append(frames / (time.perf_counter() - begin))
         optimizer = torch.optim.Adam(policy.parameters())
-        for _ in range(_WARM_UP + rounds):
-            _train(policy, optimizer, next(collector)["observation"].flatten(0, -2))
-            begin = time.perf_counter()
-            collector.update_policy_weights_()
-            updates.append(time.perf_counter() - begin)
+        with _torch_threads(threads):
+            for _ in range(_WARM_UP + rounds):
+                _train(policy, optimizer, next(collector)["observation"].flatten(0, -2))
+                begin = time.perf_counter()
+                collector.update_policy_weights_()
+                updates.append(time.perf_counter() - begin)
     bare = measure(scheme, "small", workers=workers, rounds=rounds)
     return CollectorMeasurement(
         env=env,
@@ -141,6 +147,16 @@ def measure_collector(
         sync_seconds=updates[_WARM_UP:],
         bare_seconds=bare.seconds,
     )
+
+
+@contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _train(policy: BenchPolicy, optimizer: torch.optim.Optimizer, observations: Tensor) -> None:

@@ -24,6 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--modes", nargs="+", choices=MODES, default=MODES, help="how batches are made (all)"
     )
     parser.add_argument("--frames", type=int, default=1000, help="frames per batch (1000)")
+    parser.add_argument("--threads", type=int, default=1, help="torch's, of the trainer (1)")
     return parser
 
 
@@ -45,6 +46,7 @@ def run(rest: Sequence[str], *, workers: int, rounds: int, as_json: bool) -> int
             workers=workers,
             frames_per_batch=own.frames,
             rounds=rounds,
+            threads=own.threads,
         )
         for env in own.envs
         for mode in own.modes
