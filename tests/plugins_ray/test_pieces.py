@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import Any
 
 import numpy as np
@@ -61,18 +60,6 @@ def test_a_view_keeps_the_object() -> None:
         gc.collect()
         store.put(payload_of(sizes))
     assert torch.equal(last, payload.tensors[-1])
-
-
-@pytest.mark.parametrize(("elements", "kept"), [(20_000, 16), (500_000, 4), (3_000_000, 0)])
-def test_the_owner_of_small_versions_lets_go_of_them_last(elements: int, kept: int) -> None:
-    payload = payload_of([elements])
-    store = Store(payload.nbytes, None)
-    published = [weakref.ref(store.put(payload)) for _ in range(18)]
-    gc.collect()
-    assert [reference() is not None for reference in published] == [
-        *[False] * (18 - kept),
-        *[True] * kept,
-    ]
 
 
 def test_tensors_that_are_no_plain_memory_are_packed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,6 @@ LOST = (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError)
 
 # Smaller versions travel inside the calls themselves, which is several times faster than an object.
 _INLINE = 1 << 16
-# Of an object that its owner lets go of before those to whom it was lent, Ray keeps 0.3 KB in the
-# owner for ever (docs/benchmarks/ray_growth.py). So small versions stay with it for so many more.
-_RECENT = 16
-_RECENT_BYTES = 1 << 23
 
 
 class Publication:
@@ -81,7 +76,6 @@ class Store:
     def __init__(self, nbytes: int, tensor_transport: str | None) -> None:
         self._tensor_transport = tensor_transport
         self._cutter = Cutter()
-        self._recent: deque[Publication] = deque(maxlen=min(_RECENT, _RECENT_BYTES // nbytes))
         if tensor_transport is not None:
             _check_tensor_transport(tensor_transport)
         available = _capacity()
@@ -106,11 +100,9 @@ class Store:
             data = np.concatenate(pieces).tobytes()
         else:
             data = _put(pieces, None)
-        publication = Publication(
+        return Publication(
             payload.version, payload.layout.digest, payload.nbytes, data, self._tensor_transport
         )
-        self._recent.append(publication)
-        return publication
 
 
 def read(data: Any) -> Block:
