@@ -157,6 +157,19 @@ def test_zero_copy_points_parameters_and_copies_buffers() -> None:
     assert all(b.data_ptr() != pointers[n] for n, b in target.named_buffers())
 
 
+def test_zero_copy_follows_a_model_and_updates_that_change() -> None:
+    target = model()
+    binding = Binding(target)
+    binding.write(Binding(filled(model(), 2.0)).read(), zero_copy=True)
+    target[0].weight = nn.Parameter(torch.zeros(4, 3))  # type: ignore[index]
+    binding.write(Binding(filled(model(), 3.0)).read(), zero_copy=True)
+    assert {v for t in values(target).values() for v in t.flatten().tolist()} == {3.0}
+    part = Update.of({"2.bias": torch.ones(2), "1.running_mean": torch.ones(4)})
+    binding.write(part, zero_copy=True, partial=True)
+    ones = {name for name, tensor in values(target).items() if (tensor == 1).all()}
+    assert ones == {"2.bias", "1.running_mean"}
+
+
 class Counter(nn.Module):
     """A module with extra state that can refuse to be set."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sync_core import commit
 from sync_core.compare import check_match
@@ -20,6 +20,7 @@ from sync_core.flat import Flat
 from sync_core.layout import Layout
 from sync_core.lent import Lent, lend
 from sync_core.models import modules_in
+from sync_core.pointing import Pointing
 from sync_core.update import Update
 
 _kind = operator.attrgetter("dtype", "shape")
@@ -54,6 +55,7 @@ class Binding:
         self._extra_state = False
         self._flat: Flat | None = None
         self._tried_flat = False
+        self._pointing: Pointing | None = None
         self._lent: Lent | None = None
         if not self.layout.specs:
             raise ModelError(
@@ -190,24 +192,10 @@ class Binding:
         return tuple(prefix for prefix, _ in self._modules)
 
     def _write_zero_copy(self, update: Update, version: int) -> None:
-        matched, prefixes = self._matched(update), self._module_prefixes()
-        if any(mine.device != new.device for _, mine, new in matched):
-            raise ModelError(
-                f"zero_copy needs the model on {update.tensors[0].device}, where the weights "
-                "arrive; use zero_copy=False for a model elsewhere"
-            )
-        pointed = {
-            name: mine
-            for name, mine, _ in matched
-            if isinstance(mine, nn.Parameter) or not name.startswith(prefixes)
-        }
-        _copy((mine, new) for name, mine, new in matched if name not in pointed)
-        # Pointed in inference mode, parameters could not be trained any more.
-        with torch.inference_mode(mode=False):
-            for name, mine, new in matched:
-                if name in pointed:
-                    mine.data = new
-        self._lent = lend(pointed, version) if version else None
+        if self._pointing is None or not self._pointing.is_for(self._named, update.layout):
+            self._pointing = Pointing(self._named, update.layout, self._module_prefixes())
+        self._pointing.apply(update.tensors)
+        self._lent = lend(self._pointing.pointed, version) if version else None
 
 
 def _check_memory(named: Mapping[str, Tensor]) -> None:
