@@ -25,6 +25,7 @@ from sync_core import (
     RemoteCallError,
     SendError,
     SendReport,
+    WorkerLostError,
     hookimpl,
     registry,
 )
@@ -206,6 +207,27 @@ def test_seats_are_never_used_again(group: str) -> None:
             for i, call in workers.call_all(Host.collect, Order()).items()
         }
         assert seats == {1: 2, 2: 3}
+    finally:
+        workers.stop()
+
+
+@pytest.mark.parametrize("group", ["inline", "thread", "process"])
+def test_a_worker_that_took_a_place_and_could_not_join_does_not_work(group: str) -> None:
+    def refuse(worker_id: int) -> None:
+        raise ValueError(f"no weights for {worker_id}")
+
+    workers = crew(group)
+    workers.on_join.append(refuse)
+    try:
+        with pytest.raises(ValueError, match="no weights for 1"):
+            workers.restart(1)
+        assert (workers.alive(0), workers.alive(1)) == (True, False)
+        with pytest.raises(WorkerLostError, match=r"could not join: no weights for 1"):
+            workers.call(1, Host.collect, Order()).result(30)
+        workers.on_join.clear()
+        workers.restart(1)
+        assert workers.alive(1)
+        assert values(workers.call(1, Host.collect, Order()).result(30), "observation") == [0, 1]
     finally:
         workers.stop()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
@@ -620,7 +620,7 @@ class Slots:
         """Write the first half of a version, if a slot is free."""
         self._thaw(memory)
         try:
-            slot = self.publisher.reserve(64)
+            slot = self.publisher.reserve(64, IDS)
         except CapacityError:
             if self.limit is None:
                 raise ViolationError("no version can be sent until somebody lets go") from None
@@ -727,8 +727,8 @@ def test_a_slot_given_back_too_early_is_found() -> None:
 
 
 def test_a_slot_written_to_while_it_is_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def any_slot(self: Publisher, nbytes: int) -> Slot:
-        del nbytes
+    def any_slot(self: Publisher, nbytes: int, worker_ids: Sequence[int]) -> Slot:
+        del nbytes, worker_ids
         return min(self.slots, key=lambda slot: slot.version)
 
     monkeypatch.setattr(Publisher, "_free_slot", any_slot)

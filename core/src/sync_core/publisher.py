@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from sync_core.answer import Answer
@@ -55,14 +56,14 @@ class Publisher:
     """The slots and the workers of one sender; every method may be called from any thread.
 
     A slot that somebody reads is never written to. A slot that a worker may yet ask for is
-    written to only when there is no other.
+    written to only when there is no other, and no more can be made.
 
     Args:
         allocate: makes a block of at least so many bytes.
         nbytes: the size of a payload.
         limit: how many slots there may be at a time. None: three, and more only while all of
-            them are read, one for each version that somebody keeps; at most two for each worker
-            (the version that it has, and one in which it got stuck) and one to write to.
+            them are read or hold what a worker may yet ask for; at most two for each worker (the
+            version that it has, and one in which it got stuck) and one to write to.
         worker_ids: the workers.
         timeout: how long `publish` waits for a slot, in seconds.
         views: whether readers keep what they read until they have a newer one, so that it is no
@@ -107,7 +108,7 @@ class Publisher:
         Raises:
             CapacityError: every slot is read by somebody, and stayed so until the deadline.
         """
-        slot = self.reserve(payload.nbytes)
+        slot = self.reserve(payload.nbytes, worker_ids)
         payload.pack(slot.block)
         return self.announce(slot, payload, worker_ids)
 
@@ -237,8 +238,8 @@ class Publisher:
             self.slots.clear()
             self.changed.notify_all()
 
-    def reserve(self, nbytes: int) -> Slot:
-        """A slot that nobody reads or waits for, with room for ``nbytes``.
+    def reserve(self, nbytes: int, worker_ids: Sequence[int]) -> Slot:
+        """A slot that nobody reads, with room for ``nbytes``, to write what these workers want.
 
         Raises:
             CapacityError: every slot is read by somebody, and stayed so until the deadline.
@@ -250,10 +251,10 @@ class Publisher:
                 if self.closed:
                     raise ClosedError("the sender is closed")
                 self._reserved = None
-                slot = self._free_slot(nbytes)
+                slot = self._free_slot(nbytes, worker_ids)
                 if slot is None:
                     self._revoke()
-                    slot = self._free_slot(nbytes)
+                    slot = self._free_slot(nbytes, worker_ids)
                 waited = time.monotonic() - started
                 patient = waited < self._patience
                 if slot is None and not patient and len(self.slots) < self._most():
@@ -268,22 +269,29 @@ class Publisher:
                     raise CapacityError(self._all_taken()) from shortage
                 self.changed.wait((self._patience if patient else self._timeout) - waited)
 
-    def _free_slot(self, nbytes: int) -> Slot | None:
-        free = [slot for slot in self.slots if not slot.readers]
+    def _free_slot(self, nbytes: int, worker_ids: Sequence[int]) -> Slot | None:
         unwanted = self._unwanted()
         for slot in unwanted:
             if slot.block.nbytes >= nbytes:
                 return slot
         if unwanted:
             self.slots.remove(unwanted[0])
-        elif len(self.slots) >= (_USUAL if self._limit is None else self._limit):
-            if not free:
-                return None
-            oldest = min(free, key=lambda slot: slot.version)
-            self._forget(oldest)
-            if oldest.block.nbytes >= nbytes:
-                return oldest
-            self.slots.remove(oldest)
+        if unwanted or len(self.slots) < min(_USUAL, self._most()):
+            return self._add_slot(nbytes)
+        free = [slot for slot in self.slots if not slot.readers]
+        if not free:
+            return None
+        replaced = self._replaced_by_what_goes_to(worker_ids)
+        spare = [slot for slot in free if slot in replaced]
+        if not spare and len(self.slots) < self._most():
+            # Where there is no memory for it, a worker that comes late goes without.
+            with suppress(CapacityError):
+                return self._add_slot(nbytes)
+        oldest = min(spare or free, key=lambda slot: slot.version)
+        self._forget(oldest)
+        if oldest.block.nbytes >= nbytes:
+            return oldest
+        self.slots.remove(oldest)
         return self._add_slot(nbytes)
 
     def _unwanted(self) -> list[Slot]:
@@ -291,6 +299,13 @@ class Publisher:
         wanted = {place.wanted for place in self._places.values()}
         wanted |= {self._newest_for_all, self._reserved}
         return [slot for slot in self.slots if not slot.readers and slot not in wanted]
+
+    def _replaced_by_what_goes_to(self, worker_ids: Sequence[int]) -> list[Slot]:
+        """The slots that no worker may ask for any more once these have a newer version."""
+        kept = {place.wanted for i, place in self._places.items() if i not in worker_ids}
+        if kept:
+            kept.add(self._newest_for_all)
+        return [slot for slot in self.slots if slot not in kept]
 
     def _most(self) -> int:
         """How many slots there may be at a time."""

@@ -28,9 +28,9 @@ class ShmOptions:
 
     Args:
         slots: how many versions may lie in shared memory at a time. Two are made at the start;
-            more only when readers hold old versions. None: three, and one more for each further
+            more only when they are needed. None: three, and one more for each further
             version that workers which do not get on still hold (with ``zero_copy``, what their
-            models view), until they let go of it.
+            models view), or that only some were sent, until they let go or get a newer one.
         directory: a directory in memory, such as ``/dev/shm``, for the slots; None for anonymous
             memory.
     """

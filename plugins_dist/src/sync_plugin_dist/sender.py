@@ -25,9 +25,6 @@ from sync_plugin_dist.protocol import Endpoint, LeftError, listen
 from sync_plugin_dist.rendezvous import Rendezvous
 from sync_plugin_dist.wire import Wire
 
-# How many versions are kept: the newest, one that is being packed, one that somebody still gets.
-_SLOTS = 3
-
 
 class DistSender(ServingTransport[DistPeer], Office):
     """Serves workers over process groups of its own; see `sync_plugin_dist.protocol`.
@@ -58,7 +55,7 @@ class DistSender(ServingTransport[DistPeer], Office):
         self.publisher = Publisher(
             self._link.allocate,
             context.layout.nbytes,
-            _SLOTS,
+            None,
             context.worker_ids,
             timeout=context.timeout,
             notify=context.notify,
@@ -80,7 +77,7 @@ class DistSender(ServingTransport[DistPeer], Office):
         announced: Callable[[dict[int, Delivery]], None] | None = None,
     ) -> dict[int, Delivery]:
         """Let the workers ask, and pack meanwhile; ``announced`` is called before that."""
-        slot = self.publisher.reserve(payload.nbytes)
+        slot = self.publisher.reserve(payload.nbytes, worker_ids)
         with self.publisher.changed:
             self._packing, self._packed = slot, 0
             deliveries = self.publisher.announce(slot, payload, worker_ids)

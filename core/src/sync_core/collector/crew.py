@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from sync_core.calls import gather
 from sync_core.collector.host import Host, new_host
 from sync_core.collector.recipe import WorkerRecipe
+from sync_core.errors import WorkerLostError
 from sync_core.workers import WorkerGroup
 
 Result = TypeVar("Result")
@@ -45,6 +46,8 @@ class Crew:
         #: The number of the next worker's seat; no seat is given twice.
         self.next_seat = 0
         self._env_fns: dict[int, Callable[[], Any]] = {}
+        # Workers that were started in the place of others and never came to be like the rest.
+        self._unready: dict[int, str] = {}
         #: Whether all workers were ended because nothing is left to do.
         self.dismissed = False
         #: Called with the id of every worker that is added or restarted, once it is built.
@@ -72,12 +75,16 @@ class Crew:
 
     def alive(self, worker_id: int) -> bool:
         """Whether a worker can still be called."""
-        return self._group.alive(worker_id)
+        return worker_id not in self._unready and self._group.alive(worker_id)
 
     def call(
         self, worker_id: int, function: Callable[..., Result], /, *args: Any
     ) -> Future[Result]:
         """Run ``function(host, *args)`` on a worker; see `WorkerGroup.call`."""
+        if worker_id in self._unready:
+            refused: Future[Result] = Future()
+            refused.set_exception(WorkerLostError(worker_id, self._unready[worker_id]))
+            return refused
         return self._group.call(worker_id, function, *args)
 
     def call_all(self, function: Callable[..., Result], /, *args: Any) -> dict[int, Future[Result]]:
@@ -105,10 +112,15 @@ class Crew:
     def restart(self, worker_id: int) -> None:
         """Put a new worker in the place of one, dead or alive, under the same id.
 
-        Raises as the constructor does; the worker then fails every call.
+        Raises as the constructor does; the worker then fails every call, and counts as dead.
         """
+        self._unready.pop(worker_id, None)
         self._group.restart(worker_id)
-        self._join(worker_id)
+        try:
+            self._join(worker_id)
+        except BaseException as error:
+            self._unready[worker_id] = f"took the place of another and could not join: {error}"
+            raise
 
     def remove(self, worker_id: int) -> None:
         """End one worker; its unfinished calls fail."""
@@ -133,6 +145,7 @@ class Crew:
     def _end(self, worker_id: int) -> None:
         self._group.remove(worker_id)
         self._env_fns.pop(worker_id, None)
+        self._unready.pop(worker_id, None)
         self.frames = {i: frames for i, frames in self.frames.items() if i != worker_id}
 
     def _join(self, worker_id: int) -> None:
