@@ -157,6 +157,18 @@ def test_zero_copy_points_parameters_and_copies_buffers() -> None:
     assert all(b.data_ptr() != pointers[n] for n, b in target.named_buffers())
 
 
+@pytest.mark.parametrize("zero_copy", [False, True])
+@pytest.mark.parametrize("width", [4, 300])
+def test_a_model_that_was_made_in_inference_mode_in_part(width: int, zero_copy: bool) -> None:
+    target, source = nn.Linear(width, width), filled(nn.Linear(width, width), 3.0)
+    with torch.inference_mode():
+        target.bias = nn.Parameter(torch.zeros(width))
+    binding = Binding(target)
+    for _ in range(2):
+        binding.write(Binding(source).read(), zero_copy=zero_copy)
+    assert {v for t in values(target).values() for v in t.flatten().tolist()} == {3.0}
+
+
 def test_zero_copy_follows_a_model_and_updates_that_change() -> None:
     target = model()
     binding = Binding(target)
@@ -444,3 +456,5 @@ def test_memory_that_was_taken_away() -> None:
     module.weight.untyped_storage().resize_(0)
     with pytest.raises(ModelError, match="'weight' has no memory"):
         binding.read()
+    with pytest.raises(ModelError, match="'weight' has no memory"):
+        binding.write(Binding(nn.Linear(3, 2)).read())

@@ -103,6 +103,8 @@ def test_bench_collector_measures_frames_and_updates(capsys: pytest.CaptureFixtu
     [
         (["bench", "rpc"], "pip install sync-plugin-dist"),
         (["bench", "none"], "moves no weights"),
+        (["bench", "collector", "--scheme", "none"], "moves no weights"),
+        (["bench", "shm", "--slots", "x", "--workers", "1"], "takes slots: int | None, not 'x'"),
         (["bench", "shm", "--slot", "4", "--workers", "1", "--model", "small"], "no option 'slot'"),
     ],
 )
@@ -115,7 +117,16 @@ def test_errors_are_one_line(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["bench", "shm", "--rounds", "3"], ["bench", "shm", "x"], ["list", "--slots", "2"]],
+    [
+        ["bench", "shm", "--rounds", "3"],
+        ["bench", "shm", "x"],
+        ["bench", "shm", "--layers", "['bf16']"],
+        ["bench", "collector", "--threads", "0"],
+        ["bench", "collector", "--frames", "0"],
+        ["bench", "collector", "--zero-copy"],
+        ["bench", "collector", "--model", "small"],
+        ["list", "--slots", "2"],
+    ],
 )
 def test_arguments_that_make_no_sense(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):

@@ -149,6 +149,15 @@ def test_who_forgets_to_update_is_warned_once(change: str) -> None:
         next(made)
 
 
+def test_a_policy_that_was_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        policy = Scale(3.0)
+    with collector(policy) as made:
+        next(made)
+        made.update_policy_weights_()
+        assert next(made)["action"].unique().tolist() == [3.0]
+
+
 def test_who_updates_is_not_warned() -> None:
     policy = Scale()
     with collector(policy) as made:

@@ -203,11 +203,50 @@ def test_weights_with_tied_tensors_may_come_untied_when_they_are_equal() -> None
         ({"num_workers": -1}, ValueError),
         ({"num_workers": None}, ValueError),
         ({"num_workers": 2, "workers": [object()]}, ValueError),
+        ({"timeout": None}, OptionError),
+        ({"timeout": "5"}, OptionError),
+        ({"timeout": float("nan")}, OptionError),
+        ({"timeout": -1}, OptionError),
+        ({"slots": "three"}, OptionError),
+        ({"slots": True}, OptionError),
     ],
 )
 def test_arguments_that_do_not_fit(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         Sender("thread", nn.Linear(1, 1), **{"num_workers": 1, **options})
+
+
+@pytest.mark.parametrize("timeout", ["3", float("nan"), -1, True])
+def test_a_deadline_that_is_none_is_refused_before_anything_is_sent(timeout: Any) -> None:
+    with Sender("thread", nn.Linear(1, 1), num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(1, 1))
+        for call in (sender.send, sender.send_async, receiver.receive):
+            with pytest.raises(OptionError, match="timeout is a number of seconds, not"):
+                call(timeout=timeout)
+        assert sender.version == 0
+        pending = sender.send_async()
+        with pytest.raises(OptionError, match="timeout is a number of seconds, not"):
+            pending.wait(timeout)
+        assert receiver.receive() == 1
+        assert pending.wait().updated == (0,)
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm", "mp"])
+def test_a_deadline_may_be_infinite(scheme: str) -> None:
+    endless = float("inf")
+    with Sender(scheme, nn.Linear(1, 1), num_workers=1, timeout=endless) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(1, 1))
+        pending = sender.send_async(timeout=endless)
+        assert receiver.receive(endless) == 1
+        assert pending.wait(endless).updated == (0,)
+
+
+@pytest.mark.parametrize("worker_id", [True, -1, 1.5, "1"])
+def test_what_is_no_id_cannot_be_added(worker_id: Any) -> None:
+    with Sender("thread", nn.Linear(1, 1), num_workers=1) as sender:
+        with pytest.raises(ValueError, match="a number from 0 on, not"):
+            sender.add_worker(worker_id)
+        assert sender.all_worker_ids() == (0,)
 
 
 def test_a_scheme_that_cannot_zero_copy_says_so() -> None:

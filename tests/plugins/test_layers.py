@@ -33,6 +33,16 @@ def send_once(layers: list[Any], source: nn.Module, target: nn.Module, **options
         return pending.wait().nbytes
 
 
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_what_was_cast_in_inference_mode_can_be_trained(zero_copy: bool) -> None:
+    source, target = nn.Linear(4, 4), nn.Linear(4, 4)
+    with torch.inference_mode():
+        send_once(["bf16"], source, target, zero_copy=zero_copy)
+    assert not target.weight.is_inference()
+    target(torch.ones(1, 4)).sum().backward()
+    assert target.weight.grad is not None
+
+
 @pytest.mark.parametrize("zero_copy", [False, True], ids=["copy", "zero_copy"])
 @pytest.mark.parametrize(("layer", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_half_the_bytes_travel_and_the_dtypes_come_back(

@@ -83,7 +83,6 @@ class Binding:
             ModelError: a tensor's memory was taken away.
         """
         layout = self.layout
-        # Such a tensor has no address. To read it would end the process.
         if not all(map(Tensor.data_ptr, self._named.values())):
             _check_memory(self._named)
         return Update(layout, self._travelling())
@@ -121,6 +120,8 @@ class Binding:
         if not self._writable:
             commit.check_writable(self._named)
             self._writable = True
+        if not all(map(Tensor.data_ptr, self._named.values())):
+            _check_memory(self._named)
         if self._extra_state:
             with commit.extra_state_set(self._modules, dict(update.items())):
                 self._write_tensors(update, zero_copy=zero_copy, version=version)
@@ -199,11 +200,12 @@ class Binding:
 
 
 def _check_memory(named: Mapping[str, Tensor]) -> None:
+    # Such a tensor has no address. To read it, or to write to it, would end the process.
     for name, tensor in named.items():
         if tensor.numel() and not tensor.data_ptr():
             raise ModelError(
                 f"{name!r} has no memory: its storage was resized to nothing, as sharding does "
-                "with parameters that are not in use; send while the model is whole"
+                "with parameters that are not in use; send and receive while the model is whole"
             )
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
-from sync_core.errors import OptionError
 from sync_core.notice import Notice, unheard
+from sync_core.options import Options, parse_options
 
 if TYPE_CHECKING:
     from sync_core.address import Address
     from sync_core.layout import Layout
-
-Options = TypeVar("Options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,8 @@ class TransportContext:
             options_type: a dataclass whose fields are the scheme's options.
 
         Raises:
-            OptionError: an option that the dataclass lacks, or one that it needs is missing.
+            OptionError: an option that the dataclass lacks, or one that it needs is missing, or is
+                of another type than it declares.
 
         Example:
             >>> from dataclasses import dataclass
@@ -78,23 +77,6 @@ class TransportContext:
             Options(slots=5)
         """
         return parse_options(options_type, self.options, f"scheme {self.scheme!r}")
-
-
-def parse_options(options_type: type[Options], given: Mapping[str, Any], owner: str) -> Options:
-    """An instance of the dataclass ``options_type`` from the options given to ``owner``."""
-    declared = {f.name: f for f in fields(options_type)}  # type: ignore[arg-type]
-    unknown = [name for name in given if name not in declared]
-    if unknown:
-        known = ", ".join(sorted(declared)) or "none"
-        raise OptionError(f"{owner} has no option {unknown[0]!r}; its options are: {known}")
-    missing = [
-        name
-        for name, f in declared.items()
-        if f.default is MISSING and f.default_factory is MISSING and name not in given
-    ]
-    if missing:
-        raise OptionError(f"{owner} needs the option {missing[0]!r}")
-    return options_type(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

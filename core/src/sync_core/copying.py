@@ -42,9 +42,12 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _copy_fused(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    if targets:
-        with torch.no_grad():
-            torch._foreach_copy_(list(targets), list(sources))
+    if not targets:
+        return
+    # What was made in inference mode can be written to in that mode only.
+    inference = any(map(Tensor.is_inference, targets))
+    with torch.inference_mode() if inference else torch.no_grad():
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _copy_pieces(pieces: deque[_Piece]) -> None:

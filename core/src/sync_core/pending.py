@@ -11,6 +11,7 @@ from sync_core.answer import Answer
 from sync_core.clock import clock_id
 from sync_core.errors import SendError, WorkerTimeoutError
 from sync_core.report import SendReport, WorkerResult
+from sync_core.seconds import check_seconds
 from sync_core.stopwatch import Stopwatch
 from sync_core.transport import Delivery
 
@@ -99,7 +100,7 @@ class PendingSend:
         if self._report is None:
             limit = self._started + self._timeout
             if timeout is not None:
-                limit = time.perf_counter() + timeout
+                limit = time.perf_counter() + check_seconds(timeout)
             # The one that was offered its version last is likely to answer last: fewer wake-ups.
             for delivery in reversed(self._waited.values()):
                 delivery.wait(max(0.0, limit - time.perf_counter()))

@@ -33,6 +33,7 @@ from sync_core.hook_check import implemented
 from sync_core.lease import Lease, vacate
 from sync_core.models import look_up, refers
 from sync_core.payload import Payload
+from sync_core.seconds import check_seconds
 from sync_core.stack import Stack
 from sync_core.transport import ReceiverTransport
 from sync_core.update import Update
@@ -79,7 +80,7 @@ class Receiver:
             raise AddressError(f"{address!r} is no address; get one by sender.address(worker_id)")
         self._address = address
         self._context = context
-        self._timeout = address.timeout if timeout is None else timeout
+        self._timeout = address.timeout if timeout is None else check_seconds(timeout)
         self._on_commit = on_commit
         self._backend = registry.find("sync.schemes", address.scheme)
         layers = [registry.find("sync.layers", layer) for layer in address.layers]
@@ -187,8 +188,9 @@ class Receiver:
         """
         if not self._leave.alive:
             raise ClosedError("the receiver is closed")
+        seconds = self._timeout if timeout is None else check_seconds(timeout)
         self.reject(SyncError("a newer version was asked for before this one was committed"))
-        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        deadline = time.monotonic() + seconds
         payload = self._next(deadline)
         while payload is not None and payload.version <= self._version:
             payload.release()
@@ -211,7 +213,9 @@ class Receiver:
             context = self._address.apply_context(self._staged.version)
             model = self._resolve_model()
             try:
-                self._stack.apply_weights(update, model, context)
+                # What a layer makes in inference mode could not be trained.
+                with torch.inference_mode(mode=False):
+                    self._stack.apply_weights(update, model, context)
             finally:
                 self._loaded = self._stack.applied
             self._load_ended = time.perf_counter()

@@ -19,6 +19,7 @@ from sync_core.pending import PendingSend
 from sync_core.release import release_with
 from sync_core.remedies import OnFailure, Remedies
 from sync_core.report import SendReport
+from sync_core.seconds import check_seconds
 from sync_core.send_log import tell
 from sync_core.source import Source
 from sync_core.stopwatch import Stopwatch
@@ -26,7 +27,7 @@ from sync_core.terms import Terms
 from sync_core.update import Update
 from sync_core.updater import Updater
 from sync_core.verify import Verify
-from sync_core.worker_ids import check_handle, count_workers, normalize
+from sync_core.worker_ids import as_id, check_handle, count_workers, normalize
 from sync_core.worker_status import WorkerStatus
 from sync_core.workers import WorkerGroup
 
@@ -104,6 +105,7 @@ class Sender(Updater):
         **options: Any,
     ) -> None:
         super().__init__()
+        timeout = check_seconds(timeout)
         self.model_id = model_id
         self._terms = Terms(
             scheme=scheme,
@@ -218,6 +220,7 @@ class Sender(Updater):
     ) -> PendingSend:
         """Like `send`, but do not wait. The weights were read when this returns."""
         started = time.perf_counter()
+        seconds = self._terms.timeout if timeout is None else check_seconds(timeout)
         with self._starting:
             self._check_ready()
             addressed = normalize(worker_ids, self._members.ids)
@@ -236,7 +239,7 @@ class Sender(Updater):
                 deliveries,
                 [worker_id for worker_id in addressed if worker_id not in due],
                 started=started,
-                timeout=self._terms.timeout if timeout is None else timeout,
+                timeout=seconds,
                 finish=self._end,
                 unwaited=self._members.sent(self._version, deliveries),
                 prepare_seconds=prepared - started,
@@ -270,11 +273,11 @@ class Sender(Updater):
 
         Raises:
             OptionError: a handle where the others have none, or none where they have one.
+            ValueError: there is such a worker already, or that is no id.
         """
         self._check_open()
         check_handle(worker, needed=bool(self._handles))
-        if worker_id is None:
-            worker_id = self._members.next_id
+        worker_id = self._members.next_id if worker_id is None else as_id(worker_id)
         if worker_id in self._members:
             raise ValueError(f"there is a worker {worker_id} already")
         self._members.add(worker_id)

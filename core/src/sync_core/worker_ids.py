@@ -31,6 +31,21 @@ def normalize(worker_ids: int | Iterable[int] | None, known: Iterable[int]) -> t
     return tuple(dict.fromkeys(_normalize_one(worker_id, everybody) for worker_id in given))
 
 
+def as_id(worker_id: int) -> int:
+    """The id of a worker to be added.
+
+    Raises:
+        ValueError: that is no id.
+    """
+    try:
+        index = operator.index(worker_id)
+    except TypeError as error:
+        raise ValueError(_no_id(worker_id)) from error
+    if isinstance(worker_id, bool) or index < 0:
+        raise ValueError(_no_id(worker_id))
+    return index
+
+
 def count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int:
     """The number of workers that a sender starts with.
 
@@ -55,6 +70,10 @@ def check_handle(worker: Any, *, needed: bool) -> None:
         raise OptionError("the sender calls its workers by their handles: add_worker(worker=…)")
     if worker is not None and not needed:
         raise OptionError("the workers connect by their addresses; leave worker= out")
+
+
+def _no_id(worker_id: object) -> str:
+    return f"the id of a worker is a number from 0 on, not {worker_id!r}"
 
 
 def _normalize_one(worker_id: Any, known: tuple[int, ...]) -> int:

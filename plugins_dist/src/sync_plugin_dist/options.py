@@ -36,14 +36,14 @@ class DistOptions:
     def __post_init__(self) -> None:
         _check_one_of("topology", self.topology, ("p2p", "broadcast"))
         _check_one_of("backend", self.backend, ("gloo", "nccl"))
-        if not isinstance(self.host, str) or _is_any(self.host):
+        if _is_any(self.host):
             raise OptionError(
                 f"host={self.host!r} is no address to connect to; give the one of this machine "
                 "that workers can reach, such as host=socket.gethostbyname(socket.gethostname())"
             )
-        if type(self.port) is not int or not 0 <= self.port < 1 << 16:
+        if not 0 <= self.port < 1 << 16:
             raise OptionError(f"port={self.port!r} is no port; leave it out for a free one")
-        if not isinstance(self.bucket_mb, int | float) or not 1 <= self.bucket_mb * 1e6 < inf:
+        if not 1 <= self.bucket_mb * 1e6 < inf:
             raise OptionError(f"bucket_mb={self.bucket_mb!r} holds nothing; give a size in MB")
         if self.backend == "nccl" and not _has_nccl():
             raise OptionError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sync_core.bench.measure import measure
+from sync_core.bench.measure import check_measurable, measure
 from sync_core.collector import Collector
 from sync_core.envs import GymEnv
 
@@ -112,6 +112,7 @@ def measure_collector(
     Raises:
         SyncError: the scheme does not work here.
     """
+    check_measurable(scheme)
     single = mode == "single"
     workers = 1 if single else workers
     options: dict[str, Any] = {

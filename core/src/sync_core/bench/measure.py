@@ -73,6 +73,12 @@ class Measurement:
         return median(self.limit) / self.median if self.limit else None
 
 
+def check_measurable(scheme: str) -> None:
+    """Raise `OptionError` for a scheme that has nothing to measure."""
+    if shares_policy(scheme):
+        raise OptionError(f"scheme {scheme!r} moves no weights, so there is nothing to measure")
+
+
 def measure(
     scheme: str,
     model: str,
@@ -96,8 +102,7 @@ def measure(
         SyncError: the scheme does not work here, or something else arrived than was sent.
     """
     options = options or {}
-    if shares_policy(scheme):
-        raise OptionError(f"scheme {scheme!r} moves no weights, so there is nothing to measure")
+    check_measurable(scheme)
     source = make_model(model)
     update = Binding(source).read()
     group_type = choose_group([scheme], None)

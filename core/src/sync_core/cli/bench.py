@@ -7,12 +7,18 @@ import ast
 import json
 import sys
 from dataclasses import asdict
+from inspect import signature
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from sync_core.bench import MODELS, Measurement, measure
+from sync_core.sender import Sender
+
+_MODEL = "large"
+# What the command gives the sender itself, or could not check what arrives with.
+_NO_OPTIONS = frozenset(signature(Sender.__init__).parameters) - {"options", "timeout", "verify"}
 
 
 def add_to(subparsers: Any) -> None:
@@ -30,7 +36,7 @@ def add_to(subparsers: Any) -> None:
     )
     parser.add_argument("scheme", help="the scheme's name, or collector")
     parser.add_argument("--workers", type=int, default=4, help="how many workers (4)")
-    parser.add_argument("--model", choices=MODELS, default="large", help="what is sent (large)")
+    parser.add_argument("--model", choices=MODELS, default=_MODEL, help="what is sent (large)")
     parser.add_argument("--zero-copy", action="store_true", help="let the workers keep views")
     parser.add_argument("--rounds", type=int, default=9, help="rounds that count, 7 or more (9)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -43,6 +49,8 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     if arguments.workers < 1:
         parser.error("there must be a worker")
     if arguments.scheme == "collector":
+        if arguments.zero_copy or arguments.model != _MODEL:
+            parser.error("a collector has a model of its own; leave out --model and --zero-copy")
         # It loads tensordict, which takes as long as torch: too long for all other commands.
         from sync_core.cli import bench_collector
 
@@ -71,10 +79,13 @@ def _options(rest: list[str], parser: argparse.ArgumentParser) -> dict[str, Any]
     names, values = rest[::2], rest[1::2]
     if len(rest) % 2 or not all(name.startswith("--") for name in names):
         parser.error(f"options of the scheme are --name value pairs, not {' '.join(rest)!r}")
-    return {
+    options = {
         name.removeprefix("--").replace("-", "_"): _value(value)
         for name, value in zip(names, values, strict=True)
     }
+    for name in _NO_OPTIONS.intersection(options):
+        parser.error(f"--{name} is no option of a scheme")
+    return options
 
 
 def _value(text: str) -> Any:

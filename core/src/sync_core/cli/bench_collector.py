@@ -37,7 +37,11 @@ def run(rest: Sequence[str], *, workers: int, rounds: int, as_json: bool) -> int
         rounds: how many rounds count.
         as_json: print JSON.
     """
-    own = make_parser().parse_args(rest)
+    parser = make_parser()
+    own = parser.parse_args(rest)
+    for name, given in (("--frames", own.frames), ("--threads", own.threads)):
+        if given < 1:
+            parser.error(f"{name} is 1 or more")
     measured = (
         measure_collector(
             env,

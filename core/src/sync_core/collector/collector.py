@@ -41,6 +41,7 @@ from sync_core.collector.updates import Updates
 from sync_core.collector.warmup import Warmup
 from sync_core.collector.worker_options import WorkerOptions, options_of_workers
 from sync_core.groups import choose_group, shares_policy
+from sync_core.seconds import check_seconds
 from sync_core.workers import WorkerGroup
 
 
@@ -152,6 +153,7 @@ class Collector(Life, Updates):
         timeout: float = 60.0,
         **worker: Unpack[WorkerOptions],
     ) -> None:
+        timeout = check_seconds(timeout)
         arguments = {"layers": layers, "zero_copy": zero_copy, **(scheme_options or {})}
         schemes = schemes_of(scheme, arguments, weight_sync_schemes, models or {})
         group_class = choose_group([each.scheme for each in schemes.values()], workers)

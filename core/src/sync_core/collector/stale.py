@@ -47,7 +47,7 @@ class StaleWatch:
 
 def _state(models: Mapping[str, Any]) -> list[tuple[int, int]]:
     return [
-        (tensor.data_ptr(), tensor._version)
+        (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
         for model in models.values()
         if isinstance(model, nn.Module)
         for tensor in (*model.parameters(), *model.buffers())

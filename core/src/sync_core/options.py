@@ -1,0 +1,51 @@
+"""Makes the options that a user gave into what their owner declares, or says what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from sync_core.errors import OptionError
+
+Options = TypeVar("Options")
+
+
+def parse_options(options_type: type[Options], given: Mapping[str, Any], owner: str) -> Options:
+    """An instance of the dataclass ``options_type`` from the options given to ``owner``."""
+    declared = {f.name: f for f in fields(options_type)}  # type: ignore[arg-type]
+    unknown = [name for name in given if name not in declared]
+    if unknown:
+        known = ", ".join(sorted(declared)) or "none"
+        raise OptionError(f"{owner} has no option {unknown[0]!r}; its options are: {known}")
+    missing = [
+        name
+        for name, f in declared.items()
+        if f.default is MISSING and f.default_factory is MISSING and name not in given
+    ]
+    if missing:
+        raise OptionError(f"{owner} needs the option {missing[0]!r}")
+    for name, value in given.items():
+        if not _is_of(value, _types(options_type).get(name, Any)):
+            raise OptionError(f"{owner} takes {name}: {declared[name].type}, not {value!r}")
+    return options_type(**given)
+
+
+def _types(options_type: type) -> Mapping[str, Any]:
+    try:
+        return get_type_hints(options_type)
+    except NameError:
+        # Names that its author imports for type checkers only; then nothing is checked here.
+        return {}
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    if isinstance(kind, UnionType) or get_origin(kind) is Union:
+        return any(_is_of(value, each) for each in get_args(kind))
+    kind = get_origin(kind) or kind
+    if not isinstance(kind, type):
+        return True  # Any, Literal and the like
+    if isinstance(value, bool):
+        return kind in (bool, object)
+    return isinstance(value, (int, float) if kind is float else kind)
