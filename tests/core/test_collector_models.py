@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,14 +18,30 @@ from sync_core import (
     OptionError,
     PendingSend,
     RemoteCallError,
+    Sender,
     SendError,
     SendReport,
     UnknownWorkerError,
 )
 from sync_core.collector import Collector
+from sync_core.collector.several import _finish
 from sync_core.envs import CountingEnv
 
 pytestmark = pytest.mark.timeout(60)
+
+
+def test_an_interrupt_at_the_end_of_an_update_leaves_none_pending() -> None:
+    with ExitStack() as stack:
+        senders = [
+            stack.enter_context(Sender("thread", nn.Linear(1, 1), num_workers=1)) for _ in range(2)
+        ]
+        sends = [sender.send_async() for sender in senders]
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            _finish(sends, SendReport(1, 0.0, {}), waited=True)
+        for sender in senders:
+            sender.send_async().abandon()
 
 
 class Scale(nn.Module):

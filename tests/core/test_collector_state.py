@@ -144,6 +144,23 @@ def test_the_state_of_another_kind_of_collector(options: dict[str, Any]) -> None
         assert next(made)["observation"].flatten()[0] == 0
 
 
+def test_the_state_of_other_models_changes_nothing() -> None:
+    with collector(CountingEnv, Scale(7.0), num_workers=2) as made:
+        made.update_policy_weights_()
+        state = saved(made)
+    wider = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+    with collector(CountingEnv, wider, num_workers=2) as made:
+        next(made)
+        with pytest.raises(ValueError, match=r"(?s)that of other models: .*not in the model"):
+            made.load_state_dict(state)
+        with pytest.raises(ValueError, match="no state of a collector"):
+            made.load_state_dict({})
+        assert (made.stats().version, made.stats().frames) == (0, 12)
+        made.update_policy_weights_()
+        next(made)
+        assert next(made)["policy_version"].unique().tolist() == [1]
+
+
 def test_an_environment_that_cannot_be_saved() -> None:
     with collector(Unsaved, Scale(), frames_per_batch=3) as made:
         next(made)

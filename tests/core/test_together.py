@@ -126,6 +126,23 @@ def test_what_was_overtaken_is_left_to_what_belongs_to_the_newer_one(pair: Pair)
     assert [each.wait().updated for each in second] == [(0,), (0,)]
 
 
+def test_all_are_confirmed_though_what_one_calls_raises(pair: Pair) -> None:
+    def on_commit(version: int) -> None:
+        raise ValueError(f"not {version}")
+
+    pair.receivers["a"].close()
+    address = pair.senders["a"].address(0)
+    pair.receivers["a"] = Receiver(address, pair.copies["a"], on_commit=on_commit)
+    first, second = pair.send("a", "b")
+    with pytest.raises(ValueError, match="not 1"):
+        pair.receive(a=1, b=1)
+    with pytest.raises(SendError, match="not 1"):
+        first.wait()
+    assert second.wait().updated == (0,)
+    assert pair.equal("a")
+    assert pair.equal("b")
+
+
 def test_the_sender_is_told_after_on_commit() -> None:
     model, copy = nn.Linear(2, 1), nn.Linear(2, 1)
     seen: list[tuple[int, bool, bool]] = []

@@ -31,6 +31,7 @@ from sync_core import (
     WorkerState,
     WorkerTimeoutError,
 )
+from sync_plugin_ray.store import Publication
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -422,6 +423,24 @@ def test_an_actor_that_takes_no_more_calls(actors: list[Any]) -> None:
         # Ray counts the call as pending for a moment after its result is there.
         assert eventually(lambda: reached(sender, linear(3.0)) == (0, 1))
     ray.kill(full)
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_closed_sender_keeps_nothing_in_the_store(large: list[Any], called: bool) -> None:
+    model = linear(width=300)
+    where: dict[str, Any] = {"workers": large} if called else {"num_workers": 1}
+    before = publications()
+    sender = Sender("ray", model, timeout=5.0, **where)
+    for _ in range(3):
+        sender.send_async().abandon()
+    assert publications() > before
+    sender.close()
+    assert publications() == before
+
+
+def publications() -> int:
+    gc.collect()
+    return sum(isinstance(each, Publication) for each in gc.get_objects())
 
 
 def test_closing_in_the_first_call_leaves_no_view_of_the_store(large: list[Any]) -> None:

@@ -53,8 +53,10 @@ def receive_together(
         for receiver in chosen.values():
             receiver.reject(error)
         raise
-    for receiver in chosen.values():
-        receiver.confirm()
+    with ExitStack() as stack:
+        # All are confirmed, even if what one of them calls after a commit raises.
+        for receiver in reversed(chosen.values()):
+            stack.callback(receiver.confirm)
     return True
 
 

@@ -152,6 +152,8 @@ class PullSender(SenderTransport):
         with self._lock:
             workers = dict(self._workers)
             self._workers.clear()
+            self._newest_for_all = None
+            self._recent.clear()
         for worker_id, worker in workers.items():
             if worker.delivery is not None:
                 worker.delivery.fail(WorkerError(worker_id, "the sender was closed"))

@@ -164,6 +164,7 @@ class PushSender(SenderTransport):
                     worker.delivery.fail(error)
                 self._dismiss(worker)
             self._workers.clear()
+            self._newest_for_all = None
         if self._mailbox is not None:
             self._mailbox.close()
         self._cluster.leave()

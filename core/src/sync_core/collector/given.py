@@ -53,6 +53,8 @@ def chosen(
         raise ValueError("give one of policy_or_weights, weights and policy, not several")
     if weights_dict is None and model_id is None and not one_of:
         return {}
+    if weights_dict is not None and not weights_dict:
+        raise ValueError("weights_dict names no model; leave it out to update all of them")
     names = weights_dict or {model_id or POLICY: one_of[0] if one_of else None}
     for name in names:
         check_name(name, models)

@@ -16,7 +16,7 @@ from sync_core.collector.random_state import seed_process
 from sync_core.collector.recipe import WorkerRecipe
 from sync_core.collector.rollout import Rollout
 from sync_core.collector.schemes import POLICY
-from sync_core.collector.worker_state import read_models, write_models
+from sync_core.collector.worker_state import check_models, read_models, write_models
 
 
 class Host:
@@ -93,6 +93,11 @@ class Host:
         models = {} if self._shares_policy else read_models(self._parts)
         version = self._built.refresher.version
         return {**self._built.state_dict(), "models": models, "version": version}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise `LayoutMismatchError` unless the weights in a state fit those of the worker."""
+        if not self._shares_policy:
+            check_models(self._parts, state["models"])
 
     def load_state_dict(self, state: dict[str, Any], increments: int) -> None:
         """Go on from there.

@@ -244,9 +244,11 @@ def _end(delivery: Delivery, call: Future[bool]) -> None:
 
 
 def _finish(sends: Sequence[PendingSend], report: SendReport, *, waited: bool) -> SendReport:
-    for send in sends:
-        if waited:
+    try:
+        for send in sends if waited else ():
             with suppress(SendError):
                 send.wait(_AFTERWARDS)
-        send.abandon()
+    finally:
+        for send in sends:
+            send.abandon()
     return report

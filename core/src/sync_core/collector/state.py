@@ -15,6 +15,7 @@ from sync_core.collector.requests import Requests
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.warmup import Warmup
 from sync_core.collector.weights import PolicyWeights
+from sync_core.errors import RemoteCallError
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class State:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise `ValueError` unless a state suits the workers."""
+        if "frames_per_worker" not in state:
+            raise ValueError("that is no state of a collector; state_dict() gives one")
         saved = state["frames_per_worker"]
         frames = [self.crew.frames[i] for i in self.crew.ids]
         if saved and len(saved) != len(frames):
@@ -84,6 +87,14 @@ class State:
                 f"the state is that of workers whose batches have {saved} frames, and the "
                 f"collector's have {frames}; give it the same frames_per_batch and sync"
             )
+        calls = {
+            worker_id: self.crew.call(worker_id, Host.check_state_dict, worker)
+            for worker_id, worker in zip(self.crew.ids, state["workers"], strict=False)
+        }
+        try:
+            gather(calls, self.timeout, "compare its models with those of the state")
+        except RemoteCallError as error:
+            raise ValueError(f"the state is that of other models: {error}") from error
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that was checked."""

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from sync_core.binding import Binding
 from sync_core.collector.modules import module_of
 from sync_core.collector.schemes import POLICY
+from sync_core.compare import check_match
 from sync_core.extract import named_tensors
+from sync_core.layout import Layout
 from sync_core.receiver import Receiver
 from sync_core.update import Update
 
@@ -51,6 +53,12 @@ def write_models(
             Binding(model).write(Update.of(weights))
         else:
             receiver.apply_weights(weights)
+
+
+def check_models(parts: SimpleNamespace, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise `LayoutMismatchError` unless `write_models` can write these weights."""
+    for name, model in _models(parts).items():
+        check_match(Layout.of(saved.get(name, {})), Binding(model).layout)
 
 
 def _models(parts: SimpleNamespace) -> dict[str, nn.Module]:
