@@ -435,7 +435,8 @@ def test_a_closed_sender_keeps_nothing_in_the_store(large: list[Any], called: bo
         sender.send_async().abandon()
     assert publications() > before
     sender.close()
-    assert publications() == before
+    # What actors were being given when it was closed is let go of when they have it.
+    assert eventually(lambda: publications() == before, 10.0)
 
 
 def publications() -> int:

@@ -194,9 +194,14 @@ class PushSender(SenderTransport):
             self._events.put((worker, publication, refused))
             return
         # The callback runs in a thread of Ray's, where no new call may be made.
-        call.future().add_done_callback(
-            lambda future: self._events.put((worker, publication, future))
-        )
+        call.future().add_done_callback(lambda future: self._returned(worker, publication, future))
+
+    def _returned(
+        self, worker: _Worker, publication: Publication, future: Future[Delivered]
+    ) -> None:
+        # Whose worker was dismissed has nobody to read the event, which would hold the version.
+        if self._workers.get(worker.worker_id) is worker:
+            self._events.put((worker, publication, future))
 
     def _order(self, version: int, digest: str, address: Address | None) -> Order:
         return Order(
