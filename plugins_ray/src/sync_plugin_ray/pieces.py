@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,10 @@ from sync_core import Block, Layout, Payload, PayloadError
 
 # Tensors of so many bytes are put from where they are; the others are packed together first.
 _LARGE = 1 << 18
-# Ray aligns each piece to 64 bytes, as a layout does its tensors. Pieces of a megabyte and more it
-# copies with threads that it starts for each, which takes longer.
+# Ray aligns each piece to 64 bytes, as a layout does its tensors.
 _ALIGNMENT = 64
-_PIECE = (1 << 20) - _ALIGNMENT
+# Those of more than a megabyte it copies with threads that it starts for each, which takes longer.
+_PIECE = 1 << 20
 
 Array = np.ndarray[Any, Any]
 
@@ -55,30 +54,24 @@ class Cutter:
         return [run[at : at + _PIECE] for run in runs for at in range(0, len(run), _PIECE)]
 
 
-def join(pieces: list[Array]) -> Array:
+def join(pieces: list[Any]) -> Array:
     """The bytes that were cut, where they lie if they lie one after the other.
 
     Raises:
         PayloadError: they are no bytes.
     """
-    if not isinstance(pieces, list) or not pieces or not all(map(_is_bytes, pieces)):
-        raise PayloadError(f"what was published is no payload, but a {type(pieces).__name__}")
-    addresses = [piece.ctypes.data for piece in pieces]
-    ends = [address + len(piece) for address, piece in zip(addresses, pieces, strict=True)]
-    if any(end != start for end, (_, start) in zip(ends, pairwise(addresses), strict=False)):
-        return np.concatenate(pieces)
+    try:
+        arrays = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
+        addresses = [array.__array_interface__["data"][0] for array in arrays]
+        ends = [address + len(array) for address, array in zip(addresses, arrays, strict=True)]
+        size = (ends[-1] - addresses[0],)
+    except (TypeError, ValueError, IndexError) as error:
+        found = type(pieces).__name__
+        raise PayloadError(f"what was published is no payload, but a {found}") from error
+    if ends[:-1] != addresses[1:]:
+        return np.concatenate(arrays)
     # Every piece keeps the whole object in memory, and the result keeps the first piece.
-    size = (ends[-1] - addresses[0],)
-    return np.lib.stride_tricks.as_strided(pieces[0], shape=size, writeable=False)
-
-
-def _is_bytes(piece: object) -> bool:
-    return (
-        type(piece) is np.ndarray
-        and piece.dtype == np.uint8
-        and piece.ndim == 1
-        and piece.flags.c_contiguous
-    )
+    return np.lib.stride_tricks.as_strided(arrays[0], shape=size, writeable=False)
 
 
 def _is_large(nbytes: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pickle import PickleBuffer
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,8 @@ def read(data: Any) -> Block:
 def _put(value: Any, tensor_transport: str | None) -> ray.ObjectRef[Any]:
     try:
         if tensor_transport is None:
-            return ray.put(value)
+            # As arrays, each would be made into one again by every reader.
+            return ray.put([PickleBuffer(piece) for piece in value])
         return ray.put(value, _tensor_transport=tensor_transport)
     except ray.exceptions.ObjectStoreFullError as error:
         raise CapacityError(
