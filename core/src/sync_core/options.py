@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from numbers import Integral, Real
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sync_core.errors import OptionError
 
 Options = TypeVar("Options")
+
+# Those of numpy are none of Python's own.
+_NUMBERS: Mapping[Any, type] = {int: Integral, float: Real}
 
 
 def parse_options(options_type: type[Options], given: Mapping[str, Any], owner: str) -> Options:
@@ -35,7 +39,7 @@ def parse_options(options_type: type[Options], given: Mapping[str, Any], owner: 
 def _types(options_type: type) -> Mapping[str, Any]:
     try:
         return get_type_hints(options_type)
-    except NameError:
+    except (NameError, AttributeError):
         # Names that its author imports for type checkers only; then nothing is checked here.
         return {}
 
@@ -44,8 +48,9 @@ def _is_of(value: object, kind: Any) -> bool:
     if isinstance(kind, UnionType) or get_origin(kind) is Union:
         return any(_is_of(value, each) for each in get_args(kind))
     kind = get_origin(kind) or kind
-    if not isinstance(kind, type):
-        return True  # Any, Literal and the like
-    if isinstance(value, bool):
-        return kind in (bool, object)
-    return isinstance(value, (int, float) if kind is float else kind)
+    if isinstance(value, bool) and kind in _NUMBERS:
+        return False
+    try:
+        return isinstance(value, _NUMBERS.get(kind, kind))
+    except TypeError:
+        return True  # Any, Literal, a protocol and the like: nothing that a value is an instance of

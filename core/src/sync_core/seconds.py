@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import isnan
+from numbers import Real
 
 from sync_core.errors import OptionError
 
@@ -20,7 +21,7 @@ def check_seconds(seconds: float, name: str = "timeout") -> float:
         >>> check_seconds(2.5), check_seconds(float("inf"))
         (2.5, 2000000.0)
     """
-    valid = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    valid = isinstance(seconds, Real) and not isinstance(seconds, bool)
     if not valid or isnan(seconds) or seconds < 0:
         raise OptionError(f"{name} is a number of seconds, not {seconds!r}")
     return min(float(seconds), _LONGEST)
