@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import ray
+
+from sync_plugin_ray.store import Publication
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,6 +48,21 @@ def run_script() -> Callable[[str, float], list[str]]:
         return done.stdout.splitlines()
 
     return run
+
+
+@pytest.fixture
+def kept() -> Callable[[], int]:
+    """How many versions that were put since the test began are still there.
+
+    Those of tests before may go at any moment.
+    """
+    before = weakref.WeakSet(_publications())
+    return lambda: sum(each not in before for each in _publications())
+
+
+def _publications() -> list[Publication]:
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, Publication)]
 
 
 @pytest.hookimpl(trylast=True)
