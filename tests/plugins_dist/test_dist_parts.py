@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -48,6 +48,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 @settings(max_examples=100, deadline=None)
+@example({"": torch.ones(2, dtype=torch.bfloat16)[1:].as_strided((1,), (2,))}, 1)
 @given(
     st.dictionaries(st.text(max_size=3), tensors(), min_size=1, max_size=8),
     st.one_of(st.integers(1, 80), st.integers(81, 5000)),

@@ -60,7 +60,9 @@ def _pack_large(target: Tensor, source: Tensor, end: int, part_nbytes: int) -> I
 
 
 def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return tensor.detach().resolve_conj().resolve_neg().view(-1).view(torch.uint8).numpy()
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    # A single element is contiguous whatever its stride, which a view of its bytes has to lose.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 @lru_cache(maxsize=16)
