@@ -83,8 +83,7 @@ class Binding:
             ModelError: a tensor's memory was taken away.
         """
         layout = self.layout
-        if not all(map(Tensor.data_ptr, self._named.values())):
-            _check_memory(self._named)
+        _check_memory(self._named)
         return Update(layout, self._travelling())
 
     def write(
@@ -120,8 +119,7 @@ class Binding:
         if not self._writable:
             commit.check_writable(self._named)
             self._writable = True
-        if not all(map(Tensor.data_ptr, self._named.values())):
-            _check_memory(self._named)
+        _check_memory(self._named)
         if self._extra_state:
             with commit.extra_state_set(self._modules, dict(update.items())):
                 self._write_tensors(update, zero_copy=zero_copy, version=version)
@@ -200,6 +198,8 @@ class Binding:
 
 
 def _check_memory(named: Mapping[str, Tensor]) -> None:
+    if all(map(Tensor.data_ptr, named.values())):
+        return
     # Such a tensor has no address. To read it, or to write to it, would end the process.
     for name, tensor in named.items():
         if tensor.numel() and not tensor.data_ptr():

@@ -30,8 +30,9 @@ def parse_options(options_type: type[Options], given: Mapping[str, Any], owner: 
     ]
     if missing:
         raise OptionError(f"{owner} needs the option {missing[0]!r}")
+    types = _types(options_type)
     for name, value in given.items():
-        if not _is_of(value, _types(options_type).get(name, Any)):
+        if not _is_of(value, types.get(name, Any)):
             raise OptionError(f"{owner} takes {name}: {declared[name].type}, not {value!r}")
     return options_type(**given)
 
