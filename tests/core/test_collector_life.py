@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -55,6 +56,10 @@ class Fatal(CountingEnv):
 
 def values(batch: TensorDictBase, *key: str) -> list[Any]:
     return list(batch[key].squeeze(-1).tolist())
+
+
+def versions(batch: TensorDictBase) -> list[int]:
+    return list(batch["policy_version"].flatten().tolist())
 
 
 def seat(batch: TensorDictBase) -> int:
@@ -157,6 +162,22 @@ def test_a_worker_that_joins_after_updates_of_some() -> None:
         batches = [next(made) for _ in range(3)]
     assert [values(batch, "action")[0] for batch in batches] == [1.0, 2.0, 2.0]
     assert [batch["policy_version"][0].item() for batch in batches] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("workers", "sync"), [("thread", False), ("inline", True)])
+def test_workers_that_are_added_while_another_thread_collects(workers: str, sync: bool) -> None:
+    batches: list[TensorDictBase] = []
+    buffer = SimpleNamespace(extend=batches.append)
+    options: dict[str, Any] = {"workers": workers, "sync": sync, "replay_buffer": buffer}
+    with collector(policy=Scale(), num_workers=1, scheme="thread", **options) as made:
+        made.update_policy_weights_(Scale(7.0))
+        made.start()
+        for _ in range(4):
+            made.add_workers()
+            time.sleep(0.05)
+        with made.pause():
+            assert {seat(batch) for batch in batches} == set(range(5))
+            assert {version for batch in batches for version in versions(batch)} == {1}
 
 
 def test_a_worker_that_cannot_be_added() -> None:

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from sync_core import ClosedError, RemoteCallError
+from sync_core import ClosedError, RemoteCallError, WorkerTimeoutError
 from sync_core.collector import Collector
 from sync_core.collector.split import split_trajectories
 from sync_core.envs import CountingEnv
@@ -220,6 +220,114 @@ def test_a_buffer_that_fails_in_the_background(shut_down: Any) -> None:
         with pytest.raises(ValueError, match="the disk is full"):
             shut_down(made)
         made.shutdown()
+
+
+class Moody(Buffer):
+    """Raises once, instead of taking its third batch."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self._error: type[BaseException] | None = error
+
+    def extend(self, batch: TensorDictBase) -> None:
+        if self._error is not None and len(self.batches) == 2:
+            error, self._error = self._error, None
+            raise error("not now")
+        super().extend(batch)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_a_buffer_raised_at_is_given_to_it_again(
+    sync: bool, error: type[BaseException]
+) -> None:
+    buffer = Moody(error)
+    with collector(replay_buffer=buffer, sync=sync, total_frames=40) as made:
+        with pytest.raises(error):
+            list(made)
+        assert made.stats().frames == (4 if sync else 8)
+        assert list(made)
+        assert made.stats().frames == buffer.frames() == 40
+    for seen in buffer.by_worker().values():
+        assert seen == [float(i) for i in range(len(seen))]
+
+
+def test_what_was_not_handed_on_is_saved_and_dropped_with_the_rest() -> None:
+    buffer = Moody(OSError)
+    with collector(replay_buffer=buffer, num_workers=1) as made:
+        with pytest.raises(OSError, match="not now"):
+            list(made)
+        state = made.state_dict()
+        made.set_seed(0)
+        next(made)
+        assert buffer.by_worker()[0][-4:] == [0.0, 1.0, 2.0, 3.0]
+        made.load_state_dict(state)
+        next(made)
+        next(made)
+        assert buffer.by_worker()[0][-8:] == [float(i) for i in range(8, 16)]
+
+
+def test_what_postproc_raised_at_is_given_to_it_again() -> None:
+    moods = [True, False, True]
+
+    def postproc(batch: TensorDictBase) -> list[float]:
+        if not moods.pop(0):
+            raise OSError("not now")
+        observations: list[float] = batch["observation"].flatten().tolist()
+        return observations
+
+    with collector(postproc=postproc, num_workers=1) as made:
+        assert next(made) == [0.0, 1.0, 2.0, 3.0]
+        with pytest.raises(OSError, match="not now"):
+            next(made)
+        assert next(made) == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_the_background_goes_on_after_a_pause_that_was_too_short() -> None:
+    buffer = Buffer(seconds=0.2)
+    with collector(replay_buffer=buffer, num_workers=1) as made:
+        made.start()
+        for _ in range(2):
+            with pytest.raises(TimeoutError), made.pause(timeout=0.01):
+                pass
+            wait_for(buffer, buffer.frames() + 8)
+        with pytest.raises(TimeoutError), made.pause(timeout=0.01):
+            pass
+        made.start()
+        wait_for(buffer, buffer.frames() + 8)
+
+
+def test_the_background_waits_for_a_batch_that_is_late() -> None:
+    class Late(CountingEnv):
+        def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+            if self._steps.item() == 6:
+                time.sleep(1.0)
+            return super().step(tensordict)
+
+    buffer = Buffer()
+    with Collector(
+        lambda: Late(1_000_000),
+        Scale(),
+        scheme="thread",
+        workers="thread",
+        frames_per_batch=4,
+        replay_buffer=buffer,
+        timeout=0.3,
+    ) as made:
+        made.start()
+        wait_for(buffer, 12)
+        with pytest.raises(WorkerTimeoutError, match="as a collector in the background does"):
+            made.stats()
+        wait_for(buffer, buffer.frames() + 8)
+        assert buffer.by_worker()[0] == [float(i) for i in range(buffer.frames())]
+
+
+def test_the_background_does_not_read_the_policy_by_itself() -> None:
+    # The trainer may be in the middle of a step.
+    with collector(replay_buffer=Buffer(), update_after_each_batch=True) as made:
+        with pytest.raises(RuntimeError, match=r"type update_policy_weights_\(\) after each step"):
+            made.start()
+        assert not collecting()
 
 
 def test_shutting_down_does_not_wait_for_a_buffer_that_hangs() -> None:

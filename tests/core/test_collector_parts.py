@@ -454,6 +454,25 @@ class Agent:
     __call__ = act
 
 
+class Held:
+    """Holds what it acts with where a module is not seen at once."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __call__(self, observation: Tensor) -> Tensor:
+        held = self.held
+        while not callable(held):
+            held = held[0]
+        return torch.as_tensor(held(observation))
+
+
+def helper(observation: Tensor) -> Any:
+    return net(observation)
+
+
 def closing_over() -> Callable[[Tensor], Any]:
     policy = Scale()
     return lambda observation: policy(observation) + 0
@@ -468,6 +487,13 @@ def closing_over() -> Callable[[Tensor], Any]:
         functools.partial(lambda model, observation: model(observation), net),
         Agent(),
         Agent().act,
+        Held(Scale()),
+        Held([Scale()]),
+        Held({0: Scale()}),
+        Held(Agent()),
+        Held(helper),
+        helper,
+        lambda observation: helper(observation) + 0,
     ],
 )
 def test_a_policy_that_would_never_be_fresh(policy: Any) -> None:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sync_core import ModelError, PendingSend, Sender, SenderLostError, SendError
+from sync_core import (
+    LayoutMismatchError,
+    ModelError,
+    PendingSend,
+    Sender,
+    SenderLostError,
+    SendError,
+)
 from sync_core.collector import Collector
 from sync_core.envs import CountingEnv
 from sync_core.testing.collectors import Scale
@@ -35,10 +47,17 @@ class Refusing(Scale):
             raise RuntimeError("this copy refuses")
 
 
+class WithPid(CountingEnv):
+    """Knows the id of its process."""
+
+    def getpid(self) -> int:
+        return os.getpid()
+
+
 def inner(workers: str = "thread", **options: Any) -> Collector:
     options = {"num_workers": 2, "frames_per_batch": 4, "sync": True, "timeout": 20.0, **options}
     policy = options.pop("policy", None) or Scale()
-    return Collector(lambda: CountingEnv(1000), policy, scheme="shm", workers=workers, **options)
+    return Collector(lambda: WithPid(1000), policy, scheme="shm", workers=workers, **options)
 
 
 def register(collector: Collector, addresses: Any) -> None:
@@ -175,6 +194,64 @@ def test_a_collector_that_is_shut_down_leaves_its_senders() -> None:
         made.shutdown()
         with pytest.raises(SendError):
             sender.send()
+
+
+def test_a_collector_that_is_shut_down_while_it_listens_leaves_its_senders() -> None:
+    with Sender("shm", Scale(5.0), num_workers=1, timeout=20.0) as sender:
+        made = inner(weight_recv_schemes={"policy": sender.address(0)})
+        listening = threading.Thread(target=made.receive_weights, kwargs={"timeout": 300.0})
+        listening.start()
+        time.sleep(0.2)
+        next(made)  # which does not wait for who listens
+        made.shutdown()
+        listening.join(20.0)
+        assert not listening.is_alive()
+        with pytest.raises(SendError, match="is gone"):
+            sender.send()
+
+
+def test_weights_come_in_the_background_too(sender: Sender) -> None:
+    batches: list[Any] = []
+    buffer = SimpleNamespace(extend=batches.append)
+    with inner(replay_buffer=buffer, weight_recv_schemes={"policy": sender.address(0)}) as made:
+        made.start()
+        assert sender.send(worker_ids=0).updated == (0,)
+        with made.pause():
+            batches.clear()
+        while not batches:
+            time.sleep(0.01)
+        assert batches[0]["action"].unique().tolist() == [5.0]
+
+
+def test_weights_that_come_after_the_last_batch(sender: Sender) -> None:
+    with inner(total_frames=4, weight_recv_schemes={"policy": sender.address(0)}) as made:
+        next(made)
+        pending = sender.send_async(worker_ids=0)
+        assert list(made) == []
+        assert pending.wait().updated == (0,)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_worker_that_is_found_dead_when_weights_are_passed_on(sender: Sender, sync: bool) -> None:
+    options: dict[str, Any] = {"sync": sync, "on_worker_failure": "restart"}
+    with inner("process", **options) as made:
+        made.register_scheme_receiver({"policy": sender.address(0)}, synchronize_weights=False)
+        next(made)
+        psutil.Process(made.cascade_execute("env.getpid")[0]).kill()
+        pending = sender.send_async(worker_ids=0)
+        assert receive(made) == {"policy": 1}
+        assert pending.wait().updated == (0,)
+        assert held(made) == [5.0, 5.0]
+
+
+def test_a_registration_that_fails_changes_nothing(sender: Sender) -> None:
+    with inner() as made, Sender("thread", nn.Linear(2, 2), num_workers=1) as other:
+        made.register_scheme_receiver({"policy": sender.address(0)}, synchronize_weights=False)
+        with pytest.raises(LayoutMismatchError):
+            made.register_scheme_receiver({"policy": other.address(0)})
+        pending = sender.send_async(worker_ids=0)
+        assert receive(made) == {"policy": 1}
+        assert pending.wait().updated == (0,)
 
 
 def test_weights_given_by_hand() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sync_core.collector.delivery import Delivery
+from sync_core.errors import WorkerTimeoutError
 
 
 class Background:
@@ -15,19 +16,25 @@ class Background:
 
     Args:
         delivery: takes the batches.
+        look: called before each of them.
     """
 
-    def __init__(self, delivery: Delivery) -> None:
+    def __init__(self, delivery: Delivery, look: Callable[[], object]) -> None:
         self._delivery = delivery
-        self._halted = threading.Event()
+        self._look = look
+        self._lock = threading.Lock()
+        # Whether batches are wanted, and whether the thread makes them: what it decides about its
+        # end under the lock, nobody can overlook.
+        self._wanted = self._runs = False
         self._abandoned = threading.Event()
+        self._ended = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def running(self) -> bool:
         """Whether batches are being made in the background."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._runs
 
     def check(self, *, idle: bool = False) -> None:
         """Raise what went wrong in the background, once.
@@ -38,7 +45,7 @@ class Background:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        if idle and self.running:
+        if idle and self.running and not self._abandoned.is_set():
             raise RuntimeError(
                 "the collector runs in the background; iterate within `with collector.pause():`, "
                 "or do not start() it"
@@ -48,53 +55,50 @@ class Background:
         """Begin, unless it runs.
 
         Raises:
-            RuntimeError: there is no replay buffer.
+            RuntimeError: there is no replay buffer, or workers are refreshed by themselves.
         """
         self.check()
-        self._delivery.output.check_buffer()
-        if self.running:
-            return
-        self._halted.clear()
-        self._thread = threading.Thread(target=self._run, name="sync-core-collect", daemon=True)
-        self._thread.start()
+        self._delivery.check_background()
+        self._begin()
 
     @contextmanager
     def paused(self, timeout: float) -> Iterator[None]:
         """Come to rest with nothing under way, and go on afterwards; nothing if it does not run.
 
         Raises:
-            TimeoutError: it did not come to rest in time; it still will.
+            TimeoutError: it did not come to rest in time, and goes on.
         """
         if not self.running:
             self.check()
             yield
             return
-        self._halted.set()
+        self._wanted = False
         self._join(timeout)
         if self.running:
+            self._begin()
             raise TimeoutError(
                 f"the batches under way were not in the replay buffer within {timeout:g} s; type "
                 "pause(timeout=…) to wait for longer, or give the collector fewer frames_per_batch"
             )
-        self.check()
         try:
+            self.check()
             yield
         finally:
-            if not self._abandoned.is_set():
-                self.start()
+            self._begin()
 
     def abandon(self) -> None:
         """Make no more batches; those under way are lost."""
         self._abandoned.set()
-        self._halted.set()
+        self._wanted = False
 
     def end(self, timeout: float) -> None:
-        """Wait for the thread, which was abandoned and whose workers have ended.
+        """Wait for the thread, which was abandoned and whose workers have ended; once.
 
         Raises what went wrong in the background before that, unless another error is on its way.
         """
         # A worker that fails ends the collector from within the thread itself.
-        if self._thread is not threading.current_thread():
+        if not self._ended and self._thread is not threading.current_thread():
+            self._ended = True
             self._join(timeout)
             if sys.exc_info()[0] is None:
                 self.check()
@@ -103,11 +107,41 @@ class Background:
         if self._thread is not None:
             self._thread.join(timeout)
 
+    def _begin(self) -> None:
+        with self._lock:
+            self._wanted = not self._abandoned.is_set()
+            if self._wanted and not self._runs:
+                self._runs = True
+                self._thread = threading.Thread(
+                    target=self._run, name="sync-core-collect", daemon=True
+                )
+                self._thread.start()
+
     def _run(self) -> None:
+        more = True
+        while more:
+            try:
+                more = self._make()
+            except BaseException as error:  # the trainer's next call raises it again
+                self._error = error
+                more = False
+            with self._lock:
+                more = self._runs = more and self._wanted
+
+    def _make(self) -> bool:
+        """Make batches until no more are wanted or there are no more; whether there may be."""
+        more = True
+        while self._wanted and more:
+            self._look()
+            more = self._took(self._delivery.collect_one)
+        while not self._abandoned.is_set() and self._took(self._delivery.collect_rest):
+            pass
+        return more
+
+    def _took(self, take: Callable[[], bool]) -> bool:
+        """Take a batch; one that is late is told by the trainer's next call, and waited for."""
         try:
-            while not self._halted.is_set() and self._delivery.collect_one():
-                pass
-            while not self._abandoned.is_set() and self._delivery.collect_rest():
-                pass
-        except BaseException as error:  # the trainer's next call raises it again
+            return take()
+        except WorkerTimeoutError as error:
             self._error = error
+            return True

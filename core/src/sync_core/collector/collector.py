@@ -61,7 +61,8 @@ class Collector(Life, Updates):
     False at the root, always.
 
     A collector is its own iterator: leaving a loop and beginning another loses and repeats
-    nothing. When ``total_frames`` are reached it shuts down. An error from a worker shuts it down
+    nothing; what ``postproc`` or the replay buffer raised at is given to it again. When
+    ``total_frames`` are reached it shuts down. An error from a worker shuts it down
     too; a late batch (`WorkerTimeoutError`) does not.
 
     Args:
@@ -78,7 +79,7 @@ class Collector(Life, Updates):
         models: what the trainer has under these names, ``"policy"`` apart. Of one whose name is no
             path, such as ``"critic"``, every worker gets a copy.
         weight_recv_schemes: see `register_scheme_receiver`.
-        update_after_each_batch: refresh a worker before it begins its next batch.
+        update_after_each_batch: refresh a worker before it begins its next batch; not for `start`.
         max_weight_update_interval: refresh a worker that has made so many batches with the same
             weights; -1 for only when told to.
         workers: what workers are: the name of a worker group, or its class. None for what suits
@@ -237,10 +238,13 @@ class Collector(Life, Updates):
             total_frames=total_frames,
             close=self._close,
         )
-        self._background = Background(self._delivery)
-        self._upstream = Upstream(self._weights)
-        if weight_recv_schemes:
-            self.register_scheme_receiver(weight_recv_schemes)
+        self._upstream = Upstream(self._weights, self._crew, self._replacement)
+        self._background = Background(self._delivery, self._upstream.look)
+        try:
+            self.register_scheme_receiver(weight_recv_schemes or {})
+        except BaseException:
+            self.shutdown()
+            raise
 
     def stats(self) -> CollectorStats:
         """What was collected so far, and how fresh the policies are."""
@@ -269,7 +273,8 @@ class Collector(Life, Updates):
         by the next call of any method.
 
         Raises:
-            RuntimeError: there is no replay buffer.
+            RuntimeError: there is no replay buffer; or workers are refreshed by themselves, which
+                would be in the middle of a training step.
             ClosedError: the collector was shut down.
         """
         self._check_open()

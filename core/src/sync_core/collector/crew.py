@@ -48,6 +48,10 @@ class Crew:
         self._env_fns: dict[int, Callable[[], Any]] = {}
         # Workers that were started in the place of others and never came to be like the rest.
         self._unready: dict[int, str] = {}
+        # Those that have joined, and those in whose place others are being put: nobody but who
+        # adds or restarts a worker calls it before it is like the rest.
+        self._joined: set[int] = set()
+        self._restarting: set[int] = set()
         #: Whether all workers were ended because nothing is left to do.
         self.dismissed = False
         #: Called with the id of every worker that is added or restarted, once it is built.
@@ -62,11 +66,14 @@ class Crew:
         except BaseException:
             self._group.stop()
             raise
+        self._joined.update(self._group.worker_ids)
 
     @property
     def ids(self) -> tuple[int, ...]:
         """The ids of the workers."""
-        return () if self.dismissed else self._group.worker_ids
+        if self.dismissed:
+            return ()
+        return tuple(i for i in self._group.worker_ids if i in self._joined)
 
     @property
     def parallel(self) -> bool:
@@ -82,10 +89,16 @@ class Crew:
     ) -> Future[Result]:
         """Run ``function(host, *args)`` on a worker; see `WorkerGroup.call`."""
         if worker_id in self._unready:
-            refused: Future[Result] = Future()
-            refused.set_exception(WorkerLostError(worker_id, self._unready[worker_id]))
-            return refused
+            return _refused(worker_id, self._unready[worker_id])
         return self._group.call(worker_id, function, *args)
+
+    def request(
+        self, worker_id: int, function: Callable[..., Result], /, *args: Any
+    ) -> Future[Result]:
+        """The same; but a worker that is being replaced counts as lost, until it has joined."""
+        if worker_id in self._restarting:
+            return _refused(worker_id, "is being replaced")
+        return self.call(worker_id, function, *args)
 
     def call_all(self, function: Callable[..., Result], /, *args: Any) -> dict[int, Future[Result]]:
         """Run a function on every worker at once."""
@@ -115,12 +128,16 @@ class Crew:
         Raises as the constructor does; the worker then fails every call, and counts as dead.
         """
         self._unready.pop(worker_id, None)
-        self._group.restart(worker_id)
+        self._restarting.add(worker_id)
         try:
-            self._join(worker_id)
-        except BaseException as error:
-            self._unready[worker_id] = f"took the place of another and could not join: {error}"
-            raise
+            self._group.restart(worker_id)
+            try:
+                self._join(worker_id)
+            except BaseException as error:
+                self._unready[worker_id] = f"took the place of another and could not join: {error}"
+                raise
+        finally:
+            self._restarting.discard(worker_id)
 
     def remove(self, worker_id: int) -> None:
         """End one worker; its unfinished calls fail."""
@@ -143,6 +160,7 @@ class Crew:
         return self.next_seat - 1
 
     def _end(self, worker_id: int) -> None:
+        self._joined.discard(worker_id)
         self._group.remove(worker_id)
         self._env_fns.pop(worker_id, None)
         self._unready.pop(worker_id, None)
@@ -152,6 +170,7 @@ class Crew:
         self._build([worker_id])
         for callback in self.on_join:
             callback(worker_id)
+        self._joined.add(worker_id)
 
     def _build(self, worker_ids: Iterable[int]) -> None:
         calls: dict[int, Future[int]] = {}
@@ -162,6 +181,12 @@ class Crew:
             calls[worker_id] = self._group.call(worker_id, Host.build, recipe)
         made = gather(calls, self._timeout, "make its environment and policy")
         self.frames = {**self.frames, **dict(zip(calls, made, strict=True))}
+
+
+def _refused(worker_id: int, reason: str) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(WorkerLostError(worker_id, reason))
+    return future
 
 
 def warn_if_rounded(crew: Crew, frames: int) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import weakref
 from collections.abc import Mapping
+from dataclasses import astuple, replace
 from typing import Any
 
 from sync_core.collector.crew import Crew
 from sync_core.collector.freshness import Freshness
 from sync_core.collector.output import Output
 from sync_core.collector.requests import Requests
-from sync_core.collector.schedules import Schedule
+from sync_core.collector.schedules import Delivered, Schedule
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.stale import StaleWatch
 from sync_core.collector.stats import CollectorStats, Lag
@@ -60,6 +60,10 @@ class Delivery:
         self._close = close
         self._frames = self._batches = 0
         self._lag = Lag()
+        # What the workers have delivered, until all of it was handed on: Ctrl-C may come
+        # meanwhile, and a replay buffer may raise.
+        self._in_hand: Delivered | None = None
+        self._handed_on = 0
 
     @property
     def wanted(self) -> int | None:
@@ -109,18 +113,35 @@ class Delivery:
         return {
             "frames": self._frames,
             "batches": self._batches,
-            "lag": dataclasses.astuple(self._lag),
+            "lag": astuple(self._lag),
             "turn": sum(worker_id < self._schedule.turn for worker_id in self._crew.ids),
             "since_update": [self._freshness.batches[i] for i in self._crew.ids],
+            "in_hand": self._in_hand and replace(self._in_hand, batch=self._in_hand.batch.clone()),
+            "handed_on": self._handed_on,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self._frames, self._batches = state["frames"], state["batches"]
+        self._in_hand, self._handed_on = state["in_hand"], state["handed_on"]
         self._lag = Lag(*state["lag"])
         following = self._crew.ids[state["turn"] :]
         self._schedule.turn = following[0] if following else 0
         self._freshness.go_on(dict(zip(self._crew.ids, state["since_update"], strict=False)))
+
+    def drop(self) -> None:
+        """Let what was not handed on be lost, uncounted."""
+        self._in_hand, self._handed_on = None, 0
+
+    def check_background(self) -> None:
+        """Raise `RuntimeError` unless batches can be collected in the background."""
+        self.output.check_buffer()
+        if self._freshness.by_itself:
+            raise RuntimeError(
+                "in the background, the collector would read the policy in the middle of the "
+                "trainer's steps; leave out update_after_each_batch and "
+                "max_weight_update_interval, and type update_policy_weights_() after each step"
+            )
 
     def collect_one(self) -> bool:
         """Take a batch that nobody waits for; False at the end."""
@@ -128,7 +149,8 @@ class Delivery:
 
     def collect_rest(self) -> bool:
         """Take a batch that a worker was asked for already; False if there is none."""
-        return len(self._requests) > 0 and self._took(0)
+        under_way = self._in_hand is not None or len(self._requests) > 0
+        return under_way and self._took(0)
 
     def _took(self, wanted: int | None) -> bool:
         try:
@@ -141,6 +163,21 @@ class Delivery:
         if not self._close.alive:
             raise StopIteration
         self._stale.look()
+        if self._in_hand is None:
+            self._in_hand = self._next(wanted)
+        batch, of_all = self._in_hand.batch, self._in_hand.worker_id is None
+        yielded = None
+        for part in self.output.parts(batch, of_all=of_all)[self._handed_on :]:
+            yielded = self.output.hand_on(part)
+            self._handed_on += 1
+        self.drop()
+        self._frames += batch.numel()
+        self._batches += 1
+        if "policy_version" in batch:
+            self._lag.count(self._weights.version - int(batch["policy_version"].min()))
+        return yielded
+
+    def _next(self, wanted: int | None) -> Delivered:
         try:
             self._freshness.refresh()
             delivered = self._schedule.next_batch(wanted)
@@ -153,9 +190,4 @@ class Delivery:
             raise StopIteration
         if delivered.worker_id is None:
             self._freshness.delivered(None)
-        batch = delivered.batch
-        self._frames += batch.numel()
-        self._batches += 1
-        if "policy_version" in batch:
-            self._lag.count(self._weights.version - int(batch["policy_version"].min()))
-        return self.output.in_driver(batch, of_all=delivered.worker_id is None)
+        return delivered

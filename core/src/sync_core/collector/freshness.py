@@ -37,6 +37,11 @@ class Freshness:
         self._held: set[int] = set()
         weights.on_update.append(self._sent)
 
+    @property
+    def by_itself(self) -> bool:
+        """Whether it ever refreshes anybody."""
+        return self._interval >= 0
+
     def delivered(self, worker_id: int | None) -> None:
         """Count a batch, and hold back who has made enough of them.
 
@@ -76,7 +81,7 @@ class Freshness:
             self._requests.hold(due)
 
     def _due(self) -> list[int]:
-        if self._interval < 0:
+        if not self.by_itself:
             return []
         enough = max(1, self._interval)
         return [i for i in self._crew.ids if self.batches[i] >= enough and self._crew.alive(i)]

@@ -127,6 +127,7 @@ class Life:
         """
         with self._at_rest():
             self._requests.drop_all()
+            self._delivery.drop()
             for worker_id in self._crew.ids:
                 call = self._crew.call(worker_id, Host.set_seed, seed, static_seed)
                 (seed,) = gather({worker_id: call}, self._timeout, "set its seed")

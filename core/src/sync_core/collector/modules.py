@@ -5,11 +5,12 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Iterator
-from types import FunctionType, MethodType
+from collections.abc import Iterable
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from sync_core.errors import ModelError
 from sync_core.extract import named_tensors
@@ -35,13 +36,13 @@ def module_of(policy: Any) -> nn.Module | None:
     if isinstance(policy, nn.Module):
         return policy if named_tensors(policy) else None
     if isinstance(policy, functools.partial):
-        hidden = _first(_modules((*policy.args, *policy.keywords.values())))
+        hidden = _hidden([*policy.args, *policy.keywords.values()])
         if hidden is None:
             return module_of(policy.func)
     elif isinstance(policy, MethodType) and isinstance(policy.__self__, nn.Module):
         return module_of(policy.__self__)
     else:
-        hidden = _first(_modules(_within(policy)))
+        hidden = _hidden([policy])
     if hidden is None:
         return None
     raise ModelError(
@@ -51,29 +52,43 @@ def module_of(policy: Any) -> nn.Module | None:
     )
 
 
-def _within(policy: Any) -> tuple[Any, ...]:
-    """What a callable that is no module may act with."""
-    if isinstance(policy, MethodType):
-        return (*_within(policy.__func__), *_attributes(policy.__self__))
-    if isinstance(policy, FunctionType):
-        loads = {i.argval for i in dis.get_instructions(policy) if i.opname == "LOAD_GLOBAL"}
-        used = [value for name, value in policy.__globals__.items() if name in loads]
-        enclosed = inspect.getclosurevars(policy).nonlocals.values()
-        return (*used, *enclosed, *(policy.__defaults__ or ()))
-    return _attributes(policy)
+def _hidden(values: list[Any]) -> nn.Module | None:
+    """The first module with tensors that is found among values, or a few steps within them."""
+    seen: dict[int, Any] = {}
+    for _ in range(_STEPS):
+        following: list[Any] = []
+        for value in values:
+            if isinstance(value, nn.Module) and named_tensors(value):
+                return value
+            if id(value) not in seen:
+                seen[id(value)] = value
+                following += islice(_within(value), _VALUES)
+        values = following[:_VALUES]
+    return None
 
 
-def _attributes(instance: Any) -> tuple[Any, ...]:
-    """The values of an object's attributes."""
-    return tuple(getattr(instance, "__dict__", {}).values())
+def _within(value: Any) -> Iterable[Any]:
+    """What a value may act with."""
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return value.values() if isinstance(value, dict) else value
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, MethodType):
+        return (value.__func__, value.__self__)
+    if isinstance(value, FunctionType):
+        loads = {i.argval for i in dis.get_instructions(value) if i.opname == "LOAD_GLOBAL"}
+        used = [held for name, held in value.__globals__.items() if name in loads]
+        enclosed = inspect.getclosurevars(value).nonlocals.values()
+        return (*used, *enclosed, *(value.__defaults__ or ()))
+    if isinstance(value, (type, ModuleType, nn.Module, Tensor)):
+        return ()
+    slots = [name for kind in type(value).__mro__ for name in kind.__dict__.get("__slots__", ())]
+    return (
+        *getattr(value, "__dict__", {}).values(),
+        *(getattr(value, name, None) for name in slots),
+    )
 
 
-def _modules(values: tuple[Any, ...]) -> Iterator[nn.Module]:
-    for value in values:
-        owner = value.__self__ if isinstance(value, MethodType) else value
-        if isinstance(owner, nn.Module) and named_tensors(owner):
-            yield owner
-
-
-def _first(modules: Iterator[nn.Module]) -> nn.Module | None:
-    return next(modules, None)
+# How far from a policy modules are looked for, and among how many values at each step.
+_STEPS = 4
+_VALUES = 1000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,8 +48,8 @@ class Output:
         self._write(made)
         return made.select("policy_version", strict=False)
 
-    def in_driver(self, batch: TensorDictBase, *, of_all: bool) -> Any:
-        """What is yielded of a batch that was delivered.
+    def parts(self, batch: TensorDictBase, *, of_all: bool) -> Sequence[TensorDictBase]:
+        """What of a batch that was delivered goes on by itself: see `hand_on`.
 
         Args:
             batch: the batch.
@@ -57,10 +57,16 @@ class Output:
                 what each of them has made, as if they had written it.
         """
         if self.replay_buffer is None:
-            return self._finish(batch)
-        if not self.extend_in_workers:
-            for made in batch.unbind(0) if of_all else [batch]:
-                self._write(made)
+            return [batch]
+        if self.extend_in_workers:
+            return []
+        return batch.unbind(0) if of_all else [batch]
+
+    def hand_on(self, part: TensorDictBase) -> Any:
+        """Write a part into the replay buffer; what is yielded of it, without one."""
+        if self.replay_buffer is None:
+            return self._finish(part)
+        self._write(part)
         return None
 
     def _write(self, made: TensorDictBase) -> None:

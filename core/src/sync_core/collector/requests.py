@@ -70,7 +70,7 @@ class Requests:
                 self._postponed.add(worker_id)
                 return
             order = self._make_order(worker_id)
-            self._expect(worker_id, self._crew.call(worker_id, Host.collect, order))
+            self._expect(worker_id, self._crew.request(worker_id, Host.collect, order))
 
     def hold(self, worker_id: int) -> None:
         """Let a worker begin no other batch until it is released."""
@@ -228,8 +228,9 @@ class Requests:
     def _late(self, worker_id: int) -> WorkerTimeoutError:
         return WorkerTimeoutError(
             worker_id,
-            f"gave no batch within {self._timeout:g} s; iterate again to go on waiting, or give "
-            "the collector a longer timeout or fewer frames_per_batch",
+            f"gave no batch within {self._timeout:g} s; iterate again to go on waiting, as a "
+            "collector in the background does by itself, or give it a longer timeout or fewer "
+            "frames_per_batch",
         )
 
 

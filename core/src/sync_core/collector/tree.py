@@ -10,11 +10,13 @@ from typing import Any
 
 from sync_core.address import Address
 from sync_core.binding import Binding
+from sync_core.collector.crew import Crew
 from sync_core.collector.given import check_name
+from sync_core.collector.replacement import Replacement
 from sync_core.collector.schemes import POLICY
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.weights import PolicyWeights
-from sync_core.errors import ModelError, SenderLostError
+from sync_core.errors import ModelError, SenderLostError, SendError
 from sync_core.extract import named_tensors
 from sync_core.receiver import Receiver
 from sync_core.update import Update
@@ -28,11 +30,18 @@ class Upstream:
 
     Args:
         weights: the collector's models, and the way to its workers.
+        crew: its workers.
+        replacement: puts others in the place of those that are found dead.
     """
 
-    def __init__(self, weights: PolicyWeights | SeveralModels) -> None:
+    def __init__(
+        self, weights: PolicyWeights | SeveralModels, crew: Crew, replacement: Replacement
+    ) -> None:
         self._weights = weights
+        self._crew = crew
+        self._replacement = replacement
         self._receivers: dict[str, Receiver] = {}
+        self._closed = False
         # A thread that iterates looks for weights too.
         self._lock = threading.Lock()
 
@@ -51,13 +60,16 @@ class Upstream:
                     "a factory"
                 )
         with self._lock:
-            for name, address in addresses.items():
-                old = self._receivers.pop(name, None)
-                if old is not None:
-                    old.close()
-                model = self._weights.models[name]
-                passed_on = partial(self._pass_on, name)
-                self._receivers[name] = Receiver(address, model, on_commit=passed_on)
+            receivers: dict[str, Receiver] = {}
+            try:
+                for name, address in addresses.items():
+                    model, passed_on = self._weights.models[name], partial(self._pass_on, name)
+                    receivers[name] = Receiver(address, model, on_commit=passed_on)
+            except BaseException:
+                _close(receivers)
+                raise
+            _close({name: old for name, old in self._receivers.items() if name in receivers})
+            self._receivers |= receivers
 
     def receive(self, timeout: float) -> dict[str, int]:
         """Pass on what has come, or what comes first within a time.
@@ -72,17 +84,21 @@ class Upstream:
             SenderLostError: a sender is gone; it is said once.
             SendError: some workers do not have the version.
         """
-        with self._lock:
-            deadline = time.monotonic() + timeout
-            while True:
-                received = self._received(0.0)
+        deadline = time.monotonic() + timeout
+        if not self._lock.acquire(timeout=timeout):
+            return {}
+        try:
+            received = self._received(0.0)
+            while not received and self._receivers and not self._closed:
                 left = deadline - time.monotonic()
-                if received or left <= 0 or not self._receivers:
-                    return received
+                if left <= 0:
+                    break
                 # With several senders, each is listened to for a moment, in turn.
-                received = self._received(left if len(self._receivers) == 1 else _GLANCE)
-                if received:
-                    return received
+                moment = _MOMENT if len(self._receivers) == 1 else _GLANCE
+                received = self._received(min(left, moment))
+            return received
+        finally:
+            self._release()
 
     def _received(self, patience: float) -> dict[str, int]:
         received = {}
@@ -97,9 +113,12 @@ class Upstream:
         return received
 
     def look(self) -> None:
-        """Pass on what has come."""
-        if self._receivers:
-            self.receive(0)
+        """Pass on what has come, unless somebody listens already."""
+        if self._receivers and self._lock.acquire(blocking=False):
+            try:
+                self._received(0.0)
+            finally:
+                self._release()
 
     def receive_or_load(self, given: tuple[Any, ...], timeout: float) -> dict[str, int]:
         """Receive, or write weights given by hand into the policy and pass them on.
@@ -121,15 +140,20 @@ class Upstream:
         return {}
 
     def close(self) -> None:
-        """Leave the senders; whoever is waiting for them at this moment leaves them by itself."""
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            for receiver in self._receivers.values():
-                receiver.close()
+        """Leave the senders, or have whoever listens to them at this moment leave them soon."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            self._release()
+
+    def _release(self) -> None:
+        """Let others listen; the last one to do so after the end leaves the senders."""
+        if self._closed:
+            _close(self._receivers)
             self._receivers.clear()
-        finally:
-            self._lock.release()
+        self._lock.release()
+        # It may have ended between the two lines before.
+        if self._closed and self._receivers:
+            self.close()
 
     def _load(self, weights: Any) -> None:
         if POLICY not in self._weights.models:
@@ -143,8 +167,20 @@ class Upstream:
 
     def _pass_on(self, name: str, version: int = 0) -> None:
         del version
-        self._weights.update({name: None}, None, blocking=True)
+        if self._crew.dismissed:
+            return  # after the last batch, nobody acts any more
+        try:
+            self._weights.update({name: None}, None, blocking=True)
+        except SendError as error:
+            self._replacement.make_up_for(error)
 
 
-# How long one of several senders is listened to before the next one is.
+def _close(receivers: Mapping[str, Receiver]) -> None:
+    for receiver in receivers.values():
+        receiver.close()
+
+
+# How long one of several senders is listened to before the next one is, and how long the only one
+# before it is looked whether the collector has ended.
 _GLANCE = 0.01
+_MOMENT = 0.1
