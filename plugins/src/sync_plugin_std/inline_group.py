@@ -13,8 +13,9 @@ from sync_core import CallOutcome, LaunchedGroup, Launcher, RemoteCall
 class InlineGroup(LaunchedGroup["InlineWorker"]):
     """Objects that live in the caller's process and run in the caller's thread.
 
-    For debugging, and for work too small to share out. `call` returns when the function has; the
-    future is done. A KeyboardInterrupt is the caller's own and is raised by `call`.
+    For debugging, and for work too small to share out. `call` returns when the function has, and
+    begins when what another thread calls has ended, however long that takes; the future is done. A
+    KeyboardInterrupt is the caller's own and is raised by `call`.
 
     Args:
         factory: see `WorkerGroup`.

@@ -80,11 +80,14 @@ class Background:
                 f"the batches under way were not in the replay buffer within {timeout:g} s; type "
                 "pause(timeout=…) to wait for longer, or give the collector fewer frames_per_batch"
             )
+        # A batch that is late ends nothing; whatever else went wrong did.
+        ended = not isinstance(self._error, WorkerTimeoutError | None)
         try:
             self.check()
             yield
         finally:
-            self._begin()
+            if not ended:
+                self._begin()
 
     def abandon(self) -> None:
         """Make no more batches; those under way are lost."""

@@ -63,7 +63,7 @@ class Delivery:
         # What the workers have delivered, until all of it was handed on: Ctrl-C may come
         # meanwhile, and a replay buffer may raise.
         self._in_hand: Delivered | None = None
-        self._handed_on = 0
+        self._written = 0
 
     @property
     def wanted(self) -> int | None:
@@ -117,13 +117,13 @@ class Delivery:
             "turn": sum(worker_id < self._schedule.turn for worker_id in self._crew.ids),
             "since_update": [self._freshness.batches[i] for i in self._crew.ids],
             "in_hand": self._in_hand and replace(self._in_hand, batch=self._in_hand.batch.clone()),
-            "handed_on": self._handed_on,
+            "written": self._written,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self._frames, self._batches = state["frames"], state["batches"]
-        self._in_hand, self._handed_on = state["in_hand"], state["handed_on"]
+        self._in_hand, self._written = state["in_hand"], state["written"]
         self._lag = Lag(*state["lag"])
         following = self._crew.ids[state["turn"] :]
         self._schedule.turn = following[0] if following else 0
@@ -131,7 +131,7 @@ class Delivery:
 
     def drop(self) -> None:
         """Let what was not handed on be lost, uncounted."""
-        self._in_hand, self._handed_on = None, 0
+        self._in_hand, self._written = None, 0
 
     def check_background(self) -> None:
         """Raise `RuntimeError` unless batches can be collected in the background."""
@@ -166,10 +166,10 @@ class Delivery:
         if self._in_hand is None:
             self._in_hand = self._next(wanted)
         batch, of_all = self._in_hand.batch, self._in_hand.worker_id is None
-        yielded = None
-        for part in self.output.parts(batch, of_all=of_all)[self._handed_on :]:
-            yielded = self.output.hand_on(part)
-            self._handed_on += 1
+        for part in self.output.written_by_driver(batch, of_all=of_all)[self._written :]:
+            self.output.write(part)
+            self._written += 1
+        yielded = self.output.yielded(batch)
         self.drop()
         self._frames += batch.numel()
         self._batches += 1

@@ -45,33 +45,29 @@ class Output:
 
     def in_worker(self, made: TensorDictBase) -> TensorDictBase:
         """What a worker that writes delivers of a batch that it has made."""
-        self._write(made)
+        self.write(made)
         return made.select("policy_version", strict=False)
 
-    def parts(self, batch: TensorDictBase, *, of_all: bool) -> Sequence[TensorDictBase]:
-        """What of a batch that was delivered goes on by itself: see `hand_on`.
+    def written_by_driver(self, batch: TensorDictBase, *, of_all: bool) -> Sequence[TensorDictBase]:
+        """What of a batch that was delivered is to be written, one after the other.
 
         Args:
             batch: the batch.
             of_all: whether its first dimension is that of the workers. Into a replay buffer goes
                 what each of them has made, as if they had written it.
         """
-        if self.replay_buffer is None:
-            return [batch]
-        if self.extend_in_workers:
+        if self.replay_buffer is None or self.extend_in_workers:
             return []
         return batch.unbind(0) if of_all else [batch]
 
-    def hand_on(self, part: TensorDictBase) -> Any:
-        """Write a part into the replay buffer; what is yielded of it, without one."""
-        if self.replay_buffer is None:
-            return self._finish(part)
-        self._write(part)
-        return None
-
-    def _write(self, made: TensorDictBase) -> None:
+    def write(self, made: TensorDictBase) -> None:
+        """Write what one worker has made into the replay buffer."""
         assert self.replay_buffer is not None
         self.replay_buffer.extend(self._finish(made))
+
+    def yielded(self, batch: TensorDictBase) -> Any:
+        """What is yielded of a batch; None where it is written to a replay buffer."""
+        return self._finish(batch) if self.replay_buffer is None else None
 
     def _finish(self, batch: TensorDictBase) -> Any:
         if self.split_trajs:
