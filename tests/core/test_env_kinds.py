@@ -18,6 +18,7 @@ from sync_core.collector.rollout import Rollout, RolloutOptions
 from sync_core.envs import ArrayEnv, CountingEnv, GymEnv
 from sync_core.envs.adapt import as_env
 from sync_core.envs.limit import limit_frames
+from sync_core.envs.protocol import FLAGS
 from sync_core.envs.stacked import stack_envs
 from sync_core.envs.vector import VectorGymEnv
 
@@ -91,6 +92,20 @@ class Plain:
             "done": self._steps >= torch.tensor([[2.0], [3.0]]),
         }
         return tensordict.set("next", TensorDict(outcome, batch_size=[2]))
+
+
+class Flat(CountingEnv):
+    """A `CountingEnv` whose flags have no trailing dimension."""
+
+    def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
+        return self._flat(super().reset(tensordict))
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        self._flat(super().step(tensordict)["next"])
+        return tensordict
+
+    def _flat(self, made: TensorDictBase) -> TensorDictBase:
+        return made.update({name: made[name].squeeze(-1) for name in FLAGS})
 
 
 class Left(nn.Module):
@@ -266,6 +281,27 @@ def test_a_limit_counts_for_each_environment(by_arrays: bool) -> None:
     assert seen(batch, "next", "step_count") == [[1] * 6, [1, 2, 3] * 2, [1, 2, 3, 4, 1, 2]]
     assert seen(batch, "next", "observation") == seen(batch, "next", "step_count")
     assert batch["next", "truncated"].sum() == 1
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("num_envs", [1, 2, 3])
+def test_a_limit_where_flags_have_no_trailing_dimension(stacked: bool, num_envs: int) -> None:
+    lengths = (1, 100, 100)[:num_envs]
+    made: Any = Flat(lengths, num_envs=num_envs)
+    if stacked:
+        made = stack_envs([Flat(length) for length in lengths])
+    shapes = []
+
+    def act(tensordict: TensorDictBase) -> TensorDictBase:
+        shapes.append(tensordict["truncated"].shape)
+        return tensordict.set("action", tensordict["observation"])
+
+    batch = collect(made, act, 6 * num_envs, max_frames_per_traj=3)
+    assert seen(batch, "step_count") == [[0] * 6, [0, 1, 2] * 2, [0, 1, 2] * 2][:num_envs]
+    assert seen(batch, "observation") == seen(batch, "step_count")
+    assert batch["next", "truncated"].shape == (num_envs, 6, 1)
+    assert batch["next", "truncated"].sum() == 2 * (num_envs - 1)
+    assert set(shapes) == {(num_envs,)}
 
 
 def test_a_limit_needs_its_name() -> None:

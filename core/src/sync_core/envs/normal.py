@@ -104,9 +104,12 @@ class Conventions:
         given = {key: following.get(key, None) for key in self.flag_keys}
         leaves = {key: value for key, value in given.items() if value is not None}
         for group in self._groups:
-            for key, flag in self._flags(leaves, group, self._batch_dims).items():
+            flags = self._flags(leaves, group, self._batch_dims)
+            some = next(leaves[key] for key in flags if key in leaves)
+            for key, flag in flags.items():
                 over = flag if key == _key((*group, "terminated")) else flag | _spread(where, flag)
-                following.set(key, over)
+                # Of the environment's own shape: where only a part is reset, they meet its flags.
+                following.set(key, over.reshape(leaves.get(key, some).shape))
 
     def clear(self, root: TensorDictBase, where: Tensor) -> None:
         """Set the flags of an episode that goes on, in place, where another has begun."""
