@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import itertools
+import multiprocessing
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,6 +54,16 @@ class Unsaved:
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
         return self._env.step(tensordict)
+
+
+class Holding(gymnasium.Env[Any, Any]):
+    """Holds something that does not pickle."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
 
 
 def cart_pole() -> GymEnv:
@@ -187,6 +200,21 @@ def test_gym_environments_that_do_not_pickle_what_they_are_doing() -> None:
     assert GymEnv(Reconstructed).save_state() is None
     assert GymEnv(Local).save_state() is None
     assert cart_pole().save_state() is not None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: lambda: None,
+        threading.Lock,
+        multiprocessing.get_context("fork").Lock,
+        lambda: ctypes.pointer(ctypes.c_int(3)),
+    ],
+    ids=["function", "thread-lock", "process-lock", "pointer"],
+)
+def test_gym_environments_that_hold_what_does_not_pickle(make: Callable[[], Any]) -> None:
+    assert GymEnv(lambda: Holding(make())).save_state() is None
+    assert GymEnv(lambda: Holding(None)).save_state() is not None
 
 
 def test_after_the_last_batch() -> None:

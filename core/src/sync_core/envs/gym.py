@@ -130,7 +130,8 @@ class GymEnv(ArrayEnv):
             return None
         try:
             return pickle.dumps(self._envs)
-        except (TypeError, AttributeError, pickle.PicklingError):
+        except Exception:
+            # What holds a lock, a pointer or the like says no by an exception of its own.
             return None
 
     def load_state(self, state: bytes) -> None:
