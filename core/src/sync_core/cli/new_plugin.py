@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import keyword
 import re
 import sys
 from dataclasses import dataclass
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -111,7 +114,7 @@ def write_plugin(name: str, kind: str = "scheme", directory: Path | None = None)
         "name": name,
         "distribution": name,
         "package": package,
-        "class_name": "".join(part.capitalize() for part in name.split("-")),
+        "class_name": _class_name(name),
         "group": chosen.group,
         "leeway": chosen.leeway,
         "kind": chosen.called,
@@ -119,14 +122,36 @@ def write_plugin(name: str, kind: str = "scheme", directory: Path | None = None)
     }
     words["summary"] = Template(chosen.summary).substitute(words)
     words["usage"] = Template(chosen.usage).substitute(words)
-    templates = resources.files("sync_core") / "templates"
     for source, target in _FILES.items():
-        text = (templates / source.format(folder=chosen.folder)).read_text(encoding="utf-8")
+        text = _template(source, chosen)
         path = directory / target.format(package=package)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(Template(text).substitute(words), encoding="utf-8")
     (directory / "src" / package / "py.typed").touch()
     return directory
+
+
+def _template(source: str, kind: _Kind) -> str:
+    path = resources.files("sync_core") / "templates" / source.format(folder=kind.folder)
+    return path.read_text(encoding="utf-8")
+
+
+def _class_name(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("-"))
+
+
+def _names_taken(kind: _Kind) -> set[str]:
+    """What the code that is written calls other things than the plugin's class."""
+    taken = set(keyword.kwlist)
+    for source in _FILES:
+        if source.startswith("{folder}/"):
+            # So that it can be parsed: what is filled in later is a name like any other.
+            for node in ast.walk(ast.parse(_template(source, kind).replace("$", "_"))):
+                if isinstance(node, ast.Name):
+                    taken.add(node.id)
+                elif isinstance(node, ast.alias | ast.ClassDef):
+                    taken.add(node.name)
+    return taken
 
 
 def _check(name: str, kind: _Kind, directory: Path) -> None:
@@ -135,11 +160,6 @@ def _check(name: str, kind: _Kind, directory: Path) -> None:
             f"{name!r} is no name for a plugin: lower-case letters, digits and single hyphens, "
             "beginning with a letter; such as my-transport"
         )
-    package = name.replace("-", "_")
-    if package in sys.stdlib_module_names or package.startswith("sync_core"):
-        raise PluginNewError(
-            f"the module {package!r} exists already; take another name, such as sync-{name}"
-        )
     owners = [entry for entry in registry.installed(kind.group) if entry.name == name]
     known = registry.KNOWN[kind.group].get(name)
     if owners or known:
@@ -147,6 +167,21 @@ def _check(name: str, kind: _Kind, directory: Path) -> None:
         raise PluginNewError(
             f"{owner} has a {kind.called} {name!r} already, and two of one name cannot be used; "
             f"take another, such as my-{name}"
+        )
+    package = name.replace("-", "_")
+    if keyword.iskeyword(package):
+        raise PluginNewError(
+            f"no module can be called {package!r}, which is a keyword of Python; take another "
+            f"name, such as my-{name}"
+        )
+    if package in sys.stdlib_module_names or package.startswith("sync_core") or find_spec(package):
+        raise PluginNewError(
+            f"the module {package!r} exists already; take another name, such as sync-{name}"
+        )
+    if _class_name(name) in _names_taken(kind):
+        raise PluginNewError(
+            f"the class would be called {_class_name(name)!r}, and its module needs that name for "
+            f"something else; take another name, such as my-{name}"
         )
     if directory.exists():
         raise PluginNewError(f"{directory} exists already; give another by --directory")
