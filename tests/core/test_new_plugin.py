@@ -112,3 +112,15 @@ def test_names_that_are_refused(
 def test_a_folder_that_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new-plugin", "my-transport", "--directory", str(tmp_path)]) == 1
     assert "exists already; give another by --directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"), [("file/below", "Not a directory"), ("n" * 300, "File name too long")]
+)
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, reason: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["new-plugin", "my-transport", "--directory", str(tmp_path / where)]) == 1
+    error = capsys.readouterr().err
+    assert f"{where} cannot be written: {reason}; give another by --directory\n" in error

@@ -104,31 +104,39 @@ def write_plugin(name: str, kind: str = "scheme", directory: Path | None = None)
         directory: a folder that does not exist yet; None for one of that name here.
 
     Raises:
-        PluginNewError: the name is no good or taken, or the folder exists.
+        PluginNewError: the name is no good or taken, or the folder exists or cannot be written.
     """
     chosen = next(each for each in (_SCHEME, _LAYER, _WORKERS) if each.folder == kind)
     directory = Path(name) if directory is None else directory
-    _check(name, chosen, directory)
+    try:
+        _check(name, chosen, directory)
+        _write(name, chosen, directory)
+    except OSError as error:
+        raise PluginNewError(
+            f"{directory} cannot be written: {error.strerror}; give another by --directory"
+        ) from error
+    return directory
+
+
+def _write(name: str, kind: _Kind, directory: Path) -> None:
     package = name.replace("-", "_")
     words = {
         "name": name,
         "distribution": name,
         "package": package,
         "class_name": _class_name(name),
-        "group": chosen.group,
-        "leeway": chosen.leeway,
-        "kind": chosen.called,
+        "group": kind.group,
+        "leeway": kind.leeway,
+        "kind": kind.called,
         "core_requirement": promised_to(sync_core.__version__),
     }
-    words["summary"] = Template(chosen.summary).substitute(words)
-    words["usage"] = Template(chosen.usage).substitute(words)
+    words["summary"] = Template(kind.summary).substitute(words)
+    words["usage"] = Template(kind.usage).substitute(words)
     for source, target in _FILES.items():
-        text = _template(source, chosen)
         path = directory / target.format(package=package)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(Template(text).substitute(words), encoding="utf-8")
+        path.write_text(Template(_template(source, kind)).substitute(words), encoding="utf-8")
     (directory / "src" / package / "py.typed").touch()
-    return directory
 
 
 def _template(source: str, kind: _Kind) -> str:
