@@ -124,6 +124,29 @@ def test_going_on_is_exact(
         assert (one == other).all()
 
 
+@pytest.mark.parametrize("made_before", [0, 1, 3])
+def test_random_frames_that_a_new_seed_drops_are_made_up_for(made_before: int) -> None:
+    options = {"workers": "thread", "num_workers": 2, "init_random_frames": 60}
+    with collector(CountingEnv, Scale(5.0), **options) as made:
+        next(made)
+        state = saved(made)
+    random = 12
+    over: set[int] = set()
+    with collector(CountingEnv, Scale(5.0), **options) as made:
+        for _ in range(made_before):
+            next(made)
+        made.load_state_dict(state)
+        made.set_seed(0)
+        # Until the policy has acted in both workers: either may be the slower one.
+        while len(over) < 2:
+            batch = next(made)
+            if (batch["action"] == 5.0).all():
+                over.add(int(batch["collector", "traj_ids"][0]) // PER_WORKER)
+            else:
+                random += batch.numel()
+    assert random == 60
+
+
 def test_weights_and_versions() -> None:
     with collector(CountingEnv, Scale(), num_workers=2, frames_per_batch=1) as made:
         made.update_policy_weights_(Scale(1.0))

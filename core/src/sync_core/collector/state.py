@@ -64,7 +64,7 @@ class State:
         return {
             "delivery": self.delivery.state_dict(),
             "version": self.weights.version,
-            "random_frames": self.warmup.left,
+            "random_frames": self.warmup.state_dict(),
             "seats": self.crew.next_seat,
             "frames_per_worker": [self.crew.frames[i] for i in ids],
             "workers": workers,
@@ -111,6 +111,6 @@ class State:
                 for i in ids
             }
         gather(calls, self.timeout, "load its state")
-        self.warmup.left = state["random_frames"]
+        self.warmup.load_state_dict(state["random_frames"])
         self.delivery.load_state_dict(state["delivery"])
         self.requests.put_back({ids[position]: batch.clone() for position, batch in state["made"]})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from sync_core.collector.crew import Crew
 from sync_core.collector.order import Order
 
@@ -21,18 +24,27 @@ class Warmup:
         if frames < -1:
             raise ValueError(f"init_random_frames is {frames}; give 0 or more, or -1 for none")
         self._crew = crew
-        #: The frames that are still to be asked for.
-        self.left = frames
+        # The frames that are still to be asked for.
+        self._left = frames
         self._asked: dict[int, int] = {}
         crew.on_join.append(self.take_back)
 
     def order(self, worker_id: int) -> Order:
         """What to ask a worker for next."""
-        random = self.left > 0
+        random = self._left > 0
         self._asked[worker_id] = self._crew.frames[worker_id] if random else 0
-        self.left -= self._asked[worker_id]
+        self._left -= self._asked[worker_id]
         return Order(random=random)
 
     def take_back(self, worker_id: int) -> None:
         """Do not count what a worker was asked for last: it is lost, or dropped."""
-        self.left += self._asked.pop(worker_id, 0)
+        self._left += self._asked.pop(worker_id, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is still to be asked for, and what was asked for last: it may yet be dropped."""
+        return {"left": self._left, "asked": [self._asked.get(i, 0) for i in self._crew.ids]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._left = state["left"]
+        self._asked = dict(zip(self._crew.ids, state["asked"], strict=False))
