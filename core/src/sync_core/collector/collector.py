@@ -70,7 +70,8 @@ class Collector(Life, Updates):
             vector); or a list, one for each worker.
         policy: takes a TensorDict or observations (`sync_core.collector.policies.adapt`); None
             for random actions. Workers begin with a copy of it as it is now.
-        policy_factory: makes a worker's policy in the worker; or a list, one for each worker.
+        policy_factory: makes a worker's policy in the worker; or a list, one for each worker. Only
+            policies whose weights have the same names and shapes in every worker can be updated.
         scheme: how weights travel: the name of a scheme, or a plugin object; ``"shm"`` by default.
         weight_sync_schemes: instead, several models by name, each with a scheme, or with a mapping
             that has ``"scheme"`` and its options. A name is a path in a worker: ``"policy"``,
