@@ -47,7 +47,7 @@ class Chosen:
         return {caught_by} if caught_by else cases
 
 
-@pytest.mark.parametrize(("kind", "least"), [("schemes", 25), ("layers", 15), ("stores", 7)])
+@pytest.mark.parametrize(("kind", "least"), [("schemes", 50), ("layers", 15), ("stores", 7)])
 def test_every_mutant_is_caught(pytester: pytest.Pytester, kind: str, least: int) -> None:
     chosen = Chosen()
     path = FOLDER / f"{kind}.py"
@@ -55,6 +55,8 @@ def test_every_mutant_is_caught(pytester: pytest.Pytester, kind: str, least: int
     chosen.module.released.set()
     while chosen.module.__dict__.get("descriptors"):
         os.close(chosen.module.descriptors.pop())
+    for file in chosen.module.__dict__.get("files", ()):
+        file.unlink(missing_ok=True)
     outcomes = chosen.outcomes
     healthy = [name for name in outcomes if name.startswith("TestBaseline")]
     survivors = {

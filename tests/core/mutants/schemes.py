@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -30,12 +32,22 @@ from sync_plugin_std.thread import ThreadReceiver, ThreadScheme, ThreadSender
 #: What mutants leak on purpose, for the test to release.
 released = threading.Event()
 descriptors: list[int] = []
+files: list[Path] = []
+
+
+def leak_a_file() -> None:
+    """As a transport that keeps its versions in the temporary directory."""
+    descriptor, name = tempfile.mkstemp()
+    os.close(descriptor)
+    files.append(Path(name))
 
 
 class Mutant(ThreadScheme):
     """The scheme `thread`, of which one side is another."""
 
     caught_by: ClassVar[str]
+    #: Of its sender, which is not to wait long for what never comes.
+    options: ClassVar[Mapping[str, Any]] = {}
     Sender: ClassVar[Any] = ThreadSender
     Receiver: ClassVar[Any] = ThreadReceiver
 
@@ -195,6 +207,32 @@ class ReusesWhatIsRead(Mutant):
             return payload
 
 
+class ReusesWhatIsStaged(Mutant):
+    caught_by = "test_what_was_staged_is_what_is_committed"
+    capabilities = ThreadScheme.capabilities - {"zero_copy"}
+    Receiver = ReusesWhatIsRead.Receiver
+
+
+class WritesToWhatIsCopied(Mutant):
+    """As a reader that takes a version piece by piece from where the next one may be put."""
+
+    caught_by = "test_a_large_version_is_whole_while_others_are_sent"
+    capabilities = ThreadScheme.capabilities - {"zero_copy"}
+
+    class Receiver(ReusesWhatIsRead.Receiver):
+        def receive(self, timeout: float) -> Payload | None:
+            payload = super().receive(timeout)
+            if payload is None:
+                return None
+            copies = [torch.empty_like(tensor) for tensor in payload.tensors]
+            for tensor, copied in zip(payload.tensors, copies, strict=True):
+                flat, into = tensor.reshape(-1), copied.reshape(-1)
+                for pieces in zip(flat.split(1 << 18), into.split(1 << 18), strict=True):
+                    time.sleep(0.001)
+                    pieces[1].copy_(pieces[0])
+            return Payload(payload.version, payload.layout, tuple(copies))
+
+
 class ConfirmsAtOnce(Mutant):
     caught_by = "test_nothing_is_confirmed_before_it_is_committed"
 
@@ -234,6 +272,50 @@ class ConfirmsAnotherVersion(Mutant):
             super().acknowledge(replace(answer, version=newest))
 
 
+class TakesALateRefusalForAnother(Mutant):
+    caught_by = "test_a_late_refusal_fails_no_other_send"
+
+    class Receiver(ThreadReceiver):
+        def acknowledge(self, answer: Answer) -> None:
+            if answer.error is not None:
+                newest = self._publisher.newest(self._worker_id)
+                answer = replace(answer, version=newest)
+            super().acknowledge(answer)
+
+
+class TakesAnyReceiversAnswer(Mutant):
+    caught_by = "test_an_answer_of_a_receiver_that_was_replaced_counts_for_no_other"
+
+    class Receiver(ThreadReceiver):
+        def acknowledge(self, answer: Answer) -> None:
+            place = self._publisher._places[self._worker_id]
+            self._publisher.answer(self._worker_id, answer, place.reader)
+
+
+class TakesTheAnswerOfWhoWasRemoved(Mutant):
+    caught_by = "test_an_answer_of_a_worker_that_was_removed_counts_for_no_other"
+    Receiver = TakesAnyReceiversAnswer.Receiver
+
+
+class CountsVersionsInAByte(Mutant):
+    caught_by = "test_after_hundreds_of_versions_answers_still_count"
+    options = {"timeout": 2.0}
+
+    class Receiver(ThreadReceiver):
+        def acknowledge(self, answer: Answer) -> None:
+            super().acknowledge(replace(answer, version=answer.version % 256))
+
+
+class LosesEveryEighthAnswer(Mutant):
+    caught_by = "test_after_hundreds_of_versions_answers_still_count"
+    options = {"timeout": 2.0}
+
+    class Receiver(ThreadReceiver):
+        def acknowledge(self, answer: Answer) -> None:
+            if answer.version % 8:
+                super().acknowledge(answer)
+
+
 class SaysThatNothingTravelled(Mutant):
     caught_by = "test_the_report_tells_how_much_travelled"
 
@@ -271,6 +353,35 @@ class DeliversToRemovedWorkers(Mutant):
     class Sender(IgnoresWorkerIds.Sender):
         def remove_worker(self, worker_id: int) -> None:
             pass
+
+
+class LetsWaitForRemovedWorkers(Mutant):
+    caught_by = "test_removing_a_worker_ends_what_is_on_its_way_to_it"
+    options = {"timeout": 2.0}
+
+    class Sender(ThreadSender):
+        def remove_worker(self, worker_id: int) -> None:
+            self._publisher._places[worker_id].delivery = None
+            super().remove_worker(worker_id)
+
+
+class ServesNoIdTwice(Mutant):
+    caught_by = "test_an_id_may_be_removed_and_added_again"
+    options = {"timeout": 2.0}
+
+    class Sender(ThreadSender):
+        def __init__(self, context: TransportContext) -> None:
+            super().__init__(context)
+            self._removed: set[int] = set()
+
+        def remove_worker(self, worker_id: int) -> None:
+            self._removed.add(worker_id)
+            super().remove_worker(worker_id)
+
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
+            served = [i for i in worker_ids if i not in self._removed]
+            return deliveries | super().send(payload, served)
 
 
 class LateWorkersGetNothing(Mutant):
@@ -362,6 +473,17 @@ class DoesNotEndWhenClosed(Mutant):
             pass
 
 
+class WaitsForWorkersToLeave(Mutant):
+    caught_by = "test_closing_waits_for_no_worker"
+
+    class Sender(ThreadSender):
+        def close(self) -> None:
+            places = self._publisher._places.values()
+            if not self._publisher.closed and any(place.lost is None for place in places):
+                time.sleep(2.1)
+            super().close()
+
+
 class SharesStateBetweenSenders(Mutant):
     caught_by = "test_two_senders_at_once"
     last: ClassVar[list[ThreadSender]] = []
@@ -426,6 +548,35 @@ class LeaksADescriptor(Mutant):
             descriptors.append(os.open("/dev/null", os.O_RDONLY))
 
 
+class LeaksAThreadForEachPendingSend(Mutant):
+    caught_by = "test_a_send_that_was_pending_leaves_nothing_behind"
+
+    class Sender(ThreadSender):
+        def close(self) -> None:
+            deliveries = [place.delivery for place in self._publisher._places.values()]
+            if any(delivery and delivery.answer is None for delivery in deliveries):
+                threading.Thread(target=released.wait, daemon=True).start()
+            super().close()
+
+
+class LeavesAFileInTheTrainer(Mutant):
+    caught_by = "test_no_file_is_left_in_the_temporary_directory"
+
+    class Sender(ThreadSender):
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            leak_a_file()
+            return super().send(payload, worker_ids)
+
+
+class LeavesAFileInTheWorker(Mutant):
+    caught_by = "test_no_file_is_left_in_the_temporary_directory"
+
+    class Receiver(ThreadReceiver):
+        def __init__(self, context: TransportContext) -> None:
+            super().__init__(context)
+            leak_a_file()
+
+
 class DeclaresWhatNobodyKnows(Mutant):
     caught_by = "test_its_capabilities_are_known_or_explained"
     capabilities = frozenset({"late_join", "telepathy"})
@@ -460,7 +611,7 @@ globals().update(
             (SchemeConformance,),
             {
                 "scheme": mutant(),
-                "options": MappingProxyType({}),
+                "options": MappingProxyType(getattr(mutant, "options", {})),
                 "group": "thread",
                 "__module__": __name__,
             },

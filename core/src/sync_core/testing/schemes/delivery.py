@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sync_core import SendError, WorkerTimeoutError
 from sync_core.testing.schemes.base import SchemeCases, Start
@@ -94,6 +94,41 @@ class DeliveryCases(SchemeCases):
         assert versions == sorted(set(versions))
         assert all(values == {float(version)} for version, values in seen)
 
+    @pytest.mark.usefixtures("asking", "parallel")
+    def test_a_large_version_is_whole_while_others_are_sent(self, start: Start) -> None:
+        # Long enough on its way for several others to be sent meanwhile.
+        def weights() -> dict[str, Tensor]:
+            return {"weight": torch.zeros(4_000_000)}
+
+        given, last = weights(), 20
+        workers = start(given, 1, make=weights)
+
+        def follow(worker: Worker) -> list[tuple[int, float, float]]:
+            seen: list[tuple[int, float, float]] = []
+            while not seen or seen[-1][0] < last:
+                version = worker.receive(20.0)
+                assert version is not None
+                least, most = worker.model["weight"].aminmax()
+                seen.append((version, float(least), float(most)))
+            return seen
+
+        following = workers.pool.submit(0, follow)
+        for value in range(1, last + 1):
+            given["weight"].fill_(float(value))
+            with suppress(SendError):
+                workers.sender.send_async().wait(0.002)
+        seen = following.result(30)
+        assert all(least == version == most for version, least, most in seen), seen
+
+    def test_after_hundreds_of_versions_answers_still_count(self, start: Start) -> None:
+        policy = make_policy()
+        workers = start(policy, 1)
+        for version in range(1, 301):
+            fill(policy, float(version))
+            report = workers.send()
+            assert (report.version, report.updated) == (version, (0,))
+        assert workers.values() == [{300.0}]
+
     def test_the_forms_of_weights(self, start: Start) -> None:
         from tensordict import TensorDict
 
@@ -161,6 +196,35 @@ class DeliveryCases(SchemeCases):
         assert workers.pool.call(0, Worker.commit_staged) == 1
         assert not eventually(pending.done, 0.2)
         assert workers.receive(0) == 2
+        assert pending.wait().updated == (0,)
+
+    @pytest.mark.usefixtures("asking")
+    def test_what_was_staged_is_what_is_committed(self, start: Start, zero_copy: bool) -> None:
+        policy = make_policy(1.0)
+        workers = start(policy, 1, zero_copy=zero_copy)
+        with pytest.raises(SendError):
+            workers.sender.send_async().wait(0.0)
+        assert workers.pool.call(0, Worker.stage) == 1
+        # More versions than a scheme might keep.
+        for value in range(2, 8):
+            fill(policy, float(value))
+            with pytest.raises(SendError):
+                workers.sender.send_async().wait(0.0)
+        assert workers.pool.call(0, Worker.commit_staged) == 1
+        assert workers.values() == [{1.0}]
+        assert workers.receive(0) == 7
+        assert workers.values() == [{7.0}]
+
+    @pytest.mark.usefixtures("asking")
+    def test_an_answer_of_a_receiver_that_was_replaced_counts_for_no_other(
+        self, start: Start
+    ) -> None:
+        workers = start(make_policy(1.0), 1)
+        pending = workers.sender.send_async()
+        assert workers.pool.call(0, Worker.stage) == 1
+        assert workers.pool.call(0, Worker.commit_after_another, workers.sender.address(0)) == 1
+        assert not eventually(pending.done, 0.2)
+        assert workers.receive(0) == 1
         assert pending.wait().updated == (0,)
 
     @pytest.mark.usefixtures("asking")

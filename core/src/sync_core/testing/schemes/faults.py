@@ -19,6 +19,7 @@ from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, make_policy
 from sync_core.testing.schemes.pool import Pool
 from sync_core.testing.schemes.worker import Worker
+from sync_core.testing.worker_groups import eventually
 
 
 class FaultCases(SchemeCases):
@@ -49,6 +50,21 @@ class FaultCases(SchemeCases):
         with pytest.raises(SendError, match="did not confirm version 1 within"):
             workers.sender.send(timeout=0.1)
         assert workers.send().updated == (0,)
+
+    @pytest.mark.usefixtures("asking")
+    def test_a_late_refusal_fails_no_other_send(self, start: Start) -> None:
+        policy = make_policy(1.0)
+        workers = start(policy, 1)
+        with pytest.raises(SendError):
+            workers.sender.send_async().wait(0.0)
+        assert workers.pool.call(0, Worker.stage) == 1
+        fill(policy, 2.0)
+        pending = workers.sender.send_async()
+        workers.pool.call(0, Worker.refuse_staged)
+        assert not eventually(pending.done, 0.2)
+        assert workers.receive(0) == 2
+        assert pending.wait().updated == (0,)
+        assert workers.values() == [{2.0}]
 
     @pytest.mark.usefixtures("processes")
     def test_killed_between_sends_and_back_again(self, start: Start) -> None:

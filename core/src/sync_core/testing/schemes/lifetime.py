@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from sync_core import RemoteCallError, SenderLostError, SendError, UnknownWorkerError
+from sync_core import (
+    RemoteCallError,
+    SenderLostError,
+    SendError,
+    UnknownWorkerError,
+    WorkerTimeoutError,
+)
 from sync_core.testing.processes import descendants
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, make_policy
@@ -73,6 +82,47 @@ class LifetimeCases(SchemeCases):
             assert workers.receive(0, timeout=0.1) is None
         assert workers.pool.call(0, Worker.values) == {1.0}
 
+    def test_removing_a_worker_ends_what_is_on_its_way_to_it(self, start: Start) -> None:
+        workers = start(make_policy(1.0))
+        pending = workers.sender.send_async()
+        workers.sender.remove_worker(0)
+        assert workers.receive(1) == 1
+        with pytest.raises(SendError) as failure:
+            pending.wait()
+        report = failure.value.report
+        assert report.updated == (1,)
+        assert not isinstance(report.workers[0].error, WorkerTimeoutError)
+
+    def test_an_id_may_be_removed_and_added_again(self, start: Start) -> None:
+        self.need("late_join")
+        policy = make_policy(1.0)
+        workers = start(policy)
+        workers.send()
+        for value in (2.0, 3.0):
+            workers.sender.remove_worker(0)
+            assert workers.sender.add_worker(0) == 0
+            workers.connect(0)
+            assert workers.receive(0, timeout=5.0) == value - 1
+            fill(policy, value)
+            pending = workers.sender.send_async()
+            assert [workers.receive(i, timeout=5.0) for i in (0, 1)] == [value] * 2
+            assert pending.wait().updated == (0, 1)
+            assert workers.values() == [{value}] * 2
+
+    @pytest.mark.usefixtures("asking")
+    def test_an_answer_of_a_worker_that_was_removed_counts_for_no_other(self, start: Start) -> None:
+        self.need("late_join")
+        workers = start(make_policy(1.0), 1)
+        with pytest.raises(SendError):
+            workers.sender.send_async().wait(0.0)
+        assert workers.pool.call(0, Worker.stage) == 1
+        workers.sender.remove_worker(0)
+        workers.sender.add_worker(0)
+        address = workers.sender.address(0)
+        assert workers.pool.call(0, Worker.commit_after_another, address) == 1
+        assert not eventually(lambda: workers.sender.workers[0].version > 0, 0.2)
+        assert workers.send().updated == (0,)
+
     def test_a_late_worker_gets_what_went_to_all(self, start: Start) -> None:
         self.need("late_join")
         policy = make_policy(1.0)
@@ -124,6 +174,16 @@ class LifetimeCases(SchemeCases):
             pending.wait()
         assert time.perf_counter() - begin < 5.0
 
+    @pytest.mark.parametrize("pending", [False, True], ids=["idle", "pending"])
+    def test_closing_waits_for_no_worker(self, start: Start, pending: bool) -> None:
+        workers = start(make_policy(1.0))
+        workers.send()
+        if pending:
+            workers.sender.send_async()
+        begin = time.perf_counter()
+        workers.sender.close()
+        assert time.perf_counter() - begin < 2.0, "close() waited for a worker that lives"
+
     def test_nothing_is_left_behind(self, pool: Pool) -> None:
         if not Path("/proc/self/fd").exists():
             pytest.skip("what a process has open is looked up in /proc, which is not there")
@@ -135,6 +195,25 @@ class LifetimeCases(SchemeCases):
             self._use(pool)
         assert eventually(lambda: _resources(pool) == before, 4.0), (before, _resources(pool))
         assert eventually(lambda: _shared_memory() <= names), _shared_memory() - names
+
+    def test_a_send_that_was_pending_leaves_nothing_behind(self, pool: Pool) -> None:
+        if not Path("/proc/self/fd").exists():
+            pytest.skip("what a process has open is looked up in /proc, which is not there")
+        pool.make_ready()
+        self._use(pool, pending=True)
+        before, names = _resources(pool), _shared_memory()
+        for _ in range(2):
+            self._use(pool, pending=True)
+        assert eventually(lambda: _resources(pool) == before, 4.0), (before, _resources(pool))
+        assert eventually(lambda: _shared_memory() <= names), _shared_memory() - names
+
+    def test_no_file_is_left_in_the_temporary_directory(self, pool: Pool) -> None:
+        pool.make_ready()
+        # What is made once and kept, such as sockets of multiprocessing, is made elsewhere.
+        self._use(pool)
+        with _temporary_directory(pool) as directory:
+            self._use(pool, pending=True)
+            assert eventually(lambda: not _files(directory), 2.0), _files(directory)
 
     def test_what_was_forgotten_is_released(self, pool: Pool) -> None:
         if not Path("/proc/self/fd").exists():
@@ -149,10 +228,12 @@ class LifetimeCases(SchemeCases):
             pool.call(worker_id, Worker.reset)
         assert eventually(lambda: _own_resources() == before, 4.0), (before, _own_resources())
 
-    def _use(self, pool: Pool) -> None:
+    def _use(self, pool: Pool, *, pending: bool = False) -> None:
         for zero_copy in (False, True) if self.can("zero_copy") else (False,):
             with self.sender(make_policy(), 2, zero_copy=zero_copy) as sender:
                 Workers(sender, pool).send()
+                if pending:
+                    sender.send_async()
         for worker_id in (0, 1):
             pool.call(worker_id, Worker.reset)
 
@@ -166,6 +247,28 @@ def _own_resources() -> tuple[int, int, int]:
     """How many descriptors, threads and processes below it there are."""
     gc.collect()
     return sum(1 for _ in Path("/proc/self/fd").iterdir()), count_threads(), len(descendants())
+
+
+@contextmanager
+def _temporary_directory(pool: Pool) -> Iterator[Path]:
+    """A folder that is the temporary directory of this process and of the workers meanwhile."""
+    with TemporaryDirectory() as folder, ExitStack() as ends:
+        ends.callback(_keep_files_in, _keep_files_in(folder))
+        for i in (0, 1):
+            before = pool.call(i, lambda _, folder: _keep_files_in(folder), folder)
+            ends.callback(pool.call, i, lambda _, folder: _keep_files_in(folder), before)
+        yield Path(folder)
+
+
+def _keep_files_in(folder: str | None) -> str | None:
+    """Let this process take a folder for the temporary directory; which one it took before."""
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    return before
+
+
+def _files(directory: Path) -> list[str]:
+    """What is in a directory, but for folders."""
+    return [str(path) for path in directory.rglob("*") if not path.is_dir()]
 
 
 def _shared_memory() -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sync_core import Address, PendingSend, Receiver, Sender, SenderLostError
+from sync_core import Address, PendingSend, Receiver, Sender, SenderLostError, SyncError
 from sync_core.testing.schemes.models import fill, fingerprints, make_policy
 
 
@@ -66,6 +66,21 @@ class Worker:
         assert self.receiver is not None
         self.receiver.load()
         return self.receiver.confirm()
+
+    def refuse_staged(self) -> None:
+        """Drop what was fetched, and say so."""
+        assert self.receiver is not None
+        self.receiver.reject(SyncError("the worker does not want it"))
+
+    def commit_after_another(self, address: Address) -> int:
+        """Commit what was fetched, when another receiver has been made in place of this one."""
+        receiver, self.receiver = self.receiver, Receiver(address, self.model)
+        assert receiver is not None
+        receiver.load()
+        try:
+            return receiver.confirm()
+        finally:
+            receiver.close()
 
     def serve(self) -> int:
         """Receive until the sender has gone; the version at the end."""
