@@ -100,7 +100,7 @@ class DeliveryCases(SchemeCases):
         def weights() -> dict[str, Tensor]:
             return {"weight": torch.zeros(4_000_000)}
 
-        given, last = weights(), 20
+        given, last = weights(), 12
         workers = start(given, 1, make=weights)
 
         def follow(worker: Worker) -> list[tuple[int, float, float]]:
@@ -123,11 +123,12 @@ class DeliveryCases(SchemeCases):
     def test_after_hundreds_of_versions_answers_still_count(self, start: Start) -> None:
         policy = make_policy()
         workers = start(policy, 1)
-        for version in range(1, 301):
+        # As many as a byte can count, and some more.
+        for version in range(1, 261):
             fill(policy, float(version))
             report = workers.send()
             assert (report.version, report.updated) == (version, (0,))
-        assert workers.values() == [{300.0}]
+        assert workers.values() == [{260.0}]
 
     def test_the_forms_of_weights(self, start: Start) -> None:
         from tensordict import TensorDict

@@ -202,8 +202,7 @@ class LifetimeCases(SchemeCases):
         pool.make_ready()
         self._use(pool, pending=True)
         before, names = _resources(pool), _shared_memory()
-        for _ in range(2):
-            self._use(pool, pending=True)
+        self._use(pool, pending=True)
         assert eventually(lambda: _resources(pool) == before, 4.0), (before, _resources(pool))
         assert eventually(lambda: _shared_memory() <= names), _shared_memory() - names
 
