@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,24 @@ def test_a_worker_that_fails_keeps_no_other_from_its_update() -> None:
         assert failure.value.report.updated == (1,)
         scheme.fails = lambda _worker_id: False
         assert sender.send().updated == (0, 1)
+
+
+def test_a_worker_that_is_removed_while_it_is_called_is_not_waited_for() -> None:
+    called, answered = threading.Event(), threading.Event()
+
+    def never(worker_id: int) -> bool:
+        called.set()
+        return worker_id == 0 and not answered.wait(30)
+
+    scheme = Mailboxes()
+    scheme.fails = never
+    with Sender(scheme, nn.Linear(3, 2), num_workers=2) as sender:
+        pending = sender.send_async()
+        assert called.wait(10)
+        sender.remove_worker(0)
+        with pytest.raises(SendError, match="worker 0: was removed from the sender"):
+            pending.wait(10)
+        answered.set()
 
 
 def sender_of_nobody(**options: Any) -> Sender:

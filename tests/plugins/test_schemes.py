@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from sync_core import (
     AddressError,
     Block,
     CapacityError,
+    ClosedError,
     Layout,
     OptionError,
     Receiver,
     Sender,
+    SenderLostError,
     SendError,
 )
 from sync_core.testing import SchemeConformance
@@ -97,6 +100,25 @@ class KeepsVersions(SchemeConformance):
 
 class TestThread(KeepsVersions):
     scheme = "thread"
+
+    def test_a_receiver_is_told_that_it_is_not_the_workers_any_more(self) -> None:
+        with self.sender(make_policy(2.0), 1) as sender:
+            waiting = Receiver(sender.address(0), make_policy())
+            with ThreadPoolExecutor(1) as pool:
+                replaced = pool.submit(waiting.receive, 30.0)
+                removed = Receiver(sender.address(0), make_policy())
+                with pytest.raises(SenderLostError, match="another receiver"):
+                    replaced.result(10)
+            sender.remove_worker(0)
+            with pytest.raises(SenderLostError, match="worker 0 was removed"):
+                removed.receive(5.0)
+            sender.add_worker(0)
+            with Receiver(sender.address(0), make_policy()) as added:
+                pending = sender.send_async()
+                with pytest.raises(ClosedError):
+                    removed.receive(0)
+                assert added.receive() == 1
+                assert pending.wait().updated == (0,)
 
     def test_where_there_is_no_memory_for_one_more_version(
         self, monkeypatch: pytest.MonkeyPatch

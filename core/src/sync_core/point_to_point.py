@@ -41,6 +41,8 @@ class PointToPointTransport(SenderTransport):
 
     def __init__(self, worker_ids: Sequence[int]) -> None:
         self._queues: dict[int, queue.Queue[_Job]] = {}
+        # Also the one that `send_to` is at.
+        self._unended: dict[int, list[Delivery]] = {}
         self._newest: Payload | None = None
         for worker_id in worker_ids:
             self.add_worker(worker_id)
@@ -92,9 +94,13 @@ class PointToPointTransport(SenderTransport):
             self._put(worker_id, (newest, Delivery(worker_id, newest.version, newest.nbytes)))
 
     def remove_worker(self, worker_id: int) -> None:
-        """End the worker's thread, after what it is doing."""
-        self._drain(worker_id, "was removed from the sender")
+        """End what is on its way to the worker, and its thread after what it is doing."""
+        reason = "was removed from the sender"
+        self._drain(worker_id, reason)
         self._queues.pop(worker_id).put(None)
+        for delivery in self._unended.pop(worker_id, ()):
+            if not delivery.wait(0):
+                delivery.fail(WorkerError(worker_id, reason))
 
     def close(self) -> None:
         """End every thread, after what it is doing."""
@@ -103,6 +109,8 @@ class PointToPointTransport(SenderTransport):
 
     def _put(self, worker_id: int, job: tuple[Payload, Delivery]) -> None:
         self._drain(worker_id, f"version {job[0].version} took the place of this one")
+        unended = [each for each in self._unended.get(worker_id, ()) if not each.wait(0)]
+        self._unended[worker_id] = [*unended, job[1]]
         self._queues[worker_id].put(job)
 
     def _drain(self, worker_id: int, reason: str) -> None:

@@ -196,7 +196,21 @@ class Publisher:
                 return False
             place.reader, place.lost = reader, None
             self._notify(worker_id, Notice("connected"))
+            # The one before it, which may wait for a version, is to know.
+            self.changed.notify_all()
             return True
+
+    def dismissed(self, worker_id: int, reader: object) -> str | None:
+        """Why there is nothing more for a reader; None while it is the worker's."""
+        with self.changed:
+            place = self._places.get(worker_id)
+            if self.closed:
+                return "the sender was closed"
+            if place is None or place.reader is None:
+                return f"worker {worker_id} was removed from the sender"
+            if place.reader is not reader:
+                return "another receiver was given the same address"
+            return None
 
     def lost(self, worker_id: int, reader: object, reason: str) -> None:
         """The worker is gone: what it has not confirmed has failed, and so will what is sent.

@@ -117,11 +117,13 @@ class ThreadReceiver(ReceiverTransport):
         publisher = self._publisher
         deadline = time.monotonic() + timeout
         with publisher.changed:
-            while not publisher.closed and publisher.newest(self._worker_id) <= self._seen:
+            while (dismissed := publisher.dismissed(self._worker_id, self)) is None:
+                if publisher.newest(self._worker_id) > self._seen:
+                    break
                 if not publisher.changed.wait(max(0.0, deadline - time.monotonic())):
                     return None
-            if publisher.closed:
-                raise SenderLostError("the sender was closed")
+            if dismissed is not None:
+                raise SenderLostError(dismissed)
             slot = publisher.lend(self._worker_id, self._seen, self, self._name)
         since = time.perf_counter()
         assert slot is not None
