@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from sync_core import (
     LayoutMismatchError,
     ModelError,
+    OptionError,
     PendingSend,
     Sender,
     SenderLostError,
@@ -26,6 +28,7 @@ from sync_core import (
 from sync_core.collector import Collector
 from sync_core.envs import CountingEnv
 from sync_core.testing.collectors import Scale
+from sync_core.testing.processes import descendants
 from sync_core.workers import WorkerGroup
 from sync_plugin_std.process_group import ProcessGroup
 from sync_plugin_std.thread_group import ThreadGroup
@@ -252,6 +255,27 @@ def test_a_registration_that_fails_changes_nothing(sender: Sender) -> None:
         pending = sender.send_async(worker_ids=0)
         assert receive(made) == {"policy": 1}
         assert pending.wait().updated == (0,)
+
+
+def test_a_collector_that_cannot_be_registered_leaves_no_workers(sender: Sender) -> None:
+    before = descendants()
+    with pytest.raises(KeyError, match="no model 'critic'"):
+        inner("process", weight_recv_schemes={"critic": sender.address(0)})
+    assert descendants() == before
+
+
+def test_deadlines_of_any_length(sender: Sender) -> None:
+    with inner(replay_buffer=SimpleNamespace(extend=print)) as made:
+        made.register_scheme_receiver({"policy": sender.address(0)}, synchronize_weights=False)
+        sender.send_async(worker_ids=0)
+        assert dict(made.receive_weights(timeout=math.inf)) == {"policy": 1}
+        made.start()
+        with made.pause(timeout=math.inf):
+            pass
+        for method in (made.receive_weights, made.pause, made.shutdown):
+            with pytest.raises(OptionError, match="timeout is a number of seconds"):
+                method(timeout=-1)
+        made.shutdown(timeout=math.inf)
 
 
 def test_weights_given_by_hand() -> None:

@@ -292,4 +292,5 @@ class Collector(Life, Updates):
         Raises:
             TimeoutError: it did not come to rest in time.
         """
-        return self._background.paused(self._timeout if timeout is None else timeout)
+        seconds = self._timeout if timeout is None else check_seconds(timeout)
+        return self._background.paused(seconds)

@@ -22,6 +22,7 @@ from sync_core.collector.tree import Upstream
 from sync_core.collector.warmup import Warmup
 from sync_core.collector.weights import PolicyWeights
 from sync_core.errors import ClosedError
+from sync_core.seconds import check_seconds
 from sync_core.worker_ids import normalize
 
 
@@ -173,11 +174,12 @@ class Life:
         Args:
             timeout: seconds for the workers to end by themselves; None for the collector's.
         """
+        seconds = self._timeout if timeout is None else check_seconds(timeout)
         self._background.abandon()
         self._upstream.close()
         if self._close.detach() is not None:
-            end(self._crew, self._weights, timeout)
-        self._background.end(self._timeout if timeout is None else timeout)
+            end(self._crew, self._weights, seconds)
+        self._background.end(seconds)
 
     async def async_shutdown(self) -> None:
         """`shutdown`, while other tasks of the event loop go on."""

@@ -18,6 +18,7 @@ from sync_core.collector.weights import PolicyWeights
 from sync_core.errors import SendError
 from sync_core.pending import PendingSend
 from sync_core.report import SendReport
+from sync_core.seconds import check_seconds
 from sync_core.sender import Sender
 
 # How long what was sent before a collector registered may take, in seconds.
@@ -143,7 +144,7 @@ class Updates:
             SendError: some workers do not have the version; its sender was told.
         """
         self._check_open()
-        limit = self._timeout if timeout is None else timeout
+        limit = self._timeout if timeout is None else check_seconds(timeout)
         return self._upstream.receive_or_load((policy_or_weights, weights), limit)
 
     def cascade_execute(self, path: str, /, *args: Any, **kwargs: Any) -> list[Any]:
