@@ -92,7 +92,8 @@ class Background:
     def abandon(self) -> None:
         """Make no more batches; those under way are lost."""
         self._abandoned.set()
-        self._wanted = False
+        with self._lock:
+            self._wanted = False
 
     def end(self, timeout: float) -> None:
         """Wait for the thread, which was abandoned and whose workers have ended; once.

@@ -9,7 +9,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from sync_core import Sender, SendReport, WorkerGroup
+import pytest
+
+from sync_core import Sender, SendError, SendReport, WorkerGroup
 from sync_core.testing.schemes.worker import Worker
 
 _SIZE = 3
@@ -124,6 +126,12 @@ class Workers:
     def submit(self, worker_id: int, timeout: float | None = None) -> Future[Any]:
         """Let a worker receive."""
         return self.pool.submit(worker_id, Worker.receive, timeout)
+
+    def stage_what_is_given_up(self) -> None:
+        """Send the first version, do not wait for it, and let worker 0 fetch it all the same."""
+        with pytest.raises(SendError):
+            self.sender.send_async().wait(0.0)
+        assert self.pool.call(0, Worker.stage) == 1
 
     def receive(self, worker_id: int, timeout: float = 20.0) -> int | None:
         """The version that a worker received."""
