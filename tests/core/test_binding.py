@@ -424,6 +424,20 @@ def test_a_gathered_module_is_written_wherever_the_payload_lies_in_its_page(star
         assert all(map(torch.equal, target.parameters(), source.parameters()))
 
 
+def test_a_gathered_module_is_written_from_several_stretches() -> None:
+    source, target = large(), large()
+    layout, tensors = Binding(source).layout, Binding(source).read().tensors
+    memory = Block.of_bytes(Payload(1, layout, tensors).to_bytes()).memory
+    cut = len(layout.header) + layout.specs[1].offset
+    block = Block(memory[:cut].clone(), memory[cut:].clone())
+    binding = Binding(target)
+    for _ in range(2):
+        filled(target, 0.0)
+        binding.write(Update(block.read_layout(), block))
+        assert all(map(torch.equal, target.parameters(), source.parameters()))
+    assert side_by_side(target)
+
+
 _FORK = """
 import os, torch
 from sync_core import Payload, Update

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import string
+from itertools import pairwise
 
 import pytest
 import safetensors.torch
@@ -237,3 +238,24 @@ def test_an_unexpected_digest_is_refused() -> None:
     other = Layout.of({"b": torch.ones(2)}).digest
     with pytest.raises(PayloadError, match="expected the layout"):
         Payload.unpack(Block(block.memory), 1, digest=other)
+
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=8), st.lists(st.integers(0, 2000)))
+def test_a_payload_may_arrive_in_stretches(sizes: list[int], cuts: list[int]) -> None:
+    update = Update.of({f"t{i}": torch.rand(size) for i, size in enumerate(sizes)})
+    layout, size = update.layout, update.layout.nbytes
+    memory = torch.frombuffer(
+        bytearray(Payload(1, layout, update.tensors).to_bytes()), dtype=torch.uint8
+    )
+    cuts = [len(layout.header) + cut // 16 * 16 for cut in cuts]
+    edges = sorted({0, *(cut for cut in cuts if cut < size), size})
+    stretches = [memory[begin:end] for begin, end in pairwise(edges)]
+    spans = [(spec.offset, spec.offset + spec.nbytes) for spec in layout.specs]
+    inner = [edge - len(layout.header) for edge in edges]
+    block = Block(*stretches)
+    if any(begin < edge < end for begin, end in spans for edge in inner):
+        with pytest.raises(PayloadError, match="lies in two stretches"):
+            block.views(layout)
+        return
+    received = Payload.unpack(block, 1, digest=layout.digest)
+    assert all(map(torch.equal, received.tensors, update.tensors))

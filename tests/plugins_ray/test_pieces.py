@@ -21,6 +21,11 @@ SIZES = [
     [300_001, 300_000, 16, 300_000],
     [5] * 3000,
 ]
+LARGE = [[1_100_000] * 4, [10, 3_000_000, 7, 1_100_000], [5_000_000, 2_100_001, 70_000, 3]]
+
+
+def whole(stretches: list[list[Any]]) -> bytes:
+    return b"".join(piece.tobytes() for stretch in stretches for piece in stretch)
 
 
 def payload_of(sizes: list[int]) -> Payload:
@@ -28,11 +33,11 @@ def payload_of(sizes: list[int]) -> Payload:
     return Payload(1, update.layout, update.tensors)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", SIZES + LARGE)
 def test_the_pieces_are_the_payload(sizes: list[int]) -> None:
     cutter = Cutter()
     for payload in (payload_of(sizes), payload_of(sizes), payload_of([7, 90_000])):
-        again = Payload.from_bytes(np.concatenate(cutter.cut(payload)).tobytes(), 1)
+        again = Payload.from_bytes(whole(cutter.cut(payload)), 1)
         assert again.layout == payload.layout
         assert all(map(torch.equal, again.tensors, payload.tensors))
 
@@ -40,8 +45,26 @@ def test_the_pieces_are_the_payload(sizes: list[int]) -> None:
 @pytest.mark.parametrize("sizes", SIZES[2:])
 def test_ray_lays_them_side_by_side(sizes: list[int]) -> None:
     publication = Store(10**8, None).put(payload_of(sizes))
-    pieces: Any = ray.get(publication.data)  # type: ignore[arg-type]
+    (pieces,) = ray.get(publication.data)
     assert join(pieces).ctypes.data == np.frombuffer(pieces[0], dtype=np.uint8).ctypes.data
+
+
+@pytest.mark.parametrize("sizes", LARGE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_version_is_two_objects_of_whole_tensors(
+    sizes: list[int], dtype: torch.dtype
+) -> None:
+    update = Update.of({f"tensor{i}": torch.rand(4 * n).to(dtype) for i, n in enumerate(sizes)})
+    payload = Payload(1, update.layout, update.tensors)
+    publication = Store(2 * 10**8, None).put(payload)
+    assert len(publication.data) == 2
+    received = Payload.unpack(read(ray.get(publication.data)), 1)
+    assert all(map(torch.equal, received.tensors, payload.tensors))
+    lost = publication.data
+    assert publication.put_again(lost)
+    assert not set(lost) & set(publication.data)
+    again = Payload.unpack(read(ray.get(publication.data)), 1)
+    assert all(map(torch.equal, again.tensors, payload.tensors))
 
 
 def test_pieces_that_lie_apart_are_copied() -> None:
@@ -67,5 +90,5 @@ def test_tensors_that_are_no_plain_memory_are_packed() -> None:
     update = Update.of({"t": torch.randn(600, 600).t(), "conj": torch.randn(600, 300) * 1j})
     conj = Update(update.layout, [update.tensors[0], update.tensors[1].conj()])
     cut = Payload(1, conj.layout, conj.tensors)
-    again = Payload.from_bytes(np.concatenate(Cutter().cut(cut)).tobytes(), 1)
+    again = Payload.from_bytes(whole(Cutter().cut(cut)), 1)
     assert all(map(torch.equal, again.tensors, conj.tensors))

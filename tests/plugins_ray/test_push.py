@@ -45,6 +45,10 @@ def linear(fill: float = 0.0, width: int = 3) -> nn.Linear:
     return model
 
 
+def pair(fill: float, size: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full((size,), float(fill)) for name in "ab"}
+
+
 class Env:
     def __init__(self) -> None:
         self.transform = [linear()]
@@ -193,16 +197,21 @@ def test_the_trainer_may_go_on_at_once(large: list[Any]) -> None:
         assert [policy_of(actor) for actor in large] == [{1.0}] * 3
 
 
-def test_one_object_for_all_and_two_versions_at_most(large: list[Any]) -> None:
-    with Sender("ray", linear(width=300), workers=large) as sender:
+@pytest.mark.parametrize(("size", "objects"), [(20_000, 1), (2_200_000, 2)])
+def test_the_same_objects_for_all_and_two_versions_at_most(
+    pool: list[Any], size: int, objects: int
+) -> None:
+    ray.get([actor.host.remote(pair(0.0, size)) for actor in pool])
+    with Sender("ray", pair(0.0, size), workers=pool) as sender:
         sender.send()
-        before = objects()
+        before = references()
         for version in range(1, 9):
-            sender.send(linear(version, width=300))
-            assert objects() <= before + 1
+            sender.send(pair(version, size))
+            assert references() <= before + objects
+        assert ray.get([actor.hosted.remote() for actor in pool]) == [{8.0}] * 3
 
 
-def objects() -> int:
+def references() -> int:
     """How many objects this process holds references to."""
     worker: Any = ray._private.worker.global_worker
     return len(worker.core_worker.get_all_reference_counts())
@@ -303,7 +312,9 @@ def is_lost(reference: Any) -> bool:
     return False
 
 
-def test_a_lost_object_is_put_again(large: list[Any]) -> None:
+@pytest.mark.parametrize("size", [20_000, 2_200_000], ids=["its only one", "one of its two"])
+def test_a_lost_object_is_put_again(pool: list[Any], size: int) -> None:
+    ray.get([actor.host.remote(pair(0.0, size)) for actor in pool])
     owner: Any = ray.remote(Owner).options(num_cpus=0).remote()
     (lost,) = ray.get(owner.put.remote())
     ray.kill(owner)
@@ -311,14 +322,14 @@ def test_a_lost_object_is_put_again(large: list[Any]) -> None:
 
     def put_and_lose(payload: Payload) -> Any:
         publication = put(payload)
-        publication.data = lost
+        publication.data = [*publication.data[:-1], lost]
         return publication
 
-    with Sender("ray", linear(2.0, width=300), workers=large) as sender:
+    with Sender("ray", pair(2.0, size), workers=pool) as sender:
         store = cast("Any", sender._outlet.transport)._store
         put, store.put = store.put, put_and_lose
         assert sender.send(timeout=30).updated == (0, 1, 2)
-    assert [policy_of(actor) for actor in large] == [{2.0}] * 3
+    assert ray.get([actor.hosted.remote() for actor in pool]) == [{2.0}] * 3
 
 
 def test_the_newer_of_two_senders_has_the_model(actors: list[Any]) -> None:

@@ -48,7 +48,7 @@ REFUSED: dict[str, Any] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_payload_is_refused(name: str) -> None:
     with pytest.raises(PayloadError):
-        Payload.unpack(read(REFUSED[name]), version=1)
+        Payload.unpack(read([REFUSED[name]]), version=1)
     assert exploded == []
 
 

@@ -165,14 +165,14 @@ class Binding:
         _copy((mine, new) for name, mine, new in matched if not name.startswith(prefixes))
 
     def _write_flat(self, update: Update) -> bool:
-        """Load an update in one copy, if the model still is as it was when it was gathered."""
-        if self._flat is None or update.body is None or update.layout != self.layout:
+        """Load an update byte by byte, if the model still is as it was when it was gathered."""
+        if self._flat is None or not update.bodies or update.layout != self.layout:
             return False
-        return self._flat.write(self._named, update.body)
+        return self._flat.write(self._named, update.bodies)
 
     def _write_whole(self, update: Update) -> None:
         copy(self._travelling(), update.tensors)
-        if update.body is not None and not self._tried_flat:
+        if update.bodies and not self._tried_flat:
             self._tried_flat = True
             prefixes = self._module_prefixes()
             if not self._extra_state and all(name.startswith(prefixes) for name in self._named):

@@ -1,9 +1,10 @@
-"""A stretch of memory that holds one payload: the header, then the tensors."""
+"""Memory that holds one payload: the header, then the tensors."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -15,6 +16,8 @@ from sync_core.errors import PayloadError
 from sync_core.header import MAX_HEADER_BYTES
 from sync_core.layout import Layout
 from sync_core.tensor_spec import TensorSpec
+
+_offset = operator.attrgetter("offset")
 
 # From here on, memory in large pages, which begins with one, is copied to and from faster.
 _LARGE = 1 << 21
@@ -28,6 +31,8 @@ class Block:
 
     Args:
         memory: a one-dimensional uint8 tensor, its first byte aligned to 64 bytes.
+        more: such tensors, which go on where the one before ends; for a payload that arrives in
+            several stretches. The header lies in the first, and no tensor lies in two.
 
     Example:
         >>> block = Block.allocate(1024)
@@ -36,8 +41,9 @@ class Block:
         [torch.Size([2, 3])]
     """
 
-    def __init__(self, memory: Tensor) -> None:
+    def __init__(self, memory: Tensor, *more: Tensor) -> None:
         self.memory = memory
+        self._stretches = (memory, *more)
         self._layout: Layout | None = None
         self._written: Layout | None = None
         self._views: tuple[Tensor, ...] = ()
@@ -59,22 +65,30 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.memory.numel()
+        return sum(map(Tensor.numel, self._stretches))
 
     def views(self, layout: Layout) -> tuple[Tensor, ...]:
-        """The tensors of ``layout`` as views of this memory."""
+        """The tensors of ``layout`` as views of this memory.
+
+        Raises:
+            PayloadError: the memory is too small, or one of the tensors lies in two stretches.
+        """
         if self._layout is not layout:
             # They outlive the mode in which they are first asked for.
             with torch.inference_mode(mode=False):
-                self._views = tuple(_views(self.body(layout), layout))
+                self._views = tuple(_views(self.bodies(layout), layout))
             self._layout = layout
         return self._views
 
-    def body(self, layout: Layout) -> Tensor:
-        """The bytes of the tensors of ``layout``."""
+    def bodies(self, layout: Layout) -> tuple[Tensor, ...]:
+        """The bytes of the tensors of ``layout``, one stretch after the other."""
         self.check_holds(layout)
-        start = len(layout.header)
-        return self.memory[start : start + layout.body_nbytes]
+        skipped, left, found = len(layout.header), layout.body_nbytes, []
+        for stretch in self._stretches:
+            body = stretch[skipped : skipped + left]
+            skipped, left = max(0, skipped - stretch.numel()), left - body.numel()
+            found.append(body)
+        return tuple(found)
 
     def check_holds(self, layout: Layout) -> None:
         """Raise `PayloadError` where this memory is too small for ``layout``."""
@@ -107,7 +121,7 @@ class Block:
             if digest is not None and layout is not None and layout.digest.startswith(digest):
                 return layout
         length = int.from_bytes(_bytes(self.memory[:8]), "little")
-        if length > min(MAX_HEADER_BYTES, self.nbytes - 8):
+        if length > min(MAX_HEADER_BYTES, self.memory.numel() - 8):
             raise PayloadError(f"a header of {length} bytes does not fit; this is no payload")
         layout = Layout.from_header(_bytes(self.memory[: 8 + length]))
         if digest is not None and not layout.digest.startswith(digest):
@@ -126,23 +140,38 @@ def _bytes(memory: Tensor) -> bytes:
     return memory.cpu().numpy().tobytes()
 
 
-def _views(body: Tensor, layout: Layout) -> Iterator[Tensor]:
-    """Each tensor of the layout, by one call of torch instead of three."""
+def _views(bodies: Sequence[Tensor], layout: Layout) -> Iterator[Tensor]:
+    """Each tensor of the layout, in the body in which it begins."""
+    specs, first, begin = layout.specs, 0, 0
+    for body in bodies:
+        end = begin + body.numel()
+        last = end == layout.body_nbytes
+        after = len(specs) if last else bisect_left(specs, end, first, key=_offset)
+        inside = specs[first:after]
+        if inside and inside[-1].offset + inside[-1].nbytes > end:
+            raise PayloadError(f"{inside[-1].name!r} lies in two stretches of the payload")
+        yield from _views_in(body, begin, inside)
+        first, begin = after, end
+
+
+def _views_in(body: Tensor, begin: int, specs: Iterable[TensorSpec]) -> Iterator[Tensor]:
+    """Each of the tensors in a body, by one call of torch instead of three."""
     start = int(body.storage_offset())
     typed: dict[torch.dtype, Tensor] = {}
-    for spec in layout.specs:
-        position, remainder = divmod(start + spec.offset, spec.dtype.itemsize)
+    for spec in specs:
+        offset = spec.offset - begin
+        position, remainder = divmod(start + offset, spec.dtype.itemsize)
         if remainder:
             # Other writers of safetensors align less than torch needs for a view.
-            yield _bytes_of(body, spec).clone().view(spec.dtype).view(spec.shape)
+            yield _bytes_of(body, offset, spec).clone().view(spec.dtype).view(spec.shape)
             continue
         if spec.dtype not in typed:
-            typed[spec.dtype] = _bytes_of(body, spec).view(spec.dtype)
+            typed[spec.dtype] = _bytes_of(body, offset, spec).view(spec.dtype)
         yield typed[spec.dtype].as_strided(spec.shape, _strides(spec.shape), position)
 
 
-def _bytes_of(body: Tensor, spec: TensorSpec) -> Tensor:
-    return body[spec.offset : spec.offset + spec.nbytes]
+def _bytes_of(body: Tensor, offset: int, spec: TensorSpec) -> Tensor:
+    return body[offset : offset + spec.nbytes]
 
 
 @lru_cache(maxsize=4096)

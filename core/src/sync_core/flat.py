@@ -1,11 +1,11 @@
-"""A module's tensors side by side in memory, laid out like a payload, so a commit is one copy."""
+"""A module's tensors side by side in memory, laid out like a payload, so a commit copies bytes."""
 
 from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -64,33 +64,40 @@ class Flat:
         with torch.inference_mode(mode=False):
             return cls(layout, named)
 
-    def write(self, named: Mapping[str, Tensor], body: Tensor) -> bool:
-        """Copy the body of a payload of the same layout over all of the tensors.
+    def write(self, named: Mapping[str, Tensor], bodies: Sequence[Tensor]) -> bool:
+        """Copy the bytes of a payload of the same layout over all of the tensors.
 
         False, and nothing is written, when the model holds others by now or one was moved.
 
         Args:
             named: the model's tensors, whose dtypes and shapes are those of the layout.
-            body: the bytes.
+            bodies: the bytes, in the stretches in which they lie.
         """
-        if body.device.type != "cpu":
+        if any(body.device.type != "cpu" for body in bodies):
             return False
         # The memory is ours, so a tensor that still begins where it was put lies in it.
         if named is not self._named or self._current_pointers() != self._pointers:
             return False
         if not all(map(Tensor.is_contiguous, self._tensors)):
             return False
-        distance = (self._bytes.ctypes.data - body.data_ptr()) % mmap.PAGESIZE
-        if 0 < distance < _TOO_CLOSE:
-            torch.from_numpy(self._bytes).copy_(body)
-        else:
-            np.copyto(self._bytes, body.numpy())
+        begin = 0
+        for body in bodies:
+            _copy_bytes(self._bytes[begin : begin + body.numel()], body)
+            begin += body.numel()
         # What autograd has saved for a backward pass has changed, as with any in-place copy.
         increment_version(self._tensors)
         return True
 
     def _current_pointers(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._tensors))
+
+
+def _copy_bytes(target: np.ndarray[Any, np.dtype[np.uint8]], source: Tensor) -> None:
+    distance = (target.ctypes.data - source.data_ptr()) % mmap.PAGESIZE
+    if 0 < distance < _TOO_CLOSE:
+        torch.from_numpy(target).copy_(source)
+    else:
+        np.copyto(target, source.numpy())
 
 
 def _can_move(tensor: Tensor) -> bool:

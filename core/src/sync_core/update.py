@@ -40,9 +40,9 @@ class Update:
         return tensors_of(self._source, self.layout)
 
     @property
-    def body(self) -> Tensor | None:
-        """The bytes that all tensors are views of, as the layout says; None when they are not."""
-        return self._source.body(self.layout) if isinstance(self._source, Block) else None
+    def bodies(self) -> tuple[Tensor, ...]:
+        """The bytes that all tensors are views of, in stretches; none when they lie anywhere."""
+        return self._source.bodies(self.layout) if isinstance(self._source, Block) else ()
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor]) -> Update:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -120,7 +120,7 @@ class _Kept:
         self.receiver = Receiver(address, model, context=context)
         self.token = order.token
 
-    def commit(self, order: Order, data: Any) -> None:
+    def commit(self, order: Order, data: Sequence[Any]) -> None:
         assert self.receiver is not None
         if self.receiver.version >= order.version:
             return
@@ -151,7 +151,7 @@ _kept: dict[str, _Kept] = {}
 _lock = threading.Lock()
 
 
-def deliver(instance: Any, order: Order, data: Any) -> Delivered:
+def deliver(instance: Any, order: Order, *data: Any) -> Delivered:
     """Commit a version to a model of the actor.
 
     Args:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -17,7 +17,7 @@ class Offer:
     Args:
         version: the version.
         digest: the digest of its layout.
-        data: what was published, in a list, so that Ray hands on the reference as it is.
+        data: what was published, in a list, so that Ray hands on references as they are.
     """
 
     version: int
@@ -52,7 +52,7 @@ class Event:
     answer: Mapping[str, Any] | None = None
     actor: Any = None
     pid: int = 0
-    data: Any = None
+    data: list[Any] = field(default_factory=list)
 
 
 class Mailbox:

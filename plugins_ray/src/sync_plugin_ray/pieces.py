@@ -1,7 +1,8 @@
-"""Cuts a payload into pieces that Ray copies, one after the other, into one object."""
+"""Cuts a payload into pieces that Ray copies, one after the other, into an object or two."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ _LARGE = 1 << 18
 _ALIGNMENT = 64
 # Those of more than a megabyte it copies with threads that it starts for each, which takes longer.
 _PIECE = 1 << 20
+# From so many bytes on, an object of its own, put by a thread of its own, is worth its cost.
+_WORTHWHILE = 8 << 20
 
 Array = np.ndarray[Any, Any]
 
@@ -27,16 +30,21 @@ class Cutter:
         self._block = Block.allocate(0)
         self._layout: Layout | None = None
         self._large: list[int] = []
+        self._halves: list[slice] = []
 
-    def cut(self, payload: Payload) -> list[Array]:
+    def cut(self, payload: Payload) -> list[list[Array]]:
         """The payload's bytes: views of its large tensors, and between them what was packed.
 
         They are good until the tensors change, or the next payload is cut.
+
+        Returns:
+            One stretch of pieces; or two of about the same size, with whole tensors in each.
         """
         layout, tensors = payload.layout, payload.tensors
         if self._layout is not layout:
             self._layout = layout
             self._large = [i for i, spec in enumerate(layout.specs) if _is_large(spec.nbytes)]
+            self._halves = _halves(layout)
         if self._block.nbytes < payload.nbytes:
             # Memory is taken as it is written to, so what is never packed costs none.
             self._block = Block.allocate(payload.nbytes)
@@ -51,7 +59,7 @@ class Cutter:
             runs += [memory[begin:start], _bytes_of(tensors[i])]
             begin = start + spec.nbytes
         runs.append(memory[begin : payload.nbytes])
-        return [run[at : at + _PIECE] for run in runs for at in range(0, len(run), _PIECE)]
+        return [list(_pieces(runs, half)) for half in self._halves]
 
 
 def join(pieces: list[Any]) -> Array:
@@ -72,6 +80,26 @@ def join(pieces: list[Any]) -> Array:
         return np.concatenate(arrays)
     # Every piece keeps the whole object in memory, and the result keeps the first piece.
     return np.lib.stride_tricks.as_strided(arrays[0], shape=size, writeable=False)
+
+
+def _halves(layout: Layout) -> list[slice]:
+    """The payload's bytes, in two halves where each is worth an object."""
+    size = layout.nbytes
+    if size >= 2 * _WORTHWHILE:
+        starts = (len(layout.header) + spec.offset for spec in layout.specs)
+        middle = min(starts, key=lambda start: abs(start - size // 2))
+        if _WORTHWHILE <= middle <= size - _WORTHWHILE:
+            return [slice(0, middle), slice(middle, size)]
+    return [slice(0, size)]
+
+
+def _pieces(runs: Sequence[Array], wanted: slice) -> Iterator[Array]:
+    """What is wanted of the bytes that lie in the runs, one after the other."""
+    begin = 0
+    for run in runs:
+        inside = run[max(0, wanted.start - begin) : max(0, wanted.stop - begin)]
+        yield from (inside[at : at + _PIECE] for at in range(0, len(inside), _PIECE))
+        begin += len(run)
 
 
 def _is_large(nbytes: int) -> bool:

@@ -168,7 +168,7 @@ class PullSender(SenderTransport):
         offers: dict[Publication, Offer] = {}
         for worker in self._workers.values():
             if (wanted := worker.wanted) is not None and wanted not in offers:
-                offers[wanted] = Offer(wanted.version, wanted.digest, [wanted.data])
+                offers[wanted] = Offer(wanted.version, wanted.digest, wanted.data)
         return {
             worker_id: None if worker.wanted is None else offers[worker.wanted]
             for worker_id, worker in self._workers.items()
@@ -235,7 +235,7 @@ class PullSender(SenderTransport):
 
     def _put_again(self, event: Event, publication: Publication, delivery: Delivery | None) -> None:
         try:
-            reason = None if publication.put_again(event.data[0]) else "too often"
+            reason = None if publication.put_again(event.data) else "too often"
         except CapacityError as error:
             reason = str(error)
         if reason is None:

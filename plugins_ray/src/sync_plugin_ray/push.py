@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -50,7 +50,7 @@ class _Worker:
     wanted: Publication | None = None
     delivery: Delivery | None = None
     busy: bool = False
-    given: Any = None
+    given: list[Any] = field(default_factory=list)
     introduced: bool = False
 
 
@@ -186,7 +186,7 @@ class PushSender(SenderTransport):
         order = self._order(publication.version, publication.digest, address)
         worker.busy, worker.given = True, publication.data
         try:
-            call: Any = worker.actor.__ray_call__.remote(deliver, order, publication.data)
+            call: Any = worker.actor.__ray_call__.remote(deliver, order, *publication.data)
         except Exception as error:
             # The actor takes no more calls (max_pending_calls), or the address does not pickle.
             refused: Future[Delivered] = Future()

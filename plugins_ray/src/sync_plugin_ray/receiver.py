@@ -111,12 +111,11 @@ class MailboxReceiver(ReceiverTransport):
         assert answer is None or isinstance(answer, Offer)
         return answer
 
-    def _fetch(self, offer: Offer, timeout: float) -> Any:
-        (data,) = offer.data
-        if not isinstance(data, ray.ObjectRef):
-            return data
+    def _fetch(self, offer: Offer, timeout: float) -> list[Any]:
+        if not isinstance(offer.data[0], ray.ObjectRef):
+            return offer.data
         try:
-            return ray.get(data, timeout=timeout)
+            return ray.get(offer.data, timeout=timeout)
         except ray.exceptions.GetTimeoutError as error:
             late = f"version {offer.version} did not come from the object store in {timeout:g} s"
             self.acknowledge(Answer(version=offer.version, error=late))

@@ -1,14 +1,18 @@
-"""Puts versions into Ray's object store: one object for each, which every reader maps."""
+"""Puts versions into Ray's object store: an object for each, or two, which every reader maps."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pickle import PickleBuffer
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from torch import Tensor
 
 from sync_core import Block, CapacityError, OptionError, Payload, PayloadError
 from sync_plugin_ray.pieces import Cutter, join
@@ -27,7 +31,7 @@ class Publication:
         version: the version.
         digest: the digest of its layout.
         nbytes: its size.
-        data: its bytes, or the reference to them.
+        data: its bytes; or the references to its objects, of which a large version has two.
         tensor_transport: see `Store`.
     """
 
@@ -36,7 +40,7 @@ class Publication:
         version: int,
         digest: str,
         nbytes: int,
-        data: bytes | ray.ObjectRef[Any],
+        data: list[Any],
         tensor_transport: str | None,
     ) -> None:
         self.version = version
@@ -47,10 +51,10 @@ class Publication:
         self._puts_left = 3
         # A view of the stored bytes, which keeps them in this node's memory whatever happens to
         # the object.
-        self._pinned = None if isinstance(data, bytes) else ray.get(data)
+        self._pinned = [] if isinstance(data[0], bytes) else ray.get(data)
 
-    def put_again(self, lost: Any) -> bool:
-        """Put the same bytes as a new object, unless that was done since ``lost`` was.
+    def put_again(self, lost: list[Any]) -> bool:
+        """Put the same bytes as new objects, unless that was done since ``lost`` was.
 
         False when that was done too often already.
         """
@@ -58,7 +62,7 @@ class Publication:
             if self._puts_left == 0:
                 return False
             self._puts_left -= 1
-            self.data = _put(self._pinned, self._tensor_transport)
+            self.data = _put_all(self._pinned, self._tensor_transport)
         return True
 
 
@@ -93,32 +97,45 @@ class Store:
         Raises:
             CapacityError: the object store has no room for it.
         """
-        pieces = self._cutter.cut(payload)
-        data: Any
+        stretches = self._cutter.cut(payload)
+        data: list[Any]
         if self._tensor_transport is not None:
-            data = _put(torch.from_numpy(np.concatenate(pieces)), self._tensor_transport)
+            whole = torch.from_numpy(np.concatenate(list(chain(*stretches))))
+            data = [_put(whole, self._tensor_transport)]
         elif payload.nbytes <= _INLINE:
-            data = np.concatenate(pieces).tobytes()
+            data = [np.concatenate(list(chain(*stretches))).tobytes()]
         else:
-            data = _put(pieces, None)
+            data = _put_all(stretches, None)
         return Publication(
             payload.version, payload.layout.digest, payload.nbytes, data, self._tensor_transport
         )
 
 
-def read(data: Any) -> Block:
+def read(data: Sequence[Any]) -> Block:
     """What was published, as a block; it lives as long as anything that views it."""
-    if isinstance(data, bytes):
-        return Block.of_bytes(data)
-    if isinstance(data, torch.Tensor):
+    if isinstance(data[0], bytes):
+        return Block.of_bytes(data[0])
+    return Block(*map(_memory_of, data))
+
+
+def _memory_of(data: Any) -> Tensor:
+    if isinstance(data, Tensor):
         if data.dtype != torch.uint8 or data.ndim != 1:
             raise PayloadError(f"what was published is no payload, but a {data.dtype} tensor")
-        return Block(data)
+        return data
     joined = join(data)
     with warnings.catch_warnings():
         # torch warns that it does not know of read-only memory; nothing here writes to it.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return Block(torch.frombuffer(joined, dtype=torch.uint8))
+        return torch.frombuffer(joined, dtype=torch.uint8)
+
+
+def _put_all(values: Sequence[Any], tensor_transport: str | None) -> list[ray.ObjectRef[Any]]:
+    """Put each value, all at once: memory can be written faster than one thread writes it."""
+    first, *others = values
+    with ThreadPoolExecutor(max(1, len(others))) as pool:
+        putting = [pool.submit(_put, other, tensor_transport) for other in others]
+        return [_put(first, tensor_transport), *(each.result() for each in putting)]
 
 
 def _put(value: Any, tensor_transport: str | None) -> ray.ObjectRef[Any]:

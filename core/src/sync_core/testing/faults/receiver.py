@@ -117,7 +117,7 @@ def _copy(payload: Payload, release: Callable[[], None] = lambda: None) -> Paylo
 def _corrupted(payload: Payload, at_byte: int) -> Payload:
     copy = _copy(payload, payload.release)
     assert isinstance(copy.source, Block)
-    copy.source.body(copy.layout)[at_byte] ^= 1
+    copy.source.memory[len(copy.layout.header) + at_byte] ^= 1
     return copy
 
 
