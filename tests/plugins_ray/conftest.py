@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,19 +35,22 @@ def one_ray() -> Iterator[None]:
 def run_script() -> Callable[[str, float], list[str]]:
     """Run a script of this folder in a process of its own, and give the lines that it prints.
 
-    A process has one Ray, and the tests share theirs.
+    A process has one Ray, and the tests share theirs. One that is late says where it stands.
     """
 
     def run(name: str, timeout: float) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name(name))],
-            capture_output=True,
+        script = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name(name))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=timeout,
-            check=False,
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        late = threading.Timer(timeout, script.send_signal, [signal.SIGABRT])
+        late.start()
+        printed, complaints = script.communicate()
+        late.cancel()
+        assert script.returncode == 0, printed + complaints
+        return printed.splitlines()
 
     return run
 
