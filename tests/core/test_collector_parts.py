@@ -185,6 +185,30 @@ def test_nested_flags() -> None:
     assert "done" not in batch
 
 
+def test_a_part_that_is_done_while_the_others_go_on() -> None:
+    class Parts(CountingEnv):
+        done_keys = ("done", ("part", "done"))
+
+        def step(self, tensordict: Any, /) -> Any:
+            stepped = super().step(tensordict)
+            stepped["next", "part", "done"] = stepped["next", "observation"] >= 2
+            return stepped
+
+    batch = Rollout(Parts(4), None, 0, RolloutOptions(frames_per_batch=6)).collect()
+    assert batch["next", "part", "done"].flatten().int().tolist() == [0, 1, 1, 1, 0, 1]
+    # A reset gives none, so the first steps of episodes have none, and no step has.
+    assert not batch["part", "done"].any()
+
+    class Given(Parts):
+        def reset(self, *args: Any) -> Any:
+            return super().reset(*args).set(("part", "done"), torch.zeros(1, dtype=torch.bool))
+
+    batch = Rollout(Given(4), None, 0, RolloutOptions(frames_per_batch=6)).collect()
+    assert batch["part", "done"].flatten().tolist() == [False, False, True, True, False, False]
+    assert batch["part", "terminated"].shape == (6, 1)
+    assert not batch["done"].any()
+
+
 def test_an_environment_without_flags() -> None:
     made = Rollout(env_of(dict), None, 0, RolloutOptions(frames_per_batch=2))
     with pytest.raises(KeyError, match=r"Env gives none of 'done', 'terminated', 'truncated'"):
@@ -296,6 +320,15 @@ def test_parts_that_do_not_fit_are_kept() -> None:
         parts = collector._requests.wait_all()
         assert values(parts[0], "observation") == [0, 1, 2, 3]
         assert collector.stats().frames == 0
+
+
+def test_parts_on_several_devices() -> None:
+    options: dict[str, Any] = {"scheme": "none", "frames_per_batch": 8, "sync": True}
+    with (
+        Collector([long_episodes] * 2, storing_device=["cpu", "meta"], **options) as collector,
+        pytest.raises(ValueError, match=r"on cpu for worker 0 and .* on meta for worker 1"),
+    ):
+        next(collector)
 
 
 @pytest.mark.parametrize(

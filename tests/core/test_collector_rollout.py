@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
+from sync_core import Collector
 from sync_core.collector.array_loop import ArrayLoop
 from sync_core.collector.loops import TensorDictLoop
 from sync_core.collector.rollout import Rollout, RolloutOptions
@@ -249,6 +250,101 @@ def test_what_a_policy_sets_under_next_is_carried_over(env: Callable[..., Any]) 
     batch = rollout(env(3), remember, frames=7).collect()
     assert batch["memory"].flatten().tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert batch["next", "memory"].flatten().tolist() == [1, 2, 3, 1, 2, 3, 1]
+
+
+def remember(td: TensorDictBase) -> TensorDictBase:
+    memory = td.get("memory", torch.zeros(*td.batch_size, 1))
+    td["memory"] = memory
+    td["next"] = TensorDict({"memory": memory + 1}, td.batch_size)
+    return td.set("action", memory)
+
+
+@pytest.mark.parametrize("env", ENVS)
+@pytest.mark.parametrize("limit", [-1, 4])
+@pytest.mark.parametrize("lengths", [[3, 3], [3, 5]])
+def test_what_is_carried_over_ends_with_each_episode(
+    env: Callable[..., Any], limit: int, lengths: list[int]
+) -> None:
+    options = RolloutOptions(frames_per_batch=20, max_frames_per_traj=limit)
+    made = Rollout(env(lengths, num_envs=2), remember, 0, options)
+    for _ in range(2):
+        batch = made.collect()
+        assert torch.equal(batch["memory"], batch["observation"])
+
+
+@pytest.mark.parametrize("limit", [-1, 3])
+def test_what_a_policy_keeps_at_the_root_stays(limit: int) -> None:
+    class Mine(CountingEnv):
+        """Its steps give no root, so that the collector makes it."""
+
+    def count(td: TensorDictBase) -> TensorDictBase:
+        td["calls"] = td.get("calls", torch.zeros(2, 1)) + 1
+        return td.set("action", td["calls"])
+
+    options = RolloutOptions(frames_per_batch=8, max_frames_per_traj=limit)
+    batch = Rollout(Mine([2, 9], num_envs=2), count, 0, options).collect()
+    assert batch["calls"][..., 0].tolist() == [[1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize("env", ENVS)
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_a_policy_may_return_what_it_has_set_alone(
+    env: Callable[..., Any], num_envs: int | None
+) -> None:
+    def act(td: TensorDictBase) -> TensorDictBase:
+        return TensorDict({"action": td["observation"] + 1}, td.batch_size)
+
+    batch = rollout(env(3, num_envs=num_envs), act, frames=8).collect()
+    assert torch.equal(batch["action"], batch["observation"] + 1)
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_an_observation_may_be_set_anew_in_another_form(env: Callable[..., Any]) -> None:
+    def act(td: TensorDictBase) -> TensorDictBase:
+        td["observation"] = td["observation"].double().expand(2) / 4
+        return td.set("action", torch.zeros(1))
+
+    batch = rollout(env(9), act, frames=3).collect()
+    assert batch["observation"].tolist() == [[0.0, 0.0], [0.25, 0.25], [0.5, 0.5]]
+    assert batch["observation"].dtype == torch.float64
+    assert batch["next", "observation"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_what_begins_with_an_underscore_is_not_recorded(env: Callable[..., Any]) -> None:
+    def act(td: TensorDictBase) -> TensorDictBase:
+        td["_own"] = td["nested", "_own"] = torch.zeros(1)
+        return td.set("action", torch.zeros(1))
+
+    batch = rollout(env(9), act, frames=3).collect()
+    assert layout(batch) == expected_layout((3,), 1, (FLOAT, 1))
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_what_is_no_tensor_is_an_error(env: Callable[..., Any]) -> None:
+    def act(td: TensorDictBase) -> TensorDictBase:
+        td["text"] = NonTensorData("left", batch_size=td.batch_size)
+        return td.set("action", torch.zeros(1))
+
+    with pytest.raises(TypeError, match=r"'text' is a NonTensorData; .*tensors only"):
+        rollout(env(9), act).collect()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_policies_of_torchscript_and_torch_compile() -> None:
+    scripted = torch.jit.script(Scale(2.0))
+    module = TensorDictModule(scripted, in_keys=["observation"], out_keys=["action"])
+    with Collector(CountingEnv, module, scheme="thread", frames_per_batch=2) as collector:
+        assert next(collector)["action"].flatten().tolist() == [2.0, 2.0]
+        scripted.weight.data.fill_(5.0)
+        collector.update_policy_weights_()
+        assert next(collector)["action"].flatten().tolist() == [5.0, 5.0]
+    with pytest.raises(TypeError, match=r"does not say what it takes .*TensorDictModule"):
+        rollout(CountingEnv(), torch.jit.trace(Scale(2.0), torch.zeros(1)))
+    compiled = torch.compile(
+        TensorDictModule(Scale(3.0), in_keys=["observation"], out_keys=["action"]), backend="eager"
+    )
+    assert rollout(CountingEnv(), compiled, frames=1).collect()["action"].item() == 3.0
 
 
 @pytest.mark.parametrize("env", ENVS)

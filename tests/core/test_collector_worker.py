@@ -39,6 +39,13 @@ class OddName(nn.Module):
         return frame.set("action", frame["observation"] * 2)
 
 
+class Likely(nn.Module):
+    """Gives an action, and how likely it was."""
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(observation), torch.ones_like(observation)
+
+
 class Movable(CountingEnv):
     """Remembers where it was moved."""
 
@@ -114,17 +121,28 @@ def test_random_frames_of_all_workers(sync: bool) -> None:
         batches = list(collector)
     random = [values(batch, "action") for batch in batches]
     flat = torch.tensor(random).reshape(-1)
-    # A batch is random or it is not: the first number of frames that is 9 or more.
-    assert int((flat != 0).sum()) == (12 if sync else 16)
+    # A batch is random or it is not, with all its parts: the first number that is 9 or more.
+    assert int((flat != 0).sum()) == 16
     assert not flat[24:].any()
+
+
+def test_parts_of_a_batch_are_random_together() -> None:
+    policy = TensorDictModule(Likely(), in_keys=["observation"], out_keys=["action", "log_prob"])
+    options = {"num_workers": 2, "sync": True, "frames_per_batch": 8, "total_frames": 24}
+    with inline(long_episodes, policy, init_random_frames=3, **options) as collector:
+        assert ["log_prob" in batch for batch in collector] == [False, True, True]
 
 
 def test_random_frames_that_a_lost_worker_was_asked_for() -> None:
     crew = Crew(find(WORKERS, "inline").object, recipe, 2, 10.0)
-    warmup = Warmup(crew, 8)
+    warmup = Warmup(crew, 8, together=False)
     assert [warmup.order(i).random for i in (0, 1, 0)] == [True, True, False]
     crew.restart(1)
     assert [warmup.order(i).random for i in (1, 0)] == [True, False]
+    together = Warmup(crew, 5, together=True)
+    assert [together.order(i).random for i in (0, 1, 0)] == [True, True, False]
+    together.take_back(1)
+    assert [together.order(i).random for i in (1, 1, 0)] == [False, False, False]
     crew.stop()
 
 

@@ -13,8 +13,10 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 
+from sync_core.collector.rollout import Rollout, RolloutOptions
 from sync_core.envs import CountingEnv, GymEnv
 from sync_core.envs.gym import next_seed
+from sync_core.envs.spaces import ObservationCodec, codec
 
 
 class Line(gymnasium.Env[Any, Any]):
@@ -147,6 +149,32 @@ def test_a_continuous_action_has_the_shape_of_its_space() -> None:
     env = GymEnv("Pendulum-v1")
     with pytest.raises(TypeError, match=r"must have the shape \(1,\), not \(2,\)"):
         env.step(env.reset().set("action", torch.zeros(2)))
+
+
+@pytest.mark.parametrize("name", ["reward", "action", "done", "collector"])
+def test_an_observation_with_the_name_of_something_else(name: str) -> None:
+    space = gymnasium.spaces.Dict({"x": gymnasium.spaces.Discrete(2)})
+    space[name] = gymnasium.spaces.Discrete(2)
+    with pytest.raises(TypeError, match=f"'{name}' is observed, and a batch has"):
+        ObservationCodec(space, categorical=True)
+
+
+def test_several_dimensions_of_discrete_values() -> None:
+    space = gymnasium.spaces.MultiDiscrete(np.array([[2, 3], [2, 2]]))
+    with pytest.raises(TypeError, match="give categorical=True"):
+        codec(space, categorical=False)
+    assert codec(space, categorical=True).spec.shape == (2, 2)
+
+
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_rewards_with_a_dimension_of_their_own(num_envs: int | None) -> None:
+    class Paying(gymnasium.RewardWrapper[Any, Any]):
+        def reward(self, reward: Any) -> Any:
+            return np.array([float(reward) + 1])
+
+    env = GymEnv(lambda: Paying(gymnasium.make("CartPole-v1")), num_envs=num_envs)
+    batch = Rollout(env, None, 0, RolloutOptions(frames_per_batch=4)).collect()
+    assert batch["next", "reward"].flatten().tolist() == [2.0] * 4
 
 
 def test_a_space_without_arrays_is_an_error() -> None:

@@ -13,6 +13,9 @@ from sync_core.extra_state import modules_with_extra_state
 from sync_core.extract import Strategy, combined, extra_tensors, named_tensors, plain_tensors
 from sync_core.models import leaves
 
+# Those of TorchScript are no dicts.
+_values = operator.methodcaller("values")
+
 
 def finder(model: Any, strategy: Strategy) -> Callable[[], dict[str, Tensor]]:
     """A function that gives the model's named tensors as they are now."""
@@ -79,7 +82,7 @@ class _ModuleFinder:
         self._has_extra_state = bool(modules_with_extra_state(self._module))
 
     def _current_values(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._dicts)))
+        return list(chain.from_iterable(map(_values, self._dicts)))
 
 
 def _identical(left: list[Any], right: list[Any]) -> bool:

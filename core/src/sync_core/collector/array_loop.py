@@ -20,7 +20,7 @@ from sync_core.collector.columns import Leaves, stack
 from sync_core.collector.loops import BetweenSteps, Steps
 from sync_core.collector.policies import TensorDictPolicy, TensorPolicy
 from sync_core.envs.arrays import ArrayEnv, Arrays
-from sync_core.envs.normal import no_flags, outcome_of
+from sync_core.envs.normal import no_flags, outcome_of, spread
 
 
 @dataclass(slots=True)
@@ -126,13 +126,21 @@ class ArrayLoop:
         elif not ended.any():
             return
         elif not self._batch:
-            self._carried.clear()
             _put(rows.seen, t, self._env.reset_arrays())
+            self._carried.clear()
         else:
             fresh = self._env.reset_arrays(ended)
             for key, seen in rows.seen.items():
                 seen[t][ended] = np.asarray(fresh[key])[ended]
+            self._forget_carried(ended)
         self._ended = np.zeros(self._batch, np.bool_)
+
+    def _forget_carried(self, ended: np.ndarray[Any, Any]) -> None:
+        if ended.all():
+            self._carried.clear()
+        where = torch.from_numpy(ended)
+        for key, carried in self._carried.items():
+            self._carried[key] = carried.masked_fill(spread(where, carried), 0)
 
     def _new_rows(self, steps: int, policy: TensorPolicy | TensorDictPolicy | None) -> _Rows:
         seen = self._empty(steps + 1)

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from sync_core.collector.columns import Leaves, copy_of, leaves_of
+from sync_core.collector.columns import Leaves, copy_of, leaves_of, recorded_of
 from sync_core.collector.policies import TensorDictPolicy, TensorPolicy
 from sync_core.envs.arrays import ArrayEnv
 from sync_core.envs.normal import no_flags
@@ -94,10 +94,11 @@ class TensorDictChooser:
         source = {**given, **self._flags, **self._carried}
         result = self._policy(TensorDict(source, batch_size=self._batch_size))
         made: Leaves = {}
-        for key, value in leaves_of(result).items():
-            if key not in given:
+        for key, value in recorded_of(result).items():
+            old = given.get(key)
+            if old is None or (old.dtype, old.shape) != (value.dtype, value.shape):
                 made[key] = value
-            elif value is not given[key]:
+            elif value is not old:
                 self._seen[key][t] = value.cpu().numpy()
         for name in self._flags:
             made.pop(name, None)

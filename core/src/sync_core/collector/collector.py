@@ -206,7 +206,7 @@ class Collector(Life, Updates):
         try:
             warn_if_rounded(self._crew, recipes.options[0].frames_per_batch)
             self._replacement = Replacement(self._crew, on_worker_failure)
-            self._warmup = Warmup(self._crew, init_random_frames)
+            self._warmup = Warmup(self._crew, init_random_frames, together=sync)
             self._requests = Requests(self._crew, timeout, self._warmup.order, self._replacement)
             self._requests.on_drop.append(self._warmup.take_back)
             self._weights = make_weights(

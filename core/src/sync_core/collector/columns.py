@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 Leaves: TypeAlias = dict[Any, Tensor]
@@ -19,14 +19,25 @@ def leaves_of(tensordict: TensorDictBase) -> Leaves:
         TypeError: an entry that is no tensor.
     """
     leaves: Leaves = {}
-    for key, value in tensordict.items(include_nested=True, leaves_only=True):
+    items = tensordict.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
+    for key, value in items:
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"{key!r} is a {type(value).__name__}; a collector gathers tensors only"
+                f"{key!r} is a {type(value).__name__}; a collector gathers tensors only, so leave "
+                "it out, or give its number"
             )
         if isinstance(key, str) or key[0] != "next":
             leaves[key] = value
     return leaves
+
+
+def recorded_of(tensordict: TensorDictBase) -> Leaves:
+    """Those of `leaves_of` that a batch has: what begins with an underscore is the author's own."""
+    return {
+        key: tensor
+        for key, tensor in leaves_of(tensordict).items()
+        if not any(name.startswith("_") for name in ([key] if isinstance(key, str) else key))
+    }
 
 
 def copy_of(leaves: Leaves) -> Leaves:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -10,9 +10,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from sync_core.collector.columns import Copies, Leaves, leaves_of, stack
+from sync_core.collector.columns import Copies, Leaves, leaves_of, recorded_of, stack
 from sync_core.collector.policies import TensorDictPolicy
-from sync_core.envs.normal import RESET, Conventions
+from sync_core.envs.normal import RESET, Conventions, spread
 from sync_core.envs.protocol import Env, optional
 from sync_core.envs.random_actions import random_policy
 
@@ -97,6 +97,8 @@ class TensorDictLoop:
         self._root: TensorDictBase | None = None
         self._acted: _Acted | None = None
         self._stepped: TensorDictBase | None = None
+        # The keys of what the policy set under "next", to find it at the root of the next step.
+        self._carried: tuple[Any, ...] = ()
         self._frames: list[tuple[Leaves, Leaves, int]] = []
         self._copies = Copies()
 
@@ -106,12 +108,13 @@ class TensorDictLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next run goes on."""
-        return {"root": self._root, "stepped": self._stepped}
+        return {"root": self._root, "stepped": self._stepped, "carried": self._carried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there."""
         self.restart()
         self._root, self._stepped = state["root"], state["stepped"]
+        self._carried = state["carried"]
 
     def run(
         self, steps: int, policy: TensorDictPolicy | None, between_steps: BetweenSteps
@@ -123,19 +126,30 @@ class TensorDictLoop:
         roots, outcomes, versions = zip(*self._frames, strict=True)
         time = len(self._env.batch_size)
         outcome = self._conventions.outcome(stack(outcomes, time), time + 1)
-        root = self._conventions.root(stack(roots, time), outcome)
+        root = self._conventions.root(stack(self._even(roots), time), outcome, time + 1)
         ended = self._conventions.ended(outcome, time + 1)
         made = Steps(root, outcome, ended, torch.tensor(versions))
         self._frames = []
         return made
 
+    def _even(self, roots: Sequence[Leaves]) -> Sequence[Leaves]:
+        """Leave out the flags of parts that only some steps have: a reset need not give them."""
+        uneven = {key for key in self._flag_keys if any(key not in root for root in roots)}
+        return [{k: seen for k, seen in root.items() if k not in uneven} for root in roots]
+
     def _step(self, act: TensorDictPolicy, between_steps: BetweenSteps) -> None:
         if self._acted is None:
             version = between_steps()
-            acted = act(self._begin())
+            given = self._begin()
+            acted = act(given)
+            if acted is not given:
+                # A policy may return what it has set and no more.
+                acted = given.copy().update(acted)
+            following = acted.get("next", None)
+            self._carried = () if following is None else tuple(leaves_of(following))
             # Copied before the step, since environments may change their tensors in place.
-            seen = leaves_of(acted)
-            for key in self._flag_keys:
+            seen = recorded_of(acted)
+            for key in self._conventions.decisive_keys:
                 seen.pop(key, None)
             self._acted = _Acted(acted, self._copies.again(seen), version)
         acted = self._acted.tensordict
@@ -143,7 +157,7 @@ class TensorDictLoop:
             stepped, root = self._env.step(acted), None
         else:
             stepped, root = self._step_and_reset(acted)
-        outcome = self._copies.of(leaves_of(stepped["next"]))
+        outcome = self._copies.of(recorded_of(stepped["next"]))
         frame = self._acted.root, outcome, self._acted.version
         self._acted, self._root, self._stepped = None, root, stepped
         self._frames.append(frame)
@@ -156,7 +170,9 @@ class TensorDictLoop:
 
     def _root_after(self, stepped: TensorDictBase) -> TensorDictBase:
         following = stepped["next"]
-        root: TensorDictBase = following.exclude(*self._conventions.reward_keys)
+        # What no step gives anew stays, such as the parameters of a model.
+        root: TensorDictBase = stepped.exclude("next", self._conventions.action_key)
+        root.update(following.exclude(*self._conventions.reward_keys))
         mask = self._conventions.ended_now(following)
         if not mask.any():
             return root
@@ -166,10 +182,13 @@ class TensorDictLoop:
             return self._env.reset()
         request = self._conventions.reset_request(root, mask)
         self._conventions.clear(root, mask)
-        for key, new in leaves_of(self._env.reset(request)).items():
-            if RESET in (key, key[-1]):
-                continue
-            old = root.get(key, None)
-            where = mask.reshape(mask.shape + (1,) * (new.ndim - mask.ndim))
-            root.set(key, new if old is None else torch.where(where, new, old))
+        fresh = leaves_of(self._env.reset(request))
+        for key, new in fresh.items():
+            if RESET not in (key, key[-1]):
+                old = root.get(key, None)
+                root.set(key, new if old is None else torch.where(spread(mask, new), new, old))
+        for key in self._carried:
+            if key not in fresh and key not in self._flag_keys:
+                carried = root.get(key)
+                root.set(key, carried.masked_fill(spread(mask, carried), 0))
         return root

@@ -85,15 +85,11 @@ def adapt(
     Raises:
         TypeError: the arguments are not named after observations.
     """
-    if trust or isinstance(policy, TensorDictModuleBase):
+    # What torch.compile gives for a module takes anything, and has the module that it was.
+    written = getattr(policy, "_orig_mod", policy)
+    if trust or isinstance(written, TensorDictModuleBase):
         return CheckedTensorDictPolicy(policy)
-    function = _forward(policy)
-    required = [
-        parameter
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
+    required = _required(written)
     if len(required) == 1 and _takes_tensordict(required[0]):
         return CheckedTensorDictPolicy(policy)
     names = tuple(parameter.name for parameter in required)
@@ -107,6 +103,23 @@ def adapt(
         f"TensorDictModule(policy, in_keys={[*observation_keys]}, out_keys=[{action_key!r}]); "
         "trust_policy=True if it takes a TensorDict under another name"
     )
+
+
+def _required(policy: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The arguments that the policy must be given, in their order."""
+    try:
+        signature = inspect.signature(_forward(policy))
+    except ValueError as error:
+        raise TypeError(
+            f"the policy {type(policy).__name__} does not say what it takes ({error}); wrap it: "
+            "TensorDictModule(policy, in_keys=[…], out_keys=['action'])"
+        ) from error
+    return [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
 
 
 def _forward(policy: Callable[..., Any]) -> Callable[..., Any]:

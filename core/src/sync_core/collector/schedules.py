@@ -142,10 +142,13 @@ def _difference(first: TensorDictBase, other: TensorDictBase) -> tuple[str, str,
     if first.batch_size != other.batch_size:
         return "the shape", str(list(first.batch_size)), str(list(other.batch_size))
     here, there = (
-        {k: (v.dtype, list(v.shape)) for k, v in part.items(include_nested=True, leaves_only=True)}
+        {
+            key: f"{value.dtype} of shape {list(value.shape)} on {value.device}"
+            for key, value in part.items(include_nested=True, leaves_only=True)
+        }
         for part in (first, other)
     )
     for key in [*here, *there]:
         if here.get(key) != there.get(key):
-            return repr(key), str(here.get(key, "missing")), str(there.get(key, "missing"))
+            return repr(key), here.get(key, "missing"), there.get(key, "missing")
     return None

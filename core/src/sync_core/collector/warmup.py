@@ -15,26 +15,35 @@ class Warmup:
     Args:
         crew: the workers.
         frames: how many frames of random actions there are to be, at least.
+        together: all workers are asked in turn for parts of one batch, which are to be alike: a
+            policy may set more than the action.
 
     Raises:
         ValueError: a number that cannot be.
     """
 
-    def __init__(self, crew: Crew, frames: int) -> None:
+    def __init__(self, crew: Crew, frames: int, *, together: bool) -> None:
         if frames < -1:
             raise ValueError(f"init_random_frames is {frames}; give 0 or more, or -1 for none")
         self._crew = crew
         # The frames that are still to be asked for.
         self._left = frames
+        self._together = together
+        self._random = frames > 0
+        # What each was asked for last; of workers that are asked together, in this round.
         self._asked: dict[int, int] = {}
         crew.on_join.append(self.take_back)
 
     def order(self, worker_id: int) -> Order:
         """What to ask a worker for next."""
-        random = self._left > 0
-        self._asked[worker_id] = self._crew.frames[worker_id] if random else 0
+        if not self._together:
+            self._random = self._left > 0
+        elif worker_id in self._asked:
+            self._random = self._left > 0
+            self._asked.clear()
+        self._asked[worker_id] = self._crew.frames[worker_id] if self._random else 0
         self._left -= self._asked[worker_id]
-        return Order(random=random)
+        return Order(random=self._random)
 
     def take_back(self, worker_id: int) -> None:
         """Do not count what a worker was asked for last: it is lost, or dropped."""
@@ -48,3 +57,4 @@ class Warmup:
         """Go on from there."""
         self._left = state["left"]
         self._asked = dict(zip(self._crew.ids, state["asked"], strict=False))
+        self._random = self._left > 0 or any(self._asked.values())

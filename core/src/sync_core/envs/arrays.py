@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from sync_core.envs.normal import no_flags, outcome_of
+from sync_core.envs.normal import no_flags, outcome_of, spread
 
 #: Arrays, or what numpy makes arrays of, by key: a string, or a tuple of them if nested.
 Arrays: TypeAlias = Mapping[Any, Any]
@@ -128,11 +128,14 @@ class ArrayEnv(ABC):
         return TensorDict(root, batch_size=self.batch_size)
 
     def _reset_where(self, mask: Tensor, root: TensorDictBase) -> TensorDictBase:
+        # What a policy carries from step to step is nothing yet where an episode begins.
         merged = root.copy()
+        for key in root.keys(include_nested=True, leaves_only=True):
+            old = root.get(key)
+            merged.set(key, old.masked_fill(spread(mask, old), 0))
         for key, fresh in self._observation(self.reset_arrays(mask.numpy())).items():
             old = root.get(key, fresh)
-            where = mask.reshape(mask.shape + (1,) * (fresh.ndim - mask.ndim))
-            merged.set(key, torch.where(where, fresh, old))
+            merged.set(key, torch.where(spread(mask, fresh), fresh, old))
         return merged.update(no_flags(self.batch_size))
 
     def _observation(self, arrays: Arrays) -> dict[Any, Tensor]:

@@ -87,13 +87,14 @@ class GymEnv(ArrayEnv):
         if self._single:
             value = self._action.decode(action)
             observation, reward, terminated, truncated, _ = self._envs[0].step(value)
-            return self._encode(observation), reward, terminated, truncated
+            return self._encode(observation), _scalar(reward), terminated, truncated
         rows = self._new_rows()
         rewards = np.empty(len(self._envs), np.float32)
         terminated, truncated = np.empty((2, len(self._envs)), np.bool_)
         for i, env in enumerate(self._envs):
             value = self._action.decode(action[i])
-            observation, rewards[i], terminated[i], truncated[i], _ = env.step(value)
+            observation, reward, terminated[i], truncated[i], _ = env.step(value)
+            rewards[i] = _scalar(reward)
             self._write(rows, i, observation)
         return rows, rewards, terminated, truncated
 
@@ -155,6 +156,11 @@ class GymEnv(ArrayEnv):
     def _write(self, rows: dict[Any, np.ndarray[Any, Any]], i: int, observation: Any) -> None:
         for key, value in self._encode(observation).items():
             rows[key][i] = value
+
+
+def _scalar(reward: Any) -> Any:
+    """A reward without the dimension of size 1 that some environments give it."""
+    return reward.reshape(()) if isinstance(reward, np.ndarray) else reward
 
 
 def next_seed(seed: int) -> int:

@@ -48,7 +48,10 @@ class Conventions:
         self._groups = tuple(dict.fromkeys(path[:-1] for path in done_keys))
         # A flag of the whole environment tells more than those of its parts.
         self._decisive = ((),) if () in self._groups else self._groups
-        self._decisive_keys = [_key((*group, name)) for group in self._decisive for name in FLAGS]
+        #: The keys of the flags that say whether an episode has ended.
+        self.decisive_keys = tuple(
+            _key((*group, name)) for group in self._decisive for name in FLAGS
+        )
 
     @property
     def flag_keys(self) -> frozenset[Any]:
@@ -73,9 +76,22 @@ class Conventions:
             made.update(self._flags(made, group, dims))
         return made
 
-    def root(self, leaves: Mapping[Any, Tensor], outcome: Leaves) -> Leaves:
-        """What was seen before steps, with the flags of episodes that go on."""
-        return {**leaves, **{key: torch.zeros_like(outcome[key]) for key in self.flag_keys}}
+    def root(self, leaves: Mapping[Any, Tensor], outcome: Leaves, dims: int) -> Leaves:
+        """What was seen before steps, with the flags of episodes that go on.
+
+        A part of an environment whose other parts go on without it has the flags that were seen.
+
+        Args:
+            leaves: what was seen, by key.
+            outcome: what came of it.
+            dims: see `outcome`.
+        """
+        made = {**leaves, **{key: torch.zeros_like(outcome[key]) for key in self.flag_keys}}
+        for group in self._groups:
+            names = [_key((*group, name)) for name in FLAGS]
+            if group not in self._decisive and any(name in leaves for name in names):
+                made.update(self._flags(leaves, group, dims))
+        return made
 
     def ended(self, leaves: Mapping[Any, Tensor], dims: int) -> Tensor:
         """Where an episode has ended, by an outcome; a flag of some part ends it for all parts."""
@@ -87,7 +103,7 @@ class Conventions:
 
     def ended_now(self, following: TensorDictBase) -> Tensor:
         """Where an episode has ended with one step; of the shape of the environment's batch."""
-        given = [following.get(key, None) for key in self._decisive_keys]
+        given = [following.get(key, None) for key in self.decisive_keys]
         # Once in a step, so by no more operations than it takes.
         ended = [_whole(flag, self._batch_dims) for flag in given if flag is not None]
         if not ended:
@@ -107,7 +123,7 @@ class Conventions:
             flags = self._flags(leaves, group, self._batch_dims)
             some = next(leaves[key] for key in flags if key in leaves)
             for key, flag in flags.items():
-                over = flag if key == _key((*group, "terminated")) else flag | _spread(where, flag)
+                over = flag if key == _key((*group, "terminated")) else flag | spread(where, flag)
                 # Of the environment's own shape: where only a part is reset, they meet its flags.
                 following.set(key, over.reshape(leaves.get(key, some).shape))
 
@@ -116,7 +132,7 @@ class Conventions:
         for key in self.flag_keys:
             flag = root.get(key, None)
             if flag is not None:
-                root.set(key, flag.to(torch.bool) & ~_spread(where, flag))
+                root.set(key, flag.to(torch.bool) & ~spread(where, flag))
 
     def reset_request(self, root: TensorDictBase, where: Tensor) -> TensorDictBase:
         """A TensorDict that asks an environment for a reset of a part of its batch.
@@ -130,7 +146,7 @@ class Conventions:
             names = (_key((*group, name)) for name in FLAGS)
             flag = next(flag for name in names if (flag := root.get(name, None)) is not None)
             column = _column(flag, torch.bool, self._batch_dims)
-            request.set(_key((*group, RESET)), _spread(where, column).expand_as(column).clone())
+            request.set(_key((*group, RESET)), spread(where, column).expand_as(column).clone())
         return request
 
     def to_reset(self, request: TensorDictBase) -> Tensor | None:
@@ -176,8 +192,8 @@ def no_flags(shape: Sequence[int]) -> Leaves:
     return {name: torch.zeros(*shape, 1, dtype=torch.bool) for name in FLAGS}
 
 
-def _spread(where: Tensor, like: Tensor) -> Tensor:
-    """A mask of a batch, with as many dimensions as a flag has."""
+def spread(where: Tensor, like: Tensor) -> Tensor:
+    """A mask of a batch, with as many dimensions as another tensor of the batch has."""
     return where.reshape(where.shape + (1,) * (like.ndim - where.ndim))
 
 

@@ -13,9 +13,14 @@ import numpy as np
 from gymnasium import spaces
 
 from sync_core.envs.arrays import ArraySpec
+from sync_core.envs.protocol import FLAGS
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Key: TypeAlias = str | tuple[str, ...]
+
+
+#: What stands beside the observations in a batch.
+_TAKEN = frozenset({*FLAGS, "action", "reward", "next", "policy_version", "collector"})
 
 
 class Codec(ABC):
@@ -150,6 +155,7 @@ def codec(space: Any, *, categorical: bool) -> Codec:
             return Same(space)
         if len(space.shape) == 1:
             return OneHots(space)
+        raise TypeError(f"one-hot vectors of the space {space} would differ; give categorical=True")
     for kind, make in kinds:
         if isinstance(space, kind):
             return make(space)
@@ -165,11 +171,19 @@ class ObservationCodec:
     Args:
         space: the observation space; Dicts may be nested.
         categorical: whether discrete values stay numbers.
+
+    Raises:
+        TypeError: an entry that has no arrays, or the name of something else in a batch.
     """
 
     def __init__(self, space: Any, *, categorical: bool) -> None:
         self._nested = isinstance(space, spaces.Dict)
         leaves = dict(_leaves((), space)) if self._nested else {("observation",): space}
+        for name in _TAKEN.intersection(path[0] for path in leaves):
+            raise TypeError(
+                f"{name!r} is observed, and a batch has {name!r} of its own; rename it: "
+                "gymnasium.wrappers.TransformObservation"
+            )
         codecs = {path: codec(leaf, categorical=categorical) for path, leaf in leaves.items()}
         self.specs = {_key(path): found.spec for path, found in codecs.items()}
         self._encoders = [(_key(path), path, found.encode) for path, found in codecs.items()]
