@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import Payload, Receiver, Sender, SenderLostError
+from sync_core import Answer, Payload, Receiver, ReceiverTransport, Sender, SenderLostError
+from sync_core.background import Background
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -81,6 +82,35 @@ def test_it_leaves_no_thread(sender: Sender) -> None:
     assert threading.active_count() > before
     receiver.close()
     assert threading.active_count() == before
+
+
+class Still(ReceiverTransport):
+    """Has begun to receive, and does not come back."""
+
+    def __init__(self) -> None:
+        self.begun, self.over, self.closed = (threading.Event() for _ in range(3))
+
+    def receive(self, timeout: float) -> None:
+        self.begun.set()
+        self.over.wait()
+
+    def acknowledge(self, answer: Answer) -> None:
+        raise AssertionError
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_closing_does_not_wait_for_what_does_not_come() -> None:
+    transport = Still()
+    background = Background(transport)
+    assert transport.begun.wait(10)
+    begin = time.monotonic()
+    background.close()
+    assert time.monotonic() - begin < 10
+    assert not transport.closed.is_set()
+    transport.over.set()
+    assert transport.closed.wait(10)
 
 
 def test_a_scheme_that_moves_nothing_needs_no_thread(policy: nn.Linear) -> None:

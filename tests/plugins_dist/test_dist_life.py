@@ -66,6 +66,26 @@ def test_forked_children_end_and_harm_nobody() -> None:
     assert (ended.stdout.split(), ended.stderr) == (["7", "7", "4.0"], "")
 
 
+_END = """
+import atexit
+
+class Group:
+    def __del__(self):
+        print("freed")
+
+atexit.register(lambda: freeing.free([Group()]))  # which is called after what the module registers
+from sync_plugin_dist import freeing
+freeing.free([Group()])
+print("ends")
+"""
+
+
+def test_nothing_is_freed_while_the_process_ends() -> None:
+    script = [sys.executable, "-c", _END]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.stdout.split(), ended.stderr) == (["freed", "ends"], "")
+
+
 @pytest.mark.parametrize("topology", ["p2p", "broadcast"])
 def test_workers_that_come_and_go_leave_nothing(topology: str) -> None:
     weights = {"w": torch.ones(4)}

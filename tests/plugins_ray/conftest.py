@@ -11,11 +11,17 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from ray import cloudpickle
 
+from sync_core.testing.worker_groups import eventually
 from sync_plugin_ray.store import Publication
+
+# Actors cannot import this file by name.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,6 +69,29 @@ def kept() -> Callable[[], int]:
     """
     before = weakref.WeakSet(_publications())
     return lambda: sum(each not in before for each in _publications())
+
+
+@pytest.fixture
+def lost() -> Any:
+    """A reference to an object that was lost with its owner."""
+    owner: Any = ray.remote(_Owner).options(num_cpus=0).remote()
+    (reference,) = ray.get(owner.put.remote())
+    ray.kill(owner)
+    assert eventually(lambda: _is_lost(reference), 30)
+    return reference
+
+
+class _Owner:
+    def put(self) -> list[Any]:
+        return [ray.put(bytes(10**6))]
+
+
+def _is_lost(reference: Any) -> bool:
+    try:
+        ray.get(reference, timeout=5)
+    except ray.exceptions.ObjectLostError:
+        return True
+    return False
 
 
 def _publications() -> list[Publication]:

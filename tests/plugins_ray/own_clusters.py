@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -33,8 +34,8 @@ class Host:
 
 
 class Agent:
-    def __init__(self) -> None:
-        self.policy = torch.nn.Linear(2, 2)
+    def __init__(self, size: int = 2) -> None:
+        self.policy = {name: torch.zeros(size) for name in "ab"}
 
 
 def shut_down_before_they_stop() -> None:
@@ -43,7 +44,7 @@ def shut_down_before_they_stop() -> None:
     say("workers", *pids(group))
     call = group.call(0, lambda _: time.sleep(60))
     actor: Any = ray.remote(Agent).options(num_cpus=0).remote()
-    sender = Sender("ray", torch.nn.Linear(2, 2), workers=[actor])
+    sender = Sender("ray", {name: torch.ones(2) for name in "ab"}, workers=[actor])
     sender.send()
     ray.shutdown()
     with pytest.raises(WorkerLostError, match="Ray was shut down"):
@@ -97,6 +98,17 @@ def left_by_the_group() -> None:
     assert not ray.is_initialized()
 
 
+def send_when_the_main_thread_has_ended() -> None:
+    ray.init(**CONFIG, **QUIET)
+    actor: Any = ray.remote(Agent).options(num_cpus=0).remote(2_200_000)
+    weights = {name: torch.ones(2_200_000) for name in "ab"}
+    threading.main_thread().join()
+    with Sender("ray", weights, workers=[actor]) as sender:
+        assert sender.send().updated == (0,)
+    ray.shutdown()
+    say("done")
+
+
 def pids(group: RayGroup) -> list[int]:
     return [group.call(i, Host.pid).result() for i in group.worker_ids]
 
@@ -111,4 +123,4 @@ if __name__ == "__main__":
     shut_down_before_they_stop()
     shut_down_on_demand()
     left_by_the_group()
-    say("done")
+    threading.Thread(target=send_when_the_main_thread_has_ended).start()

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -22,6 +22,7 @@ from torch import nn
 from sync_core import (
     Address,
     ApplyError,
+    Payload,
     Receiver,
     Sender,
     SenderLostError,
@@ -172,6 +173,25 @@ def test_zero_copy(pool: list[Any]) -> None:
         assert ray.get(call) == (version, {float(version)})
     sender.close()
     assert ray.get(pool[0].disconnect.remote()) == {3.0}
+
+
+@pytest.mark.parametrize("size", [20_000, 2_200_000], ids=["its only one", "one of its two"])
+def test_a_lost_object_is_put_again(lost: Any, size: int) -> None:
+    def put_and_lose(payload: Payload) -> Any:
+        publication = put(payload)
+        publication.data = [lost, *publication.data[1:]]
+        return publication
+
+    weights = {name: torch.ones(size) for name in "ab"}
+    model = {name: torch.zeros(size) for name in "ab"}
+    with Sender("ray", weights, num_workers=1) as sender:
+        store = cast("Any", sender._outlet.transport)._store
+        put, store.put = store.put, put_and_lose
+        with Receiver(sender.address(0), model) as receiver:
+            pending = sender.send_async()
+            assert receiver.receive() == 1
+            assert pending.wait().updated == (0,)
+    assert all(map(torch.equal, model.values(), weights.values()))
 
 
 def test_an_apply_that_fails_is_told_and_kept_apart(pool: list[Any]) -> None:

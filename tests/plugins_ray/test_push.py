@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import ray
 import torch
@@ -98,6 +97,20 @@ class Agent:
     def write_in_place(self) -> None:
         with torch.no_grad():
             self.policy.weight.add_(1)
+
+
+class Module(nn.Module):
+    """An actor that is a model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def itself(self) -> nn.Module:
+        return self
+
+    def value(self) -> float:
+        return self.inner.weight[0, 0].item()
 
 
 class Other:
@@ -299,26 +312,9 @@ def test_a_restarted_actor_gets_the_version_before_it_counts(actors: list[Any]) 
         killer.join()
 
 
-class Owner:
-    def put(self) -> list[Any]:
-        return [ray.put(np.zeros(10**6, dtype=np.uint8))]
-
-
-def is_lost(reference: Any) -> bool:
-    try:
-        ray.get(reference, timeout=5)
-    except ray.exceptions.ObjectLostError:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("size", [20_000, 2_200_000], ids=["its only one", "one of its two"])
-def test_a_lost_object_is_put_again(pool: list[Any], size: int) -> None:
+def test_a_lost_object_is_put_again(pool: list[Any], lost: Any, size: int) -> None:
     ray.get([actor.host.remote(pair(0.0, size)) for actor in pool])
-    owner: Any = ray.remote(Owner).options(num_cpus=0).remote()
-    (lost,) = ray.get(owner.put.remote())
-    ray.kill(owner)
-    assert eventually(lambda: is_lost(lost), 30)
 
     def put_and_lose(payload: Payload) -> Any:
         publication = put(payload)
@@ -330,6 +326,14 @@ def test_a_lost_object_is_put_again(pool: list[Any], size: int) -> None:
         put, store.put = store.put, put_and_lose
         assert sender.send(timeout=30).updated == (0, 1, 2)
     assert ray.get([actor.hosted.remote() for actor in pool]) == [{2.0}] * 3
+
+
+def test_an_actor_that_is_the_model() -> None:
+    actor: Any = ray.remote(Module).options(num_cpus=0).remote()
+    weights = {f"inner.{name}": value for name, value in linear(3.0).state_dict().items()}
+    with Sender("ray", weights, workers=[actor], model_getter="itself") as sender:
+        assert sender.send().updated == (0,)
+        assert ray.get(actor.value.remote()) == 3.0
 
 
 def test_the_newer_of_two_senders_has_the_model(actors: list[Any]) -> None:

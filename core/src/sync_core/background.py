@@ -10,6 +10,8 @@ from sync_core.transport import ReceiverTransport
 
 # How long the thread may take to notice that it is to end, in seconds.
 _TICK = 0.1
+# How long closing waits for a transport that has begun to receive and does not come back.
+_PATIENCE = 2.0
 
 
 class Background(ReceiverTransport):
@@ -46,26 +48,28 @@ class Background(ReceiverTransport):
         self._transport.acknowledge(answer)
 
     def close(self) -> None:
-        """End the thread, and what receives."""
+        """End the thread, which closes what receives as soon as that has come back."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
-        if self._staged is not None:
-            self._staged.release()
-            self._staged = None
-        self._transport.close()
+            self._thread.join(_PATIENCE)
 
     def _stage(self) -> None:
-        while not self._closed:
-            try:
-                payload = self._transport.receive(_TICK)
-            except Exception as error:
-                self._fail(error)
-                continue
-            if payload is not None:
-                self._replace(payload)
+        try:
+            while not self._closed:
+                try:
+                    payload = self._transport.receive(_TICK)
+                except Exception as error:
+                    self._fail(error)
+                    continue
+                if payload is not None:
+                    self._replace(payload)
+        finally:
+            if self._staged is not None:
+                self._staged.release()
+                self._staged = None
+            self._transport.close()
 
     def _replace(self, payload: Payload) -> None:
         with self._changed:

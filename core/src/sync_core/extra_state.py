@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from inspect import unwrap
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ def modules_with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (f"{prefix}.{_SUFFIX}" if prefix else _SUFFIX, module)
         for prefix, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
+        # Ray wraps the methods of the classes of actors, which may be modules.
+        if unwrap(type(module).get_extra_state) is not nn.Module.get_extra_state
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import threading
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from sync_core import Block
+from sync_plugin_dist.freeing import free, free_when_completed, keep_for_ever
 from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
 
 # How long what a worker has received entirely may still count as being sent, in seconds.
@@ -143,13 +143,13 @@ class Wire:
 
     def close(self) -> None:
         """Leave the group; what is on its way does not arrive, or not whole."""
-        busy = self._link.collective and not all(work.is_completed() for work in self._works)
         _wires.discard(self)
-        held = [self._group, self._works]
+        held = [self._group, *self._works]
         del self._group, self._works
-        if busy:
-            # The threads of the group end only when its collectives do, at their timeout.
-            threading.Thread(target=held.clear, name="sync-dist-leave", daemon=True).start()
+        if self._link.collective:
+            free_when_completed(held)
+        else:
+            free(held)
 
     def _wait_unless(self, control: Control) -> None:
         # Futures, since a work says that it is completed only some time after it has told so.
@@ -234,8 +234,7 @@ _wires: weakref.WeakSet[Wire] = weakref.WeakSet()
 
 def _never_free() -> None:
     for wire in list(_wires):
-        for held in (wire._group, *wire._works):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+        keep_for_ever((wire._group, *wire._works))
 
 
 os.register_at_fork(after_in_child=_never_free)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from itertools import chain
 from pickle import PickleBuffer
 from typing import Any
@@ -133,9 +134,30 @@ def _memory_of(data: Any) -> Tensor:
 def _put_all(values: Sequence[Any], tensor_transport: str | None) -> list[ray.ObjectRef[Any]]:
     """Put each value, all at once: memory can be written faster than one thread writes it."""
     first, *others = values
-    with ThreadPoolExecutor(max(1, len(others))) as pool:
-        putting = [pool.submit(_put, other, tensor_transport) for other in others]
+    putting = [_put_aside(other, tensor_transport) for other in others]
+    try:
         return [_put(first, tensor_transport), *(each.result() for each in putting)]
+    finally:
+        # What is read is written to as soon as this returns; and an error holds no object.
+        wait(putting)
+        putting.clear()
+
+
+def _put_aside(value: Any, tensor_transport: str | None) -> Future[ray.ObjectRef[Any]]:
+    """Put a value in a thread; no executor's, which take nothing once the main thread has ended."""
+    done: Future[ray.ObjectRef[Any]] = Future()
+
+    def put() -> None:
+        try:
+            done.set_result(_put(value, tensor_transport))
+        except BaseException as error:
+            done.set_exception(error)
+
+    try:
+        threading.Thread(target=put, name="sync-ray-put").start()
+    except RuntimeError:
+        put()  # there are to be no more threads, as the process ends
+    return done
 
 
 def _put(value: Any, tensor_transport: str | None) -> ray.ObjectRef[Any]:
