@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -33,11 +34,13 @@ def leaves_of(tensordict: TensorDictBase) -> Leaves:
 
 def recorded_of(tensordict: TensorDictBase) -> Leaves:
     """Those of `leaves_of` that a batch has: what begins with an underscore is the author's own."""
-    return {
-        key: tensor
-        for key, tensor in leaves_of(tensordict).items()
-        if not any(name.startswith("_") for name in ([key] if isinstance(key, str) else key))
-    }
+    leaves = leaves_of(tensordict)
+    return {key: tensor for key, tensor in leaves.items() if not _is_private(key)}
+
+
+@lru_cache(maxsize=1024)
+def _is_private(key: str | tuple[str, ...]) -> bool:
+    return any(name.startswith("_") for name in ((key,) if isinstance(key, str) else key))
 
 
 def copy_of(leaves: Leaves) -> Leaves:
