@@ -334,7 +334,8 @@ def test_what_is_no_tensor_is_an_error(env: Callable[..., Any]) -> None:
 def test_policies_of_torchscript_and_torch_compile() -> None:
     scripted = torch.jit.script(Scale(2.0))
     module = TensorDictModule(scripted, in_keys=["observation"], out_keys=["action"])
-    with Collector(CountingEnv, module, scheme="thread", frames_per_batch=2) as collector:
+    options: dict[str, Any] = {"scheme": "thread", "workers": "inline", "frames_per_batch": 2}
+    with Collector(CountingEnv, module, **options) as collector:
         assert next(collector)["action"].flatten().tolist() == [2.0, 2.0]
         scripted.weight.data.fill_(5.0)
         collector.update_policy_weights_()
