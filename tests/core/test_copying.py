@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -50,6 +51,19 @@ def test_every_kind_arrives(kinds: list[tuple[int, torch.dtype, bool]]) -> None:
     targets = [torch.zeros_like(source, dtype=source.dtype) for source in sources]
     copy(targets, sources)
     assert all(map(same, targets, sources))
+
+
+def test_a_copy_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the process ends, in which Python 3.12 begins none."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    source, target = torch.rand(5_000_000), torch.zeros(5_000_000)
+    copy([target], [source])
+    assert torch.equal(source, target)
 
 
 @pytest.mark.parametrize("source", [torch.ones(40_000, dtype=torch.int32), torch.ones(1)])

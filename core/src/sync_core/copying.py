@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -57,9 +58,12 @@ def _copy_pieces(pieces: deque[_Piece]) -> None:
         return
     # Memory is hardly faster for three.
     helper = threading.Thread(target=_copy_what_is_left, args=(pieces,), name="sync-copy")
-    helper.start()
+    # Since Python 3.12, no thread begins while the process ends.
+    with suppress(RuntimeError):
+        helper.start()
     _copy_what_is_left(pieces)
-    helper.join()
+    if helper.ident is not None:
+        helper.join()
 
 
 def _copy_what_is_left(pieces: deque[_Piece]) -> None:
