@@ -16,6 +16,8 @@ from typing import Any
 
 # How often it is looked whether the collectives of a group have ended, in seconds.
 _LOOKING = 0.1
+# How long the end of the process waits for a group that is being freed, in seconds.
+_PATIENCE = 5.0
 
 
 class _Process:
@@ -25,12 +27,15 @@ class _Process:
         self.begin()
 
     def begin(self) -> None:
-        self.freeing = threading.Lock()
+        # Reentrant, as the garbage collector may end a forgotten sender meanwhile.
+        self.freeing = threading.RLock()
         self.ends = False
 
     def end(self) -> None:
-        with self.freeing:
-            self.ends = True
+        free_now = self.freeing.acquire(timeout=_PATIENCE)
+        self.ends = True
+        if free_now:
+            self.freeing.release()
 
 
 _process = _Process()
@@ -54,10 +59,13 @@ def free_when_completed(held: list[Any]) -> None:
     """Free a group when its collectives have ended, which may be at their timeout; see `free`."""
     if _completed(held):
         free(held)
-    else:
-        threading.Thread(
-            target=_free_later, args=(held,), name="sync-dist-leave", daemon=True
-        ).start()
+        return
+    thread = threading.Thread(target=_free_later, args=(held,), name="sync-dist-leave", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        # Since Python 3.12, no thread begins while the process ends.
+        keep_for_ever(held)
 
 
 def keep_for_ever(held: Iterable[Any]) -> None:
