@@ -143,6 +143,10 @@ def test_random_frames_that_a_lost_worker_was_asked_for() -> None:
     assert [together.order(i).random for i in (0, 1, 0)] == [True, True, False]
     together.take_back(1)
     assert [together.order(i).random for i in (1, 1, 0)] == [False, False, False]
+    first, second = (Warmup(crew, 3, together=True) for _ in range(2))
+    assert first.order(0).random
+    second.load_state_dict(first.state_dict())
+    assert [second.order(i).random for i in (1, 0)] == [True, False]
     crew.stop()
 
 

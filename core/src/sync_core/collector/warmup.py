@@ -36,10 +36,9 @@ class Warmup:
 
     def order(self, worker_id: int) -> Order:
         """What to ask a worker for next."""
-        if not self._together:
+        if not self._together or worker_id in self._asked:
             self._random = self._left > 0
-        elif worker_id in self._asked:
-            self._random = self._left > 0
+        if self._together and worker_id in self._asked:
             self._asked.clear()
         self._asked[worker_id] = self._crew.frames[worker_id] if self._random else 0
         self._left -= self._asked[worker_id]
@@ -56,5 +55,6 @@ class Warmup:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self._left = state["left"]
-        self._asked = dict(zip(self._crew.ids, state["asked"], strict=False))
+        asked = zip(self._crew.ids, state["asked"], strict=False)
+        self._asked = {worker_id: frames for worker_id, frames in asked if frames}
         self._random = self._left > 0 or any(self._asked.values())
