@@ -155,6 +155,15 @@ def test_what_is_no_environment(made: Any, error: type[Exception], message: str)
         as_env(made)
 
 
+def test_an_environment_that_replaces_what_a_policy_carries() -> None:
+    def act(td: TensorDictBase) -> TensorDictBase:
+        td["next"] = TensorDict({"memory": torch.ones(2, 1), "reward": torch.ones(2, 1)}, [2])
+        return td.set("action", torch.zeros(2, 1))
+
+    batch = Rollout(Plain(), act, 0, RolloutOptions(frames_per_batch=12)).collect()
+    assert batch["observation"].squeeze(-1).tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
+
+
 def test_an_environment_with_the_least_members() -> None:
     batch = collect(Plain(), Zero(), 8)
     assert seen(batch, "observation") == [[0, 1, 0, 1], [0, 1, 2, 0]]

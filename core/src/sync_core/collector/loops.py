@@ -188,7 +188,8 @@ class TensorDictLoop:
                 old = root.get(key, None)
                 root.set(key, new if old is None else torch.where(spread(mask, new), new, old))
         for key in self._carried:
-            if key not in fresh and key not in self._flag_keys:
-                carried = root.get(key)
+            carried = root.get(key, None)
+            # An environment may replace what is under "next" altogether.
+            if carried is not None and key not in fresh and key not in self._flag_keys:
                 root.set(key, carried.masked_fill(spread(mask, carried), 0))
         return root
