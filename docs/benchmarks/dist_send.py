@@ -13,7 +13,7 @@ buffer, with nothing to pack. In both, the workers wait in their receives when t
 it stops when all have said over a pipe that they have everything.
 Prints medians in milliseconds, for each kind of processes.
 
-All ways of ``large`` together take 17 GB with four workers; ``--only`` chooses some. What torch
+All ways of ``large`` together take 21 GB with four workers; ``--only`` chooses some. What torch
 says about RPC at the end goes to stderr.
 """
 
@@ -51,12 +51,14 @@ _DIST_OPTIONS: dict[str, dict[str, Any]] = {
     _DIST: {},
     _ZERO_COPY: {"zero_copy": True},
     "dist, broadcast": {"topology": "broadcast"},
+    "dist, consolidated": {},
 }
 _GLOO = ["gloo tensors", "gloo flat"]
 _TORCHRL_DIST, _TORCHRL_RPC = ["torchrl dist", "torchrl dist, sync=False"], "torchrl rpc"
 _TORCHRL = [*_TORCHRL_DIST, _TORCHRL_RPC]
-_OVER_RPC = [_RPC, _TORCHRL_RPC]
-_WAYS = [*_DIST_OPTIONS, _RPC, *_GLOO, *_TORCHRL]
+_RPC_CONSOLIDATED = "rpc, consolidated"
+_OVER_RPC = [_RPC, _RPC_CONSOLIDATED, _TORCHRL_RPC]
+_WAYS = [*_DIST_OPTIONS, _RPC, _RPC_CONSOLIDATED, *_GLOO, *_TORCHRL]
 # The median of the fastest of some ways over another's.
 _RATIOS = {
     "torchrl dist / dist": (_TORCHRL_DIST, _DIST),
@@ -219,7 +221,7 @@ def _print(models: list[str], columns: list[dict[str, float]]) -> None:
 
 
 def _measure(world: World, model: str, names: list[str], rounds: int) -> dict[str, float]:
-    source = make_model(model)
+    source, consolidated = make_model(model), sync_core.consolidate(make_model(model))
     flat = torch.zeros(sum(p.nbytes for p in source.parameters()), dtype=torch.uint8)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     version = 0
@@ -230,11 +232,13 @@ def _measure(world: World, model: str, names: list[str], rounds: int) -> dict[st
             if name in _GLOO:
                 ways[name] = _gloo(world, name, source, flat)
             elif name not in _TORCHRL:
-                ways[name] = _ours(stack, world, name, model, source)
+                sent = consolidated if name.endswith("consolidated") else source
+                ways[name] = _ours(stack, world, name, model, sent)
         for _ in range(_WARM_UP + rounds):
             for name in names:
                 version += 1
                 mark(source, version)
+                mark(consolidated, version)
                 flat.fill_(version % 256)
                 seconds[name].append(_round(ways[name]))
                 if not all(world.ask(Worker.has_arrived, name, version)):
@@ -254,7 +258,7 @@ def _round(way: Way) -> float:
 
 
 def _ours(stack: ExitStack, world: World, name: str, model: str, source: nn.Module) -> Way:
-    if name == _RPC:
+    if name in _OVER_RPC:
         world.ask(Worker.make_net, name, model)
         workers = list(zip(world.infos, world.rrefs(_here), strict=True))
         sender = sync_core.Sender("rpc", source, workers=workers, model_id=f"nets[{name!r}]")

@@ -4,10 +4,11 @@
     /tmp/compare/bin/pip install -c constraints.txt torchrl==0.14.1 -e core -e plugins_ray
     /tmp/compare/bin/python docs/benchmarks/ray_send.py
 
-Every way has the same four actors to update, in turn, in one run. ``limit`` is one `ray.put` of the
-flat bytes and one copy of them in each actor, with nothing to pack. ``torchrl`` is
-RayWeightSyncScheme of torchrl 0.14.1, which sends by a Gloo group of its own. ``put each`` is what
-RayWeightUpdater did: a put of a TensorDict for each worker. Prints medians in milliseconds.
+Every way has the same four actors to update, in turn, in one run. ``consolidated`` is ``copy`` of a
+model that was consolidated in the trainer. ``limit`` is one `ray.put` of the flat bytes and one
+copy of them in each actor, with nothing to pack. ``torchrl`` is RayWeightSyncScheme of torchrl
+0.14.1, which sends by a Gloo group of its own. ``put each`` is what RayWeightUpdater did: a put of
+a TensorDict for each worker. Prints medians in milliseconds.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from sync_core.bench.measure import SETTLE_SECONDS
 from sync_core.bench.models import is_marked, make_model, mark
 
 _WARM_UP = 3
+_OURS = ("copy", "consolidated", "zero_copy")
 
 Send = Callable[[], object]
 
@@ -46,7 +48,7 @@ class Worker:
     worker_idx = 0
 
     def __init__(self, model: str) -> None:
-        self.nets = {way: make_model(model) for way in ("copy", "zero_copy", "torchrl", "put")}
+        self.nets = {way: make_model(model) for way in (*_OURS, "torchrl", "put")}
         nbytes = sum(p.nbytes for p in self.nets["put"].parameters())
         self.flat = np.zeros(nbytes, dtype=np.uint8)
         self.scheme: Any = None
@@ -92,15 +94,15 @@ def main() -> None:
         logging_level="error",
         log_to_driver=False,
     )
-    print("| model | copy | zero-copy | limit | torchrl | put each |")
-    print("|---|--:|--:|--:|--:|--:|")
+    print("| model | copy | consolidated | zero-copy | limit | torchrl | put each |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
     for model in arguments.models:
         medians = _compare(model, arguments.workers, arguments.rounds)
         print(f"| {model} | " + " | ".join(f"{1e3 * m:.1f}" for m in medians) + " |", flush=True)
 
 
 def _compare(name: str, workers: int, rounds: int) -> list[float]:
-    model = make_model(name)
+    model, consolidated = make_model(name), sync_core.consolidate(make_model(name))
     actors: list[Any] = [
         ray.remote(Worker).options(num_cpus=0.5).remote(name) for _ in range(workers)
     ]
@@ -111,13 +113,13 @@ def _compare(name: str, workers: int, rounds: int) -> list[float]:
             way: stack.enter_context(
                 sync_core.Sender(
                     "ray",
-                    model,
+                    consolidated if way == "consolidated" else model,
                     workers=actors,
                     model_id=f"nets[{way!r}]",
                     zero_copy=way == "zero_copy",
                 )
             )
-            for way in ("copy", "zero_copy")
+            for way in _OURS
         }
         scheme = _connect_torchrl(model, weights, actors)
         stack.callback(scheme.shutdown)
@@ -130,8 +132,7 @@ def _compare(name: str, workers: int, rounds: int) -> list[float]:
             ray.get([actor.load.remote(ray.put(weights)) for actor in actors])
 
         ways: dict[str, Send] = {
-            "copy": senders["copy"].send,
-            "zero_copy": senders["zero_copy"].send,
+            **{way: sender.send for way, sender in senders.items()},
             "limit": put_flat,
             "torchrl": lambda: scheme.send(weights),
             "put": put_for_each,
@@ -139,6 +140,7 @@ def _compare(name: str, workers: int, rounds: int) -> list[float]:
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for version in range(1, _WARM_UP + rounds + 1):
             mark(model, version)
+            mark(consolidated, version)
             # Memory that was never written to is one page of zeros, which is in the cache.
             flat.fill(version)
             for way, send in ways.items():

@@ -85,6 +85,13 @@ def test_bench_measures_and_checks(scheme: str) -> None:
     assert (measured["share_of_limit"] is not None) == (scheme == "shm")
 
 
+@pytest.mark.timeout(120)
+def test_bench_of_a_consolidated_model(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "thread", "--workers", "1", "--model", "small", "--rounds", "7"]
+    assert main([*command, "--consolidate"]) == 0
+    assert "consolidated" in capsys.readouterr().out
+
+
 def test_bench_collector_measures_frames_and_updates(capsys: pytest.CaptureFixture[str]) -> None:
     only = ["--scheme", "thread", "--modes", "single", "--frames", "20", "--envs", "CartPole-v1"]
     assert main(["bench", "collector", "--rounds", "7", "--json", *only]) == 0
@@ -124,6 +131,7 @@ def test_errors_are_one_line(
         ["bench", "collector", "--threads", "0"],
         ["bench", "collector", "--frames", "0"],
         ["bench", "collector", "--zero-copy"],
+        ["bench", "collector", "--consolidate"],
         ["bench", "collector", "--model", "small"],
         ["list", "--slots", "2"],
     ],

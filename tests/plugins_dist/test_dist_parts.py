@@ -56,18 +56,22 @@ def tensors(draw: st.DrawFn) -> Tensor:
 def test_pack(named: dict[str, Tensor], part_nbytes: int) -> None:
     layout = Layout.of(named)
     payload = Payload(1, layout, [named[spec.name] for spec in layout.specs])
-    wanted, block = _blank(payload), _blank(payload)
+    wanted = _blank(payload)
     payload.pack(wanted)
-    before = 0
-    for done in pack(payload, block, part_nbytes):
-        assert before <= done
-        before = done
-        assert torch.equal(block.memory[:done], wanted.memory[:done])
-    assert before == payload.nbytes
-    assert torch.equal(block.memory, wanted.memory)
-    parts = cut(block, payload.nbytes, part_nbytes)
-    assert sum(map(len, parts)) == payload.nbytes
-    assert {len(part) for part in parts[:-1]} <= {part_nbytes}
+    side_by_side = Payload.unpack(wanted, 1)
+    assert len(side_by_side.bodies) == 1
+    for given_payload in (payload, side_by_side):
+        block = _blank(payload)
+        before = 0
+        for done in pack(given_payload, block, part_nbytes):
+            assert before <= done
+            before = done
+            assert torch.equal(block.memory[:done], wanted.memory[:done])
+        assert before == payload.nbytes
+        assert torch.equal(block.memory, wanted.memory)
+        parts = cut(block, payload.nbytes, part_nbytes)
+        assert sum(map(len, parts)) == payload.nbytes
+        assert {len(part) for part in parts[:-1]} <= {part_nbytes}
 
 
 def _blank(payload: Payload) -> Block:

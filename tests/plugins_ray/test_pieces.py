@@ -72,6 +72,18 @@ def test_pieces_that_lie_apart_are_copied() -> None:
     assert join(pieces).tolist() == [2] * 64 + [1] * 64 + [0] * 64
 
 
+@pytest.mark.parametrize("sizes", SIZES[1:] + LARGE[:1])
+def test_tensors_that_lie_side_by_side_are_put_as_one_object(sizes: list[int]) -> None:
+    payload = Payload.from_bytes(payload_of(sizes).to_bytes(), 1)
+    ((_, body),) = Cutter().cut(payload)
+    assert body.ctypes.data == payload.tensors[0].data_ptr()
+    publication = Store(10**8, None).put(payload)
+    (pieces,) = ray.get(publication.data)
+    assert join(pieces).ctypes.data == np.frombuffer(pieces[0], dtype=np.uint8).ctypes.data
+    received = Payload.unpack(read([pieces]), 1)
+    assert all(map(torch.equal, received.tensors, payload.tensors))
+
+
 def test_a_view_keeps_the_object() -> None:
     sizes = [100_000] * 30
     payload, store = payload_of(sizes), Store(10**8, None)

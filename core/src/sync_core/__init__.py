@@ -7,6 +7,7 @@ from sync_core.answer import Answer
 from sync_core.block import Block
 from sync_core.calls import CallOutcome, RemoteCall, pickle_factory
 from sync_core.channel import Channel, Message
+from sync_core.consolidate import consolidate
 from sync_core.contexts import ApplyContext, SendContext, SkipContext, TransportContext
 from sync_core.errors import (
     AddressError,
@@ -155,6 +156,7 @@ __all__ = [
     "WorkerStatus",
     "WorkerTimeoutError",
     "__version__",
+    "consolidate",
     "hello",
     "hookimpl",
     "pickle_factory",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from sync_core.pointing import Pointing
 from sync_core.update import Update
 
 _kind = operator.attrgetter("dtype", "shape")
+
+# Below so many bytes, one copy is no faster than one for each tensor.
+_WORTHWHILE = 1 << 20
 
 
 class Binding:
@@ -83,8 +87,25 @@ class Binding:
             ModelError: a tensor's memory was taken away.
         """
         layout = self.layout
+        if flat := self._current_flat():
+            return Update(layout, flat.block)
         _check_memory(self._named)
         return Update(layout, self._travelling())
+
+    def consolidate(self) -> None:
+        """Move the model's tensors side by side, laid out like a payload; see `Flat.gather`.
+
+        Raises:
+            ModelError: that cannot be done, or somebody would notice; nothing was moved.
+        """
+        layout, prefixes = self.layout, self._module_prefixes()
+        for name in self._named:
+            if is_extra_state(name):
+                raise ModelError(f"{name!r} is made anew whenever it is read; it has no memory")
+            if not name.startswith(prefixes):
+                raise ModelError(f"{name!r} is no module's; only modules are moved")
+        if not self._current_flat():
+            self._flat = Flat.gather(layout, self._named)
 
     def write(
         self,
@@ -166,17 +187,29 @@ class Binding:
 
     def _write_flat(self, update: Update) -> bool:
         """Load an update byte by byte, if the model still is as it was when it was gathered."""
-        if self._flat is None or not update.bodies or update.layout != self.layout:
+        if not update.bodies or any(body.device.type != "cpu" for body in update.bodies):
             return False
-        return self._flat.write(self._named, update.bodies)
+        if update.layout != self.layout:
+            return False
+        flat = self._current_flat()
+        if flat is None:
+            return False
+        flat.write(update.bodies)
+        return True
+
+    def _current_flat(self) -> Flat | None:
+        """Where the model's tensors lie side by side, if they do."""
+        if self._flat is None or not self._flat.holds(self._layout, self._named):
+            self._flat = Flat.find(self._layout, self._named)
+        return self._flat
 
     def _write_whole(self, update: Update) -> None:
         copy(self._travelling(), update.tensors)
-        if update.bodies and not self._tried_flat:
+        if update.bodies and not self._tried_flat and self._layout.body_nbytes >= _WORTHWHILE:
             self._tried_flat = True
-            prefixes = self._module_prefixes()
-            if not self._extra_state and all(name.startswith(prefixes) for name in self._named):
-                self._flat = Flat.gather(self._layout, self._named)
+            # What cannot be moved is written where it is.
+            with suppress(ModelError):
+                self.consolidate()
 
     def _matched(self, update: Update) -> list[tuple[str, Tensor, Tensor]]:
         """Names, the model's tensors, and the update's."""

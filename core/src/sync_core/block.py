@@ -136,6 +136,11 @@ def tensors_of(source: Sequence[Tensor] | Block, layout: Layout) -> tuple[Tensor
     return source.views(layout) if isinstance(source, Block) else tuple(source)
 
 
+def bodies_of(source: Sequence[Tensor] | Block, layout: Layout) -> tuple[Tensor, ...]:
+    """The bytes that tensors in a block are views of, in stretches; none of those elsewhere."""
+    return source.bodies(layout) if isinstance(source, Block) else ()
+
+
 def _bytes(memory: Tensor) -> bytes:
     return memory.cpu().numpy().tobytes()
 

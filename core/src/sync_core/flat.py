@@ -1,4 +1,4 @@
-"""A module's tensors side by side in memory, laid out like a payload, so a commit copies bytes."""
+"""A model's tensors side by side in memory, laid out like a payload, so that bytes are copied."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import mmap
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -13,43 +14,36 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from sync_core import pages
+from sync_core.block import Block
+from sync_core.errors import ModelError
 from sync_core.layout import Layout
 
-# Below this, one copy is no faster than one for each tensor.
-_WORTHWHILE = 1 << 20
 # Past the caches, a copy is up to four times slower when its target lies so little after its source
 # within the page; torch copies by way of the caches, and is slower otherwise.
 _TOO_CLOSE = 704
 
 
 class Flat:
-    """The memory that some tensors were moved to.
+    """The memory that some tensors were moved to: a payload of them, header and body.
 
     A C library copies hundreds of megabytes in one go past the caches, which is up to twice as
     fast as tensor by tensor; and thousands of small tensors cost no more than their bytes.
+
+    Args:
+        layout: how the tensors lie.
+        named: the model's tensors, which lie so.
+        memory: where they lie.
     """
 
-    def __init__(self, layout: Layout, named: Mapping[str, Tensor]) -> None:
+    def __init__(self, layout: Layout, named: Mapping[str, Tensor], memory: mmap.mmap) -> None:
+        self.block = Block(torch.frombuffer(memory, dtype=torch.uint8))
+        self._layout = layout
         self._named = named
         self._tensors = [named[spec.name] for spec in layout.specs]
-        # See _TOO_CLOSE: in a payload that begins with a page, the body begins after the header.
-        start = len(layout.header) % mmap.PAGESIZE
-        memory = pages.allocate(start + layout.body_nbytes)
-        self._bytes = np.frombuffer(memory, dtype=np.uint8, offset=start)
-        for spec, tensor in zip(layout.specs, self._tensors, strict=True):
-            if not spec.nbytes:
-                continue
-            # A storage of its own for each, so that saving one tensor does not save them all.
-            place = torch.frombuffer(
-                memory, dtype=torch.uint8, offset=start + spec.offset, count=spec.nbytes
-            )
-            moved = place.view(spec.dtype).view(spec.shape)
-            moved.copy_(tensor.data)
-            tensor.data = moved
         self._pointers = self._current_pointers()
 
     @classmethod
-    def gather(cls, layout: Layout, named: Mapping[str, Tensor]) -> Self | None:
+    def gather(cls, layout: Layout, named: Mapping[str, Tensor]) -> Self:
         """Move tensors together, if nobody can notice: nothing else may view their memory.
 
         A tensor keeps its identity; only the address of its elements changes. Views of it, numpy
@@ -57,39 +51,98 @@ class Flat:
         there are any, or memory is shared or not on the CPU, nothing is moved. An array that a
         tensor was made on (`torch.from_numpy`) is not seen: torch cannot tell such memory from
         that of a model that was unpickled or loaded from a file.
+
+        Raises:
+            ModelError: that is so of one of them; the message names it.
         """
-        if layout.body_nbytes < _WORTHWHILE or not all(map(_can_move, named.values())):
-            return None
+        for name, tensor in named.items():
+            if obstacle := _obstacle(tensor):
+                raise ModelError(f"{name!r} cannot be moved to other memory: {obstacle}")
         # Tensors pointed elsewhere in inference mode could not be trained any more.
         with torch.inference_mode(mode=False):
-            return cls(layout, named)
+            return cls(layout, named, _move(layout, named))
 
-    def write(self, named: Mapping[str, Tensor], bodies: Sequence[Tensor]) -> bool:
-        """Copy the bytes of a payload of the same layout over all of the tensors.
+    @classmethod
+    def find(cls, layout: Layout, named: Mapping[str, Tensor]) -> Self | None:
+        """The memory in which tensors lie already, moved there for this layout; None elsewhere."""
+        memory = _memories.get(_begin(layout, named)) if _memories else None
+        if memory is None or memory[: len(layout.header)] != layout.header:
+            return None
+        found = cls(layout, named, memory)
+        begin = found.block.memory.data_ptr() + len(layout.header)
+        expected = [begin + spec.offset if spec.nbytes else 0 for spec in layout.specs]
+        return found if found._pointers == expected and found.holds(layout, named) else None
 
-        False, and nothing is written, when the model holds others by now or one was moved.
+    def holds(self, layout: Layout, named: Mapping[str, Tensor]) -> bool:
+        """Whether the model has the same tensors still, and they lie here.
 
         Args:
-            named: the model's tensors, whose dtypes and shapes are those of the layout.
+            layout: the model's, as it is now.
+            named: the model's tensors.
+        """
+        # The memory is ours, so a tensor that still begins where it was put lies in it.
+        return (
+            layout is self._layout
+            and named is self._named
+            and self._current_pointers() == self._pointers
+            and all(map(Tensor.is_contiguous, self._tensors))
+        )
+
+    def write(self, bodies: Sequence[Tensor]) -> None:
+        """Copy the bytes of a payload of the same layout over all of the tensors.
+
+        Args:
             bodies: the bytes, in the stretches in which they lie.
         """
-        if any(body.device.type != "cpu" for body in bodies):
-            return False
-        # The memory is ours, so a tensor that still begins where it was put lies in it.
-        if named is not self._named or self._current_pointers() != self._pointers:
-            return False
-        if not all(map(Tensor.is_contiguous, self._tensors)):
-            return False
-        begin = 0
+        (own,) = self.block.bodies(self._layout)
+        target, begin = own.numpy(), 0
         for body in bodies:
-            _copy_bytes(self._bytes[begin : begin + body.numel()], body)
+            _copy_bytes(target[begin : begin + body.numel()], body)
             begin += body.numel()
         # What autograd has saved for a backward pass has changed, as with any in-place copy.
         increment_version(self._tensors)
-        return True
 
     def _current_pointers(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._tensors))
+
+
+# Memory that tensors were moved to, by its address, for as long as one of them lies there.
+_memories: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
+
+
+def _move(layout: Layout, named: Mapping[str, Tensor]) -> mmap.mmap:
+    # With the header, as the tensors lie in their pages like those of a payload then; see
+    # _TOO_CLOSE.
+    memory = pages.allocate(layout.nbytes)
+    memory[: len(layout.header)] = layout.header
+    for spec in layout.specs:
+        if not spec.nbytes:
+            continue
+        # A storage of its own for each, so that saving one tensor does not save them all.
+        place = torch.frombuffer(
+            memory,
+            dtype=torch.uint8,
+            offset=len(layout.header) + spec.offset,
+            count=spec.nbytes,
+        )
+        moved = place.view(spec.dtype).view(spec.shape)
+        tensor = named[spec.name]
+        moved.copy_(tensor.data)
+        tensor.data = moved
+    _memories[_address_of(memory)] = memory
+    return memory
+
+
+def _begin(layout: Layout, named: Mapping[str, Tensor]) -> int:
+    """Where the memory would begin in which the tensors lie."""
+    first = next((spec for spec in layout.specs if spec.nbytes), None)
+    if first is None:
+        return 0
+    return named[first.name].data_ptr() - first.offset - len(layout.header)
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    return np.frombuffer(memory, dtype=np.uint8).ctypes.data
 
 
 def _copy_bytes(target: np.ndarray[Any, np.dtype[np.uint8]], source: Tensor) -> None:
@@ -100,18 +153,24 @@ def _copy_bytes(target: np.ndarray[Any, np.dtype[np.uint8]], source: Tensor) -> 
         np.copyto(target, source.numpy())
 
 
-def _can_move(tensor: Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_shared()
-        and not tensor.is_inference()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and _references(tensor) == _EXCLUSIVE
-        # An array made by DLPack holds the tensor itself, and not its storage.
-        and tensor._use_count() == 1  # type: ignore[attr-defined]
-    )
+def _obstacle(tensor: Tensor) -> str | None:
+    """Why a tensor cannot be moved, or somebody would notice."""
+    if tensor.device.type != "cpu":
+        return f"it is on {tensor.device}, and only tensors of the CPU are moved"
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return "it is not contiguous"
+    if tensor.is_inference():
+        return "it was made in inference mode"
+    if tensor.is_shared() or tensor.is_pinned():
+        return "it lies in shared or pinned memory"
+    # An array made by DLPack holds the tensor itself, and not its storage.
+    used = tensor._use_count()  # type: ignore[attr-defined]
+    if used != 1 or _references(tensor) != _EXCLUSIVE:
+        return (
+            "something else holds its memory, as a state_dict, a view, an array, or a backward "
+            "pass that is still to come do"
+        )
+    return None
 
 
 def _references(tensor: Tensor) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class Outlet:
         # No method: the transport keeps it, and must not keep its sender alive.
         self._make_address = self._terms.address_maker(update.layout)
         if self.stack.implements("prepare_weights"):
-            update = self.prepare(Update(update.layout, update.tensors), 0, ())
+            update = self.prepare(Update(update.layout, update.source), 0, ())
         self.transport = self.stack.create_sender_transport(
             self._terms.context(
                 self._backend.name,
@@ -107,7 +107,7 @@ class Outlet:
         self, update: Update, version: int, worker_ids: tuple[int, ...], packing: Stopwatch
     ) -> dict[int, Delivery]:
         """Hand what was prepared last to the transport."""
-        payload = Payload(version, update.layout, update.tensors, packing=packing)
+        payload = Payload(version, update.layout, update.source, packing=packing)
         deliveries = dict(self._opened().send(payload, worker_ids))
         self._verification.guard(deliveries.values())
         return deliveries

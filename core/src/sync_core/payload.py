@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sync_core.block import Block, tensors_of
+from sync_core.block import Block, bodies_of, tensors_of
 from sync_core.copying import copy
 from sync_core.layout import Layout
 from sync_core.stopwatch import Stopwatch
@@ -57,6 +57,11 @@ class Payload:
         return tensors_of(self.source, self.layout)
 
     @property
+    def bodies(self) -> tuple[Tensor, ...]:
+        """The bytes that all tensors are views of, in stretches; none when they lie anywhere."""
+        return bodies_of(self.source, self.layout)
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes when packed, header and body."""
         return self.layout.nbytes
@@ -70,7 +75,9 @@ class Payload:
         """
         with self.packing:
             block.write_header(self.layout)
-            targets, sources = block.views(self.layout), self.tensors
+            targets, sources = block.bodies(self.layout), self.bodies
+            if positions is not None or list(map(len, targets)) != list(map(len, sources)):
+                targets, sources = block.views(self.layout), self.tensors
             if positions is not None:
                 targets = tuple(targets[position] for position in positions)
                 sources = tuple(sources[position] for position in positions)

@@ -52,7 +52,7 @@ class Source:
         if update.layout is self.layout:
             return update
         if update.layout == self.layout:
-            return Update(self.layout, update.tensors)
+            return Update(self.layout, update.source)
         return conform(dict(update.items()), self.layout, partial=self._partial)
 
     def _read(self, weights: Any) -> Update:

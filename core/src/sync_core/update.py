@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from sync_core.block import Block, tensors_of
+from sync_core.block import Block, bodies_of, tensors_of
 from sync_core.layout import Layout
 
 
@@ -28,21 +28,21 @@ class Update:
         {'weight': tensor([1., 1.], dtype=torch.float16)}
     """
 
-    __slots__ = ("_source", "layout")
+    __slots__ = ("layout", "source")
 
     def __init__(self, layout: Layout, source: Sequence[Tensor] | Block) -> None:
         self.layout = layout
-        self._source = source
+        self.source = source
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """In the order of ``layout.specs``."""
-        return tensors_of(self._source, self.layout)
+        return tensors_of(self.source, self.layout)
 
     @property
     def bodies(self) -> tuple[Tensor, ...]:
         """The bytes that all tensors are views of, in stretches; none when they lie anywhere."""
-        return self._source.bodies(self.layout) if isinstance(self._source, Block) else ()
+        return bodies_of(self.source, self.layout)
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor]) -> Update:
@@ -63,13 +63,13 @@ class Update:
     def replace(self, tensors: Sequence[Tensor]) -> None:
         """Put other tensors under the same names."""
         self.layout = self.layout.with_tensors(tensors)
-        self._source = tuple(tensors)
+        self.source = tuple(tensors)
 
     def become(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
         """Put these tensors, in the order of ``layout.specs``, under another layout."""
-        self.layout, self._source = layout, tuple(tensors)
+        self.layout, self.source = layout, tuple(tensors)
 
     def rename(self, named: Mapping[str, Tensor]) -> None:
         """Put other tensors under other names."""
         renamed = Update.of(named)
-        self.layout, self._source = renamed.layout, renamed.tensors
+        self.layout, self.source = renamed.layout, renamed.tensors

@@ -27,7 +27,8 @@ def pack(payload: Payload, block: Block, part_nbytes: int) -> Iterator[int]:
     """Pack a payload from its beginning, and give from time to time how many bytes are done.
 
     Small tensors are packed together; one larger than a part is packed bit by bit, so that what
-    was packed is still in the processor's cache when it is sent.
+    was packed is still in the processor's cache when it is sent. So is the whole of a model whose
+    tensors lie side by side.
 
     Example:
         >>> block, tensor = Block.allocate(1 << 20), torch.ones(600)
@@ -37,6 +38,10 @@ def pack(payload: Payload, block: Block, part_nbytes: int) -> Iterator[int]:
         [1000, 2000, 2400]
     """
     block.write_header(payload.layout)
+    if payload.bodies:
+        (target,), (source,) = block.bodies(payload.layout), payload.bodies
+        yield from _pack_large(target, source, payload.nbytes, part_nbytes)
+        return
     targets, sources = block.views(payload.layout), payload.tensors
     for first, last, end in _groups(payload.layout, part_nbytes):
         if last - first > 1 or targets[first].nbytes <= part_nbytes:
@@ -54,7 +59,7 @@ def _pack_large(target: Tensor, source: Tensor, end: int, part_nbytes: int) -> I
         return
     # One thread copies: several of torch would wait for each other, and for those that send.
     to, of = _bytes(target), _bytes(source)
-    for done in range(0, len(to), part_nbytes):
+    for done in range(0, max(1, len(to)), part_nbytes):
         np.copyto(to[done : done + part_nbytes], of[done : done + part_nbytes])
         yield min(end, end - len(to) + done + part_nbytes)
 

@@ -197,6 +197,17 @@ class AliasesTheTrainer(Mutant):
             return super().receive(timeout) and AliasesTheTrainer.newest[self._endpoint]
 
 
+class AliasesConsolidatedModels(Mutant):
+    caught_by = "test_a_consolidated_model_is_sent_like_any_other"
+    Sender = AliasesTheTrainer.Sender
+
+    class Receiver(AliasesTheTrainer.Receiver):
+        def receive(self, timeout: float) -> Payload | None:
+            received = ThreadReceiver.receive(self, timeout)
+            newest = AliasesTheTrainer.newest.get(self._endpoint)
+            return newest if received and newest and newest.bodies else received
+
+
 class ReusesWhatIsRead(Mutant):
     caught_by = "test_what_a_worker_views_is_never_overwritten"
 

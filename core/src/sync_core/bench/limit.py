@@ -31,7 +31,7 @@ class CopyLimit:
 
     def __init__(self, group: WorkerGroup, update: Update) -> None:
         self._group = group
-        self._payload = Payload(0, update.layout, update.tensors)
+        self._payload = Payload(0, update.layout, update.source)
         nbytes = self._payload.nbytes
         self._descriptor = os.memfd_create("sync-core-bench")
         os.ftruncate(self._descriptor, nbytes)

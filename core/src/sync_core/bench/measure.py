@@ -17,6 +17,7 @@ from sync_core.bench.limit import CopyLimit
 from sync_core.bench.models import make_model, mark
 from sync_core.bench.worker import BenchWorker
 from sync_core.binding import Binding
+from sync_core.consolidate import consolidate
 from sync_core.errors import OptionError, SyncError
 from sync_core.groups import choose_group, shares_policy
 from sync_core.sender import Sender
@@ -37,6 +38,7 @@ class Measurement:
         nbytes: the size of a payload, in bytes.
         workers: how many workers there were.
         zero_copy: whether they kept views.
+        consolidated: whether the trainer's model was consolidated.
         options: the options of the scheme.
         seconds: of each round, from the call of `send` to its return.
         limit: seconds of each round of plain copies, done in turn with those; empty where the
@@ -51,6 +53,7 @@ class Measurement:
     nbytes: int
     workers: int
     zero_copy: bool
+    consolidated: bool
     options: dict[str, Any]
     seconds: list[float]
     limit: list[float]
@@ -85,6 +88,7 @@ def measure(
     *,
     workers: int,
     zero_copy: bool = False,
+    consolidated: bool = False,
     rounds: int = 9,
     options: dict[str, Any] | None = None,
 ) -> Measurement:
@@ -95,6 +99,7 @@ def measure(
         model: a name in `sync_core.bench.MODELS`.
         workers: how many.
         zero_copy: let the workers keep views.
+        consolidated: consolidate the trainer's model.
         rounds: how many rounds count, after three that do not.
         options: options of the scheme.
 
@@ -104,6 +109,8 @@ def measure(
     options = options or {}
     check_measurable(scheme)
     source = make_model(model)
+    if consolidated:
+        consolidate(source)
     update = Binding(source).read()
     group_type = choose_group([scheme], None)
     with ExitStack() as stack:
@@ -131,6 +138,7 @@ def measure(
         nbytes=update.layout.nbytes,
         workers=workers,
         zero_copy=zero_copy,
+        consolidated=consolidated,
         options=options,
         seconds=seconds[_WARM_UP:],
         limit=limits[_WARM_UP:],

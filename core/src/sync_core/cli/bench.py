@@ -38,6 +38,9 @@ def add_to(subparsers: Any) -> None:
     parser.add_argument("--workers", type=int, default=4, help="how many workers (4)")
     parser.add_argument("--model", choices=MODELS, default=_MODEL, help="what is sent (large)")
     parser.add_argument("--zero-copy", action="store_true", help="let the workers keep views")
+    parser.add_argument(
+        "--consolidate", action="store_true", help="move the trainer's tensors side by side before"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="rounds that count, 7 or more (9)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
@@ -49,8 +52,11 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     if arguments.workers < 1:
         parser.error("there must be a worker")
     if arguments.scheme == "collector":
-        if arguments.zero_copy or arguments.model != _MODEL:
-            parser.error("a collector has a model of its own; leave out --model and --zero-copy")
+        if arguments.zero_copy or arguments.consolidate or arguments.model != _MODEL:
+            parser.error(
+                "a collector has a model of its own; "
+                "leave out --model, --zero-copy and --consolidate"
+            )
         # It loads tensordict, which takes as long as torch: too long for all other commands.
         from sync_core.cli import bench_collector
 
@@ -65,6 +71,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
         arguments.model,
         workers=arguments.workers,
         zero_copy=arguments.zero_copy,
+        consolidated=arguments.consolidate,
         rounds=arguments.rounds,
         options=_options(rest, parser),
     )
@@ -109,6 +116,7 @@ def _print(measurement: Measurement) -> None:
             f"{measurement.plugin}, {measurement.model}: {measurement.nbytes / 1e6:.3g} MB in "
             f"{measurement.tensors} tensors to {measurement.workers} workers on "
             f"{measurement.cores} cores{', zero-copy' * measurement.zero_copy}"
+            f"{', consolidated' * measurement.consolidated}"
         ),
         title_justify="left",
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sync_core import SendError
+from sync_core import SendError, consolidate
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, fingerprints, make_policy, specimens
 from sync_core.testing.schemes.worker import Worker
@@ -26,6 +26,20 @@ class IsolationCases(SchemeCases):
         assert pending.wait().updated == (0, 1)
         assert [call.result(30) for call in calls] == [1, 1]
         assert workers.values() == [{1.0}, {1.0}]
+
+    def test_a_consolidated_model_is_sent_like_any_other(
+        self, start: Start, zero_copy: bool
+    ) -> None:
+        policy = consolidate(make_policy())
+        workers = start(policy, zero_copy=zero_copy)
+        for value in (1.0, 2.0):
+            fill(policy, value)
+            pending = workers.sender.send_async()
+            fill(policy, 9.0)
+            calls = [workers.submit(worker_id) for worker_id in (0, 1)]
+            assert pending.wait().updated == (0, 1)
+            assert [call.result(30) for call in calls] == [value, value]
+            assert workers.values() == [{value}, {value}]
 
     def test_a_step_after_the_commit_changes_no_worker(self, start: Start, zero_copy: bool) -> None:
         policy = make_policy(1.0)
