@@ -190,10 +190,36 @@ def test_one_that_was_changed_is_read_as_it_is(
 def test_what_a_relay_received_is_passed_on_as_bytes() -> None:
     source, relay = nn.Linear(600, 600), nn.Linear(600, 600)
     binding, reading = Binding(relay), Binding(relay)
-    payload = Payload.from_bytes(packed(Binding(source).read()), 1)
-    binding.write(Update(payload.layout, payload.source))
+    binding.write(received(source))
     assert reading.read().bodies
     assert packed(reading.read()) == packed(Binding(source).read())
+
+
+def received(source: nn.Module) -> Update:
+    payload = Payload.from_bytes(packed(Binding(source).read()), 1)
+    return Update(payload.layout, payload.source)
+
+
+def test_zero_copy_points_a_worker_away_from_it() -> None:
+    target, source = consolidate(model()), filled(model(), 2.0)
+    update = received(source)
+    Binding(target).write(update, zero_copy=True)
+    assert target[0].weight.data_ptr() == update.tensors[0].data_ptr()
+    assert packed(Binding(target).read()) == packed(Binding(source).read())
+
+
+class Doubling(nn.Linear):
+    """Its own way of loading weights."""
+
+    def _load_from_state_dict(self, state_dict: Any, *args: Any) -> None:
+        doubled = {name: 2 * tensor for name, tensor in state_dict.items()}
+        super()._load_from_state_dict(doubled, *args)
+
+
+def test_a_module_loads_what_it_is_sent_in_its_own_way() -> None:
+    target, source = consolidate(Doubling(3, 3)), filled(Doubling(3, 3), 2.0)
+    Binding(target, "state_dict").write(received(source))
+    assert target.weight.unique().tolist() == [4.0]
 
 
 def with_a_state_dict() -> tuple[Any, Any]:

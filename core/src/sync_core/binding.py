@@ -132,7 +132,7 @@ class Binding:
                 is said once: the next write goes ahead.
         """
         self._check_lent()
-        if self._write_flat(update):
+        if not zero_copy and self._strategy == "tensordict" and self._write_flat(update):
             return
         mine, theirs = self.layout, update.layout
         if mine != theirs:
