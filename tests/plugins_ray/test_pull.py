@@ -148,6 +148,26 @@ def test_a_mailbox_that_stands_still_holds_up_no_look() -> None:
             assert pending.wait().updated == (0,)
 
 
+@pytest.mark.parametrize("width", [3, 300])
+def test_whoever_has_looked_gets_the_newest(width: int) -> None:
+    model = linear(width=width)
+    sender = Sender("ray", linear(width=width), num_workers=1)
+    with sender, Receiver(sender.address(0), model) as receiver:
+        assert receiver.receive(timeout=0) is None
+        for version in (1, 2):
+            with pytest.raises(SendError):
+                sender.send_async(linear(version, width)).wait(0.2)
+        assert receiver.receive(timeout=0) == 2
+        for version in (3, 4):
+            assert receiver.receive(timeout=0) is None
+            timer = threading.Timer(0.1, sender.send_async, (linear(version, width),))
+            timer.start()
+            assert receiver.receive(timeout=20) == version
+            timer.join()
+            sender.wait_async()
+            assert values(model) == {float(version)}
+
+
 def test_whoever_comes_late_gets_the_newest() -> None:
     with Sender("ray", linear(), num_workers=2, timeout=1) as sender:
         address = pickle.loads(cloudpickle.dumps(sender.address(1)))

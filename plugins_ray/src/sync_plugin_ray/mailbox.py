@@ -113,12 +113,20 @@ class Mailbox:
         await self.news(worker_id, reader, seen, seconds)
         return self._answer(worker_id, reader, seen)
 
-    async def news(self, worker_id: int, reader: str, seen: int, seconds: float) -> None:
-        """Answer once `take` would give something, or the seconds are over."""
+    async def news(self, worker_id: int, reader: str, seen: int, seconds: float) -> Offer | None:
+        """Answer once `take` would give something, or the seconds are over.
+
+        With what it would give, if that holds no references: whoever reads it late would keep an
+        old version in the object store.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._changed:
                 while self._answer(worker_id, reader, seen) is None:
                     await self._changed.wait()
+        answer = self._answer(worker_id, reader, seen)
+        if isinstance(answer, Offer) and all(isinstance(each, bytes) for each in answer.data):
+            return answer
+        return None
 
     async def answer(self, event: Event, reader: str) -> None:
         """Pass on what a receiver has to say, unless another has taken its place."""

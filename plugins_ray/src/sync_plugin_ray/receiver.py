@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
@@ -26,6 +27,8 @@ from sync_plugin_ray.store import LOST, read
 _GRACE = 10.0
 # How long one request for news may wait in the mailbox, whoever has asked, in seconds.
 _WATCH = 30.0
+# What came with news that lies here for longer is asked for again, as there may be a newer version.
+_FRESH = 0.02
 
 
 class MailboxReceiver(ReceiverTransport):
@@ -45,7 +48,7 @@ class MailboxReceiver(ReceiverTransport):
         self._reader = secrets.token_hex(16)
         self._seen = 0
         self._layout = context.layout
-        self._news: Future[None] | None = None
+        self._watch: _Watch | None = None
         self._cluster = Cluster()
         try:
             join = self._mailbox.join.remote(
@@ -62,13 +65,12 @@ class MailboxReceiver(ReceiverTransport):
         """The newest version, once there is one that was not seen."""
         deadline = time.monotonic() + timeout
         while True:
-            left = max(0.0, deadline - time.monotonic())
-            offer = self._ask(left) if left > 0 else self._look()
+            offer = self._next(deadline)
             if offer is None:
                 return None
             since = time.perf_counter()
             try:
-                data = self._fetch(offer, max(left, self._timeout))
+                data = self._fetch(offer, max(_left(deadline), self._timeout))
             except LOST:
                 # The sender puts it again, unless it has died, of which asking tells.
                 self._tell(Event("lost", self._worker_id, offer.version, data=offer.data))
@@ -92,18 +94,22 @@ class MailboxReceiver(ReceiverTransport):
         """Hang up."""
         self._cluster.leave()
 
-    def _look(self) -> Offer | None:
-        """What there is now; asks for it only when the mailbox has said that there is something."""
+    def _next(self, deadline: float) -> Offer | None:
+        """The newest version; the mailbox is asked only when it has said that there is one."""
         self._check()
-        if self._news is not None and not self._news.done():
-            return None
-        offer = self._ask(0.0)
-        watched = self._worker_id, self._reader, self._seen, _WATCH
-        self._news = None if offer else self._mailbox.news.remote(*watched).future()
+        offer = None
+        if self._watch is not None:
+            if not self._watch.has_news(_left(deadline)):
+                return None
+            offer, self._watch = self._watch.offer(), None
+        left = _left(deadline)
+        offer = offer or self._ask(left)
+        if offer is None and left == 0:
+            watched = self._worker_id, self._reader, self._seen, _WATCH
+            self._watch = _Watch(self._mailbox.news.remote(*watched).future())
         return offer
 
     def _ask(self, timeout: float) -> Offer | None:
-        self._check()
         call = self._mailbox.take.remote(self._worker_id, self._reader, self._seen, timeout)
         answer = self._get(call, timeout)
         if isinstance(answer, Gone):
@@ -138,6 +144,33 @@ class MailboxReceiver(ReceiverTransport):
             raise SenderLostError(
                 f"the sender's mailbox did not answer within {_GRACE:g} s"
             ) from error
+
+
+class _Watch:
+    """A request for news that waits in the mailbox while the worker does something else."""
+
+    def __init__(self, news: Future[Offer | None]) -> None:
+        self._news = news
+        self._arrived = math.inf
+        news.add_done_callback(self._arrive)
+
+    def has_news(self, timeout: float) -> bool:
+        """Whether the mailbox has answered, or does so in time."""
+        return self._news.done() or (timeout > 0 and bool(wait([self._news], timeout).done))
+
+    def offer(self) -> Offer | None:
+        """What the mailbox answered just now; None where it is to be asked again."""
+        if self._news.exception() is not None or time.monotonic() > self._arrived + _FRESH:
+            return None
+        return self._news.result()
+
+    def _arrive(self, news: Future[Offer | None]) -> None:
+        del news
+        self._arrived = time.monotonic()
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def _this_actor() -> Any:
