@@ -100,10 +100,10 @@ def test_memory_is_nobody_elses(directory: str | None) -> None:
 def test_a_worker_cannot_write_to_slots_or_cut_them_short() -> None:
     descriptor = memory.create(4096)
     try:
-        block = memory.map_block(descriptor, writable=True)
+        block = memory.Mapping(descriptor, writable=True).block
         memory.seal(descriptor)
         block.memory.fill_(7)
-        assert int(memory.map_block(descriptor, writable=False).memory[5]) == 7
+        assert int(memory.Mapping(descriptor, writable=False).block.memory[5]) == 7
         with pytest.raises(PermissionError):
             mmap.mmap(descriptor, 4096)
         for size in (0, 8192):

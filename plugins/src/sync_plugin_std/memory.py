@@ -73,18 +73,38 @@ def create_sparse(nbytes: int) -> int:
     return descriptor
 
 
-def map_block(descriptor: int, *, writable: bool) -> Block:
-    """The memory behind a descriptor as a block, all its pages mapped.
+class Mapping:
+    """Shared memory in this process, all its pages mapped, for as long as anything views it.
 
-    The mapping lives as long as the block; the descriptor may be closed.
+    Args:
+        descriptor: of the memory; it may be closed.
+        writable: whether it may be written to from here.
     """
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    size = os.fstat(descriptor).st_size
-    mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | _POPULATE, prot=protection)
-    with warnings.catch_warnings():
-        # torch warns that it does not know of read-only memory; nothing here writes to it.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return Block(torch.frombuffer(mapping, dtype=torch.uint8))
+
+    def __init__(self, descriptor: int, *, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        size = os.fstat(descriptor).st_size
+        self._pages = mmap.mmap(
+            descriptor, size, flags=mmap.MAP_SHARED | _POPULATE, prot=protection
+        )
+        self._block = self._lay_block()
+        self._address = self._block.memory.data_ptr()
+
+    @property
+    def block(self) -> Block:
+        """A block that lies there: the same one, unless torch has moved that elsewhere.
+
+        It does so when a tensor that views it is shared: `share_memory_`, `torch.multiprocessing`.
+        """
+        if self._block.memory.data_ptr() != self._address:
+            self._block = self._lay_block()
+        return self._block
+
+    def _lay_block(self) -> Block:
+        with warnings.catch_warnings():
+            # torch warns that it does not know of read-only memory; nothing here writes to it.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return Block(torch.frombuffer(self._pages, dtype=torch.uint8))
 
 
 def seal(descriptor: int) -> None:

@@ -9,7 +9,6 @@ from functools import partial
 
 from sync_core import (
     Answer,
-    Block,
     CapacityError,
     Channel,
     Message,
@@ -40,7 +39,7 @@ class SharedReceiver(ReceiverTransport):
         self._timeout = context.timeout
         self._channel = channel
         self._layout = context.layout
-        self._blocks: dict[int, Block] = {}
+        self._slots: dict[int, memory.Mapping] = {}
         self._held: set[int] = set()
         # Accepted, and not answered about: until that is known, the sender offers nothing more.
         self._unanswered = 0
@@ -84,23 +83,22 @@ class SharedReceiver(ReceiverTransport):
             self._channel.close()
             self._board.close()
             os.close(self._tokens)
-            self._blocks.clear()
+            self._slots.clear()
 
     def _read(self, offer: Offer) -> Payload:
         since = time.perf_counter()
         try:
-            while offer.slot not in self._blocks:
+            while offer.slot not in self._slots:
                 self._handle_next(self._timeout)
         except CapacityError as error:
             self.acknowledge(Answer.refusal(offer.version, error))
             raise
-        block = self._blocks[offer.slot]
         self._held.add(offer.slot)
         self._unanswered = offer.version
         release = partial(self._held.discard, offer.slot)
         try:
             payload = Payload.unpack(
-                block,
+                self._slots[offer.slot].block,
                 offer.version,
                 digest=offer.layout,
                 known=self._layout,
@@ -147,21 +145,21 @@ class SharedReceiver(ReceiverTransport):
 
     def _map_slot(self, message: Message) -> None:
         try:
-            block = self._map(self._channel.pop_descriptor())
+            mapping = self._map(self._channel.pop_descriptor())
         except CapacityError:
             self._send({"type": "lacks", "index": message["index"]})
             raise
         self._keep(set(message["live"]))
-        self._blocks[message["index"]] = block
+        self._slots[message["index"]] = mapping
 
     def _keep(self, live: set[int]) -> None:
         """Let go of the slots that there are no longer."""
-        self._blocks = {index: known for index, known in self._blocks.items() if index in live}
+        self._slots = {index: known for index, known in self._slots.items() if index in live}
 
     @staticmethod
-    def _map(descriptor: int) -> Block:
+    def _map(descriptor: int) -> memory.Mapping:
         try:
-            return memory.map_block(descriptor, writable=False)
+            return memory.Mapping(descriptor, writable=False)
         except OSError as error:
             raise CapacityError(f"a slot cannot be mapped: {error}") from error
         finally:

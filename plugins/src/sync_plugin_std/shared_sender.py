@@ -168,7 +168,7 @@ class SharedSender(ServingTransport[SharedPeer]):
 
     def _allocate(self, nbytes: int) -> Block:
         descriptor = memory.create(nbytes, self._directory)
-        block = memory.map_block(descriptor, writable=True)
+        block = memory.Mapping(descriptor, writable=True).block
         memory.seal(descriptor)
         self._descriptors[block] = descriptor
         weakref.finalize(block, os.close, descriptor)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sync_core import (
     Answer,
+    Block,
     Delivery,
     Layout,
     Payload,
@@ -222,6 +223,30 @@ class ReusesWhatIsStaged(Mutant):
     caught_by = "test_what_was_staged_is_what_is_committed"
     capabilities = ThreadScheme.capabilities - {"zero_copy"}
     Receiver = ReusesWhatIsRead.Receiver
+
+
+class KeepsABlockThatTorchMayMove(Mutant):
+    """As a reader that lays one block over memory that its sender writes to."""
+
+    caught_by = "test_a_worker_that_shares_its_memory_gets_newer_versions"
+
+    class Receiver(ThreadReceiver):
+        def __init__(self, context: TransportContext) -> None:
+            super().__init__(context)
+            self._slots: dict[int, tuple[bytearray, Block]] = {}
+
+        def receive(self, timeout: float) -> Payload | None:
+            payload = super().receive(timeout)
+            if payload is None:
+                return None
+            data = payload.to_bytes()
+            if payload.version % 2 not in self._slots:
+                memory = bytearray(data)
+                block = Block(torch.frombuffer(memory, dtype=torch.uint8))
+                self._slots[payload.version % 2] = memory, block
+            memory, block = self._slots[payload.version % 2]
+            memory[:] = data
+            return replace(payload, source=block)
 
 
 class WritesToWhatIsCopied(Mutant):

@@ -61,6 +61,19 @@ class IsolationCases(SchemeCases):
         assert workers.receive(0) == 6
         assert workers.values() == [{6.0}]
 
+    def test_a_worker_that_shares_its_memory_gets_newer_versions(
+        self, start: Start, zero_copy: bool
+    ) -> None:
+        policy = make_policy()
+        workers = start(policy, 1, zero_copy=zero_copy)
+        for value in range(1, 9):
+            fill(policy, float(value))
+            assert workers.send().updated == (0,)
+            assert workers.values() == [{float(value)}]
+            if value == 2:
+                # As queues of torch.multiprocessing do; torch moves what is shared elsewhere.
+                workers.pool.call(0, lambda worker: worker.model.share_memory() and None)
+
     def test_what_came_in_inference_mode_can_be_trained(
         self, start: Start, zero_copy: bool
     ) -> None:
