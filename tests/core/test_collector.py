@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDictBase
@@ -182,13 +183,46 @@ def test_workers_as_many_as_environments() -> None:
         assert collector.worker_ids == (0, 1, 2)
 
 
+@pytest.mark.parametrize("value", [True, 8.0, "8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "frames_per_batch",
+        "init_random_frames",
+        "max_frames_per_traj",
+        "num_workers",
+        "num_workers_per_collector",
+        "total_frames",
+    ],
+)
+def test_counts_that_are_no_integers(name: str, value: Any) -> None:
+    options = {"frames_per_batch": 8, "scheme": "none", name: value}
+    with pytest.raises(TypeError, match=f"^{name} is {value!r}, which is no integer; give [01]"):
+        Collector(CountingEnv, **options)
+
+
+def test_counts_of_numpy() -> None:
+    two: Any = np.int64(2)
+    with Collector(
+        CountingEnv,
+        scheme="none",
+        frames_per_batch=4 * two,
+        total_frames=8 * two,
+        num_workers=two,
+        num_workers_per_collector=two,
+        max_frames_per_traj=two,
+        init_random_frames=two,
+    ) as collector:
+        assert sum(batch.numel() for batch in collector) == 16
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"frames_per_batch": 21, "num_workers": 2, "sync": True}, ValueError, "for example 22"),
         ({"frames_per_batch": 0}, ValueError, "frames_per_batch is 0"),
         ({"num_workers": 0}, ValueError, "num_workers is 0"),
-        ({"total_frames": -2}, ValueError, "give -1 for no end"),
+        ({"total_frames": -2}, ValueError, "give 0 or more, or -1 for no end"),
         ({"create_env_fn": [CountingEnv], "num_workers": 2}, ValueError, "1 entries for 2 workers"),
         ({"create_env_fn": [CountingEnv()]}, TypeError, "create_env_fn=lambda"),
         ({"policy": Scale(), "policy_factory": Scale}, ValueError, "not both"),

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 
 from sync_core.address import Address
 from sync_core.collector.background import Background
+from sync_core.collector.counts import check_count
 from sync_core.collector.crew import Crew, warn_if_rounded
 from sync_core.collector.delivery import Delivery
 from sync_core.collector.feeds import make_weights
@@ -19,10 +20,9 @@ from sync_core.collector.freshness import Freshness
 from sync_core.collector.life import Life, end
 from sync_core.collector.options import (
     check_buffer,
-    check_frames,
     check_on_worker_failure,
     check_policy,
-    count_envs,
+    count_frames,
     count_workers,
     factories,
     refresh_interval,
@@ -168,7 +168,9 @@ class Collector(Life, Updates):
             each_batch=update_after_each_batch,
             has_weights=policy_factory is None or bool(models),
         )
-        check_frames(frames_per_batch, total_frames, num_workers, sync=sync)
+        frames_per_batch = count_frames(frames_per_batch, num_workers, sync=sync)
+        total_frames = check_count(total_frames, "total_frames", least=0, never="no end")
+        random_frames = check_count(init_random_frames, "init_random_frames", least=0, never="none")
         check_on_worker_failure(on_worker_failure, group_class)
         check_buffer(replay_buffer, extend_in_workers=extend_in_workers)
         output = Output(
@@ -187,7 +189,7 @@ class Collector(Life, Updates):
             share_policy=shared,
             seed=int(torch.randint(2**31, ()).item()),
             one_thread="torch_threads" not in (worker_options or {}),
-            num_envs=count_envs(num_workers_per_collector),
+            num_envs=check_count(num_workers_per_collector, "num_workers_per_collector"),
             options=options_of_workers(
                 RolloutOptions(
                     frames_per_batch=frames_per_batch // num_workers if sync else frames_per_batch,
@@ -206,7 +208,7 @@ class Collector(Life, Updates):
         try:
             warn_if_rounded(self._crew, recipes.options[0].frames_per_batch)
             self._replacement = Replacement(self._crew, on_worker_failure)
-            self._warmup = Warmup(self._crew, init_random_frames, together=sync)
+            self._warmup = Warmup(self._crew, random_frames, together=sync)
             self._requests = Requests(self._crew, timeout, self._warmup.order, self._replacement)
             self._requests.on_drop.append(self._warmup.take_back)
             self._weights = make_weights(

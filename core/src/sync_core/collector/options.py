@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from sync_core.collector.counts import check_count
 from sync_core.errors import OptionError
 from sync_core.workers import WorkerGroup
 
@@ -15,24 +16,12 @@ def count_workers(num_workers: int | None, create_env_fn: Any) -> int:
     """How many workers: as many as asked for, else as there are functions for environments.
 
     Raises:
+        TypeError: no number of them.
         ValueError: none.
     """
     if num_workers is None:
         num_workers = len(create_env_fn) if isinstance(create_env_fn, list | tuple) else 1
-    if num_workers < 1:
-        raise ValueError(f"num_workers is {num_workers}; give 1 or more")
-    return num_workers
-
-
-def count_envs(num_envs: int) -> int:
-    """How many environments a worker steps together.
-
-    Raises:
-        ValueError: none.
-    """
-    if num_envs < 1:
-        raise ValueError(f"num_workers_per_collector is {num_envs}; give 1 or more")
-    return num_envs
+    return check_count(num_workers, "num_workers")
 
 
 def per_worker(value: Any, num_workers: int, name: str) -> tuple[Any, ...]:
@@ -99,18 +88,21 @@ def check_policy(policy: Any, policy_factory: Any, scheme: Any, *, shares_policy
         )
 
 
-def check_frames(frames_per_batch: int, total_frames: int, num_workers: int, *, sync: bool) -> None:
-    """Raise unless so many frames can be made by so many workers."""
-    if frames_per_batch < 1:
-        raise ValueError(f"frames_per_batch is {frames_per_batch}; give 1 or more")
-    if total_frames < -1:
-        raise ValueError(f"total_frames is {total_frames}; give -1 for no end")
+def count_frames(frames_per_batch: int, num_workers: int, *, sync: bool) -> int:
+    """How many frames a batch has.
+
+    Raises:
+        TypeError: no number of them.
+        ValueError: none, or a number that cannot be divided among the workers.
+    """
+    frames_per_batch = check_count(frames_per_batch, "frames_per_batch")
     if sync and frames_per_batch % num_workers:
         raise ValueError(
             f"frames_per_batch={frames_per_batch} cannot be divided among {num_workers} workers; "
             f"give a multiple of {num_workers}, for example "
             f"{frames_per_batch + num_workers - frames_per_batch % num_workers}"
         )
+    return frames_per_batch
 
 
 def check_on_worker_failure(value: str, group: type[WorkerGroup]) -> None:

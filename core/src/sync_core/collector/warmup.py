@@ -17,14 +17,9 @@ class Warmup:
         frames: how many frames of random actions there are to be, at least.
         together: all workers are asked in turn for parts of one batch, which are to be alike: a
             policy may set more than the action.
-
-    Raises:
-        ValueError: a number that cannot be.
     """
 
     def __init__(self, crew: Crew, frames: int, *, together: bool) -> None:
-        if frames < -1:
-            raise ValueError(f"init_random_frames is {frames}; give 0 or more, or -1 for none")
         self._crew = crew
         # The frames that are still to be asked for.
         self._left = frames

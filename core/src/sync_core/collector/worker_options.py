@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypedDict
 import torch
 from tensordict.nn import InteractionType
 
+from sync_core.collector.counts import check_count
 from sync_core.collector.devices import Devices
 from sync_core.collector.exploration import exploration
 from sync_core.collector.options import per_worker
@@ -88,8 +89,7 @@ def options_of_workers(
 def _options(base: RolloutOptions, given: dict[str, Any]) -> RolloutOptions:
     one, env, policy, storing = (given.pop(name, None) for name in _DEVICES)
     longest = given.get("max_frames_per_traj", -1)
-    if longest < 1 and longest != -1:
-        raise ValueError(f"max_frames_per_traj is {longest}; give 1 or more, or -1 for no limit")
+    given["max_frames_per_traj"] = check_count(longest, "max_frames_per_traj", never="no limit")
     if "exploration_type" in given:
         given["exploration_type"] = exploration(given["exploration_type"])
     devices = Devices.of(one, env=env, policy=policy, storing=storing)
