@@ -30,12 +30,14 @@ from sync_core import (
     registry,
 )
 from sync_core.collector.crew import Crew
+from sync_core.collector.devices import Devices
 from sync_core.collector.host import Host
 from sync_core.collector.modules import module_of
 from sync_core.collector.order import Order
 from sync_core.collector.recipe import WorkerRecipe
 from sync_core.collector.requests import Requests
 from sync_core.collector.rollout import Rollout, RolloutOptions
+from sync_core.collector.schedules import Synchronous
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv, GymEnv
 from sync_core.testing.collectors import Scale, long_episodes
@@ -323,12 +325,15 @@ def test_parts_that_do_not_fit_are_kept() -> None:
 
 
 def test_parts_on_several_devices() -> None:
-    options: dict[str, Any] = {"scheme": "none", "frames_per_batch": 8, "sync": True}
-    with (
-        Collector([long_episodes] * 2, storing_device=["cpu", "meta"], **options) as collector,
-        pytest.raises(ValueError, match=r"on cpu for worker 0 and .* on meta for worker 1"),
-    ):
-        next(collector)
+    def recipe(worker_id: int, seat: int) -> WorkerRecipe:
+        devices = Devices.of(storing=("cpu", "meta")[worker_id])
+        options = RolloutOptions(frames_per_batch=4, devices=devices)
+        return WorkerRecipe(seat=seat, env_fn=long_episodes, options=options)
+
+    workers = Crew(group_class("inline"), recipe, 2, 30.0)
+    with pytest.raises(ValueError, match=r"on cpu for worker 0 and .* on meta for worker 1"):
+        Synchronous(workers, Requests(workers, 1.0)).next_batch(None)
+    workers.stop()
 
 
 @pytest.mark.parametrize(

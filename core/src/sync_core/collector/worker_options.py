@@ -93,6 +93,11 @@ def _options(base: RolloutOptions, given: dict[str, Any]) -> RolloutOptions:
     if "exploration_type" in given:
         given["exploration_type"] = exploration(given["exploration_type"])
     devices = Devices.of(one, env=env, policy=policy, storing=storing)
+    if devices.storing is not None and devices.storing.type == "meta":
+        raise ValueError(
+            "batches cannot be stored on the device 'meta', where tensors have no values; give "
+            "storing_device='cpu', or another that has memory"
+        )
     return replace(base, devices=devices, **given)
 
 
