@@ -288,7 +288,9 @@ def test_an_actor_in_a_long_call_is_late_and_catches_up(actors: list[Any]) -> No
         busy = actors[0].sleep.remote(3)
         with pytest.raises(SendError) as caught:
             sender.send(linear(2.0), timeout=0.5)
-        assert isinstance(caught.value.report.failed[0].error, WorkerTimeoutError)
+        late = caught.value.report.failed[0].error
+        assert isinstance(late, WorkerTimeoutError)
+        assert "if the sender calls it, take calls in time?" in str(late)
         with pytest.raises(SendError) as caught:
             sender.send(linear(3.0), timeout=0.5)
         assert caught.value.report.updated == (1,)

@@ -129,7 +129,8 @@ class PendingSend:
                     WorkerTimeoutError(
                         worker_id,
                         f"did not confirm version {self.version} within {waited:.1f} s; "
-                        "is it alive, and does it call receive()?",
+                        "is it alive, and does it call receive() or, if the sender calls it, "
+                        "take calls in time?",
                     )
                 )
         results = {i: self._result(d, now) for i, d in self._deliveries.items()}
