@@ -31,7 +31,7 @@ from sync_plugin_dist.rpc_join import initialised
 
 pytestmark = pytest.mark.timeout(90)
 
-NAMES = ("trainer", "left", "middle", "right")
+NAMES = ("trainer", "left", "middle", "right", "rival")
 
 WORKER = """
 import os, sys
@@ -44,17 +44,18 @@ name, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 rpc._init_counter = int(sys.argv[4])
 policy = nn.Linear(3, 2)
 nets = {"critic": nn.Linear(3, 2)}
+kept = []
 options = rpc.TensorPipeRpcBackendOptions(
     init_method=f"file://{store}", rpc_timeout=30, _transports=["uv"]
 )
-rpc.init_rpc(name, rank=rank, world_size=4, rpc_backend_options=options)
+rpc.init_rpc(name, rank=rank, world_size=5, rpc_backend_options=options)
 sys.stdin.read()
 os._exit(0)
 """
 
 
 class World:
-    """This process as the trainer, and three workers."""
+    """This process as the trainer, and four workers."""
 
     def __init__(self, store: Path) -> None:
         worlds = str(rpc._init_counter)
@@ -73,7 +74,7 @@ class World:
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch's own, about its own
-            rpc.init_rpc("trainer", rank=0, world_size=4, rpc_backend_options=options)
+            rpc.init_rpc("trainer", rank=0, world_size=5, rpc_backend_options=options)
 
     def run(self, name: str, expression: str) -> Any:
         """The value of an expression in a worker's main module."""
@@ -228,6 +229,15 @@ class TestWorkers:
             assert new.send(linear(23.0)).updated == (0,)
         assert world.values("left") == {23.0}
 
+    def test_the_older_of_two_senders_takes_over_again_at_once(self, world: World) -> None:
+        with to("left") as old:
+            old.send()
+            for value in (24.0, 26.0, 28.0):
+                with to("left", value=value) as new:
+                    new.send()
+                assert old.send(linear(value + 1)).updated == (0,)
+                assert world.values("left") == {value + 1}
+
     def test_an_apply_that_raises(self, world: World) -> None:
         world.run("left", "nets.update(critic=nn.Linear(1, 1))")
         with to("left", "middle", value=31.0, model_id="__main__:nets['critic']") as sender:
@@ -291,15 +301,30 @@ class TestEnd:
         with to("left", "right") as sender:
             sender.send()
             world.signal("right", signal.SIGKILL)
-            begin = time.monotonic()
-            with pytest.raises(SendError, match=r"worker 1: .*right|worker 1: its process") as lost:
-                sender.send(linear(81.0))
-            assert time.monotonic() - begin < 8
-            report = lost.value.report
-            assert report.updated == (0,)
-            assert isinstance(report.workers[1].error, WorkerLostError)
+            for value in (81.0, 81.5):
+                begin = time.monotonic()
+                with pytest.raises(
+                    SendError, match=r"worker 1: .*right|worker 1: its process"
+                ) as lost:
+                    sender.send(linear(value))
+                assert time.monotonic() - begin < 8
+                report = lost.value.report
+                assert report.updated == (0,)
+                assert isinstance(report.workers[1].error, WorkerLostError)
             sender.remove_worker(1)
             assert sender.send(linear(82.0)).updated == (0,)
+
+    def test_the_newer_of_two_senders_is_killed(self, world: World) -> None:
+        with to("left") as sender:
+            sender.send()
+            rival = "sync_core.Sender('rpc', policy, workers=['left'], model_id='__main__:policy')"
+            assert world.run("rival", f"kept.append({rival}) or kept[0].send().updated") == (0,)
+            with pytest.raises(SendError, match="another sender has taken over"):
+                sender.send(linear(83.0))
+            world.signal("rival", signal.SIGKILL)
+            world.processes["rival"].wait(10)
+            assert sender.send(linear(84.0)).updated == (0,)
+            assert world.values("left") == {84.0}
 
     def test_rpc_is_shut_down_before_the_sender_is_closed(self, world: World) -> None:
         sender = to("left", "middle", timeout=3.0)

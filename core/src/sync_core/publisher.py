@@ -135,6 +135,12 @@ class Publisher:
             self.changed.notify_all()
         return deliveries
 
+    def expect(self, worker_ids: Sequence[int]) -> None:
+        """These workers are called: those that were lost may yet get what is sent from now on."""
+        with self.changed:
+            for worker_id in worker_ids:
+                self._places[worker_id].lost = None
+
     def retract(self, slot: Slot) -> None:
         """Nobody is to get what was announced, as it could not be packed."""
         with self.changed:

@@ -79,10 +79,32 @@ class _Kept:
         self.receiver = _make_receiver(order, replace(address, endpoint=endpoint))
         self.token = order.token
 
+    def taken_from(self, token: str) -> bool:
+        """Whether a sender has lost its place to one that is still there."""
+        if token in self.replaced and not self._has_sender():
+            # It has died, or what it asks for at its end is still on its way.
+            self.end()
+        return token in self.replaced
+
     def close(self) -> None:
         if self.receiver is not None:
             self.receiver.close()
         self.receiver = None
+
+    def end(self) -> None:
+        """Let the sender go; whoever had its place may come back."""
+        self.close()
+        self.token = ""
+        self.replaced.clear()
+
+    def _has_sender(self) -> bool:
+        try:
+            if self.receiver is not None:
+                self.receiver.receive(0)
+        except Exception as error:
+            # What could not be committed, its own sender is told.
+            return not isinstance(error, SenderLostError)
+        return self.receiver is not None
 
 
 _kept: dict[tuple[object, ...], _Kept] = {}
@@ -92,7 +114,7 @@ def deliver(order: Order) -> Delivered:
     """Commit the newest version to a model of this worker."""
     kept = _kept.setdefault(order.place, _Kept())
     with kept.lock:
-        if order.token in kept.replaced:
+        if kept.taken_from(order.token):
             return _failed(Answer(version=order.version, error=_taken_over(order)))
         try:
             if kept.receiver is None or kept.token != order.token:
@@ -123,7 +145,7 @@ def forget(order: Order) -> None:
         return
     with kept.lock:
         if kept.token == order.token:
-            kept.close()
+            kept.end()
             _kept.pop(order.place, None)
 
 

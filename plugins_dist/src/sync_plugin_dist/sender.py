@@ -80,6 +80,8 @@ class DistSender(ServingTransport[DistPeer], Office):
         slot = self.publisher.reserve(payload.nbytes, worker_ids)
         with self.publisher.changed:
             self._packing, self._packed = slot, 0
+            if announced is not None:
+                self.publisher.expect(worker_ids)
             deliveries = self.publisher.announce(slot, payload, worker_ids)
             self.offer_to(worker_ids)
         if announced is not None:
