@@ -224,6 +224,16 @@ def test_a_vector_environment_that_resets_when_it_likes() -> None:
         as_env(entry)
 
 
+def test_a_vector_environment_without_rewards() -> None:
+    class Unpaid(SyncVectorEnv):
+        def step(self, actions: Any) -> Any:
+            observation, _, *rest = super().step(actions)
+            return observation, None, *rest
+
+    with pytest.raises(TypeError, match="Unpaid gave the reward None; let its step"):
+        collect(as_env(Unpaid(three())), Left(), 6)
+
+
 def test_a_vector_environment_is_no_single_one() -> None:
     with pytest.raises(TypeError, match="give the vector environment itself"):
         GymEnv(lambda: SyncVectorEnv(three()))

@@ -177,6 +177,18 @@ def test_rewards_with_a_dimension_of_their_own(num_envs: int | None) -> None:
     assert batch["next", "reward"].flatten().tolist() == [2.0] * 4
 
 
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_a_reward_that_is_none(num_envs: int | None) -> None:
+    class Unfinished(Line):
+        def step(self, action: Any) -> Any:
+            observation, _, *flags = super().step(action)
+            return observation, None, *flags
+
+    env = GymEnv(lambda: gymnasium.wrappers.TimeLimit(Unfinished(), 5), num_envs=num_envs)
+    with pytest.raises(TypeError, match="Unfinished gave the reward None; let its step"):
+        Rollout(env, None, 0, RolloutOptions(frames_per_batch=2)).collect()
+
+
 def test_a_space_without_arrays_is_an_error() -> None:
     with pytest.raises(TypeError, match="Text"):
         GymEnv(lambda: Line(observation_space=spaces.Text(3)))

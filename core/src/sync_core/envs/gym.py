@@ -87,14 +87,14 @@ class GymEnv(ArrayEnv):
         if self._single:
             value = self._action.decode(action)
             observation, reward, terminated, truncated, _ = self._envs[0].step(value)
-            return self._encode(observation), _scalar(reward), terminated, truncated
+            return self._encode(observation), _scalar(reward, self._envs[0]), terminated, truncated
         rows = self._new_rows()
         rewards = np.empty(len(self._envs), np.float32)
         terminated, truncated = np.empty((2, len(self._envs)), np.bool_)
         for i, env in enumerate(self._envs):
             value = self._action.decode(action[i])
             observation, reward, terminated[i], truncated[i], _ = env.step(value)
-            rewards[i] = _scalar(reward)
+            rewards[i] = _scalar(reward, env)
             self._write(rows, i, observation)
         return rows, rewards, terminated, truncated
 
@@ -158,8 +158,17 @@ class GymEnv(ArrayEnv):
             rows[key][i] = value
 
 
-def _scalar(reward: Any) -> Any:
+def check_reward(reward: Any, env: Any) -> None:
+    """Raise `TypeError` where there is none, of which numpy would make a number: NaN."""
+    if reward is None:
+        raise TypeError(
+            f"{type(env.unwrapped).__name__} gave the reward None; let its step() return a number"
+        )
+
+
+def _scalar(reward: Any, env: Any) -> Any:
     """A reward without the dimension of size 1 that some environments give it."""
+    check_reward(reward, env)
     return reward.reshape(()) if isinstance(reward, np.ndarray) else reward
 
 

@@ -9,7 +9,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from sync_core.envs.arrays import ArrayEnv, Arrays, ArrayStep
-from sync_core.envs.gym import next_seed
+from sync_core.envs.gym import check_reward, next_seed
 from sync_core.envs.spaces import ObservationCodec, codec
 
 
@@ -76,6 +76,7 @@ class VectorGymEnv(ArrayEnv):
         """Act in all of them."""
         made = self._env.step(self._action.decode_batch(action))
         observation, reward, terminated, truncated, infos = made
+        check_reward(reward, self._env)
         outcome: Arrays = self._codec.encode_batch(observation)
         self._is_fresh[:] = False
         if self._mode is AutoresetMode.SAME_STEP:
