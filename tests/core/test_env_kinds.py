@@ -11,6 +11,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import (
+    DictInfoToList,
+    NormalizeObservation,
+    RecordEpisodeStatistics,
+)
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
@@ -222,6 +227,31 @@ def test_a_vector_environment_that_resets_when_it_likes() -> None:
     entry = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point")
     with pytest.raises(TypeError, match="autoreset_mode"):
         as_env(entry)
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("kind", [Count, Dicts])
+def test_vector_environments_whose_infos_are_lists(mode: AutoresetMode, kind: type[Count]) -> None:
+    made = DictInfoToList(SyncVectorEnv(three(kind), autoreset_mode=mode))
+    key = "count" if kind is Dicts else "observation"
+    batch = collect(as_env(made), Left() if kind is Count else None, 12)
+    assert seen(batch, key) == [[0, 1, 0, 1], [0, 1, 2, 0], [0, 1, 2, 3]]
+    assert seen(batch, "next", key) == [[1, 2, 1, 2], [1, 2, 3, 1], [1, 2, 3, 4]]
+
+
+def test_a_vector_environment_that_cannot_reset_a_part() -> None:
+    made = RecordEpisodeStatistics(NormalizeObservation(SyncVectorEnv(three())))
+    with pytest.raises(TypeError, match=r"wrappers=\[gymnasium.wrappers.NormalizeObservation\]"):
+        as_env(made)
+    alone = NormalizeObservation(SyncVectorEnv(three()[:1]))
+    assert collect(as_env(alone), Left(), 8)["next", "done"].sum() == 4
+    each = gymnasium.make_vec(
+        "CartPole-v1",
+        num_envs=2,
+        vectorization_mode="sync",
+        wrappers=[gymnasium.wrappers.NormalizeObservation],
+    )
+    assert collect(as_env(each), None, 200)["next", "done"].sum() > 2
 
 
 def test_a_vector_environment_without_rewards() -> None:

@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import (
+    AsyncVectorEnv,
+    AutoresetMode,
+    SyncVectorEnv,
+    VectorEnv,
+    VectorWrapper,
+)
+from gymnasium.wrappers.vector import NormalizeObservation
 
 from sync_core.envs.arrays import ArrayEnv, Arrays, ArrayStep
 from sync_core.envs.gym import check_reward, next_seed
@@ -24,7 +31,8 @@ class VectorGymEnv(ArrayEnv):
         categorical: see `GymEnv`.
 
     Raises:
-        TypeError: it would reset with the next step and cannot be told to do so earlier.
+        TypeError: it would reset with the next step and cannot be told to do so earlier, or cannot
+            reset a part.
 
     Example:
         >>> import gymnasium
@@ -43,6 +51,13 @@ class VectorGymEnv(ArrayEnv):
                 "only, so that this step's frame would be none; type gymnasium.make_vec(…, "
                 "vectorization_mode='sync'), or make it with autoreset_mode="
                 "gymnasium.vector.AutoresetMode.DISABLED or SAME_STEP"
+            )
+        if env.num_envs > 1 and _normalizes_all(env):
+            raise TypeError(
+                f"{env} normalizes the observations of all its environments together, and cannot "
+                "reset one and go on with another; let each normalize its own: type "
+                "gymnasium.make_vec(…, vectorization_mode='sync', "
+                "wrappers=[gymnasium.wrappers.NormalizeObservation])"
             )
         self.batch_size = torch.Size((env.num_envs,))
         self.is_closed = False
@@ -83,7 +98,7 @@ class VectorGymEnv(ArrayEnv):
             self._is_fresh = terminated | truncated
             if self._is_fresh.any():
                 self._fresh = outcome
-                outcome = self._with_last(outcome, infos["final_obs"])
+                outcome = self._with_last(outcome, infos)
         return outcome, reward, terminated, truncated
 
     def sample_action(self) -> np.ndarray[Any, Any]:
@@ -108,11 +123,14 @@ class VectorGymEnv(ArrayEnv):
         self.is_closed = True
         self._env.close()
 
-    def _with_last(self, outcome: Arrays, last: Any) -> Arrays:
+    def _with_last(self, outcome: Arrays, infos: Any) -> Arrays:
         """What was observed, with what episodes ended with where they did."""
+        # Gymnasium's DictInfoToList gives the infos of each environment by itself.
+        of_each = isinstance(infos, list)
         merged = {key: np.array(row) for key, row in outcome.items()}
         for i in np.flatnonzero(self._is_fresh):
-            for key, value in self._codec.encode(last[i]).items():
+            last = infos[i]["final_obs"] if of_each else infos["final_obs"][i]
+            for key, value in self._codec.encode(last).items():
                 merged[key][i] = value
         return merged
 
@@ -123,6 +141,15 @@ def _obeys_masks(env: Any) -> bool:
         # Its workers forget a reset that is due only where they share memory.
         return bool(env.shared_memory)
     return isinstance(env, SyncVectorEnv)
+
+
+def _normalizes_all(env: Any) -> bool:
+    """Whether one of the wrappers is Gymnasium's that refuses to reset a part."""
+    while isinstance(env, VectorWrapper):
+        if isinstance(env, NormalizeObservation):
+            return True
+        env = env.env
+    return False
 
 
 def _where(mask: np.ndarray[Any, Any], yes: Any, no: Any) -> Any:
