@@ -105,12 +105,14 @@ class HurtCases(SchemeCases):
     Attributes:
         timeout: of the sender to a worker that is stopped, in seconds.
         patience: how much of that the others may have to wait.
+        late: what is said of that worker.
         loss: what is said of a worker that died.
     """
 
     scheme = "dist"
     timeout: ClassVar[float]
     patience: ClassVar[float]
+    late: ClassVar[str]
     loss: ClassVar[str]
 
     @pytest.fixture(autouse=True)
@@ -139,7 +141,9 @@ class HurtCases(SchemeCases):
             assert time.monotonic() - begin < self.timeout + 2
             report = failure.value.report
             assert report.updated == (1,)
-            assert isinstance(report.workers[0].error, WorkerTimeoutError)
+            error = report.workers[0].error
+            assert isinstance(error, WorkerTimeoutError)
+            assert self.late in str(error)
             assert report.workers[1].seconds < self.timeout * self.patience
             assert calls[1].result(30) == 2
             assert workers.pool.call(1, held) == {2.0}
@@ -213,6 +217,7 @@ class HurtCases(SchemeCases):
 class TestP2p(HurtCases):
     timeout = 4.0
     patience = 0.5
+    late = "in time?"
     loss = "is gone: the other side closed the connection"
 
 
@@ -220,6 +225,7 @@ class TestBroadcast(HurtCases):
     options: ClassVar[Mapping[str, Any]] = {"topology": "broadcast"}
     timeout = 8.0
     patience = 1.0
+    late = "in time? (the group was made without it, for workers: 1)"
     loss = "the group is made again without it, for workers: 1"
 
 

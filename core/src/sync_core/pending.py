@@ -125,12 +125,13 @@ class PendingSend:
         for worker_id, delivery in self._waited.items():
             if not delivery.wait(0):
                 waited = now - self._started
+                remark = f" ({delivery.remark})" if delivery.remark else ""
                 delivery.fail(
                     WorkerTimeoutError(
                         worker_id,
                         f"did not confirm version {self.version} within {waited:.1f} s; "
                         "is it alive, and does it call receive() or, if the sender calls it, "
-                        "take calls in time?",
+                        f"take calls in time?{remark}",
                     )
                 )
         results = {i: self._result(d, now) for i, d in self._deliveries.items()}

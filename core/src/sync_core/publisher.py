@@ -218,6 +218,13 @@ class Publisher:
                 return "another receiver was given the same address"
             return None
 
+    def remark(self, worker_id: int, remark: str) -> None:
+        """Say more of the worker, should it not confirm what it was sent last."""
+        with self.changed:
+            place = self._places.get(worker_id)
+            if place is not None and place.delivery is not None:
+                place.delivery.remark = remark
+
     def lost(self, worker_id: int, reader: object, reason: str) -> None:
         """The worker is gone: what it has not confirmed has failed, and so will what is sent.
 

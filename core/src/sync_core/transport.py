@@ -35,6 +35,8 @@ class Delivery:
         self.error: WorkerError | None = None
         self.answer: Answer | None = None
         self.ended_at: float | None = None
+        #: What a transport knows of a worker that is late, for the report; a clause.
+        self.remark = ""
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._check: Callable[[Delivery, Answer | None], WorkerError | None] = _accept

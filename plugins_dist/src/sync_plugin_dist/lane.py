@@ -119,6 +119,11 @@ class Lane:
 
     def _stop_waiting(self) -> None:
         self._waited_enough = True
+        asking = sorted(peer.id for peer in self._asking)
+        if asking:
+            remark = f"the group was made without it, for workers: {', '.join(map(str, asking))}"
+            for worker_id in self._office.expected().difference(asking):
+                self._office.publisher.remark(worker_id, remark)
         self._advance()
 
     def _opened(self) -> None:
