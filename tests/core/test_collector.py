@@ -29,6 +29,7 @@ from sync_core.envs import CountingEnv
 from sync_core.testing import CollectorConformance
 from sync_core.testing.collectors import Scale, long_episodes, values
 from sync_core.testing.processes import descendants
+from sync_plugin_std.process_group import ProcessGroup
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -115,6 +116,28 @@ def test_the_trainers_own_policy_with_scheme_none() -> None:
         assert next(collector)["policy_version"].tolist() == [1, 1]
     with pytest.raises(OptionError, match="use scheme='shm', or workers='inline'"):
         Collector(long_episodes, policy, scheme="none", workers="process", frames_per_batch=2)
+
+
+def test_a_scheme_that_cannot_reach_the_workers_of_a_group() -> None:
+    class Elsewhere(ProcessGroup):
+        capabilities = ProcessGroup.capabilities - {"descriptors"}
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            raise AssertionError("it was started")
+
+    def make(scheme: Any, **several: Any) -> None:
+        options: dict[str, Any] = {"frames_per_batch": 2, "workers": Elsewhere, **several}
+        Collector(long_episodes, Scale(), scheme=scheme, **options)
+
+    within = r"'thread' .* within a process, .* 'Elsewhere' .* scheme='shm', or workers='thread'"
+    with pytest.raises(OptionError, match=within):
+        make("thread")
+    with pytest.raises(OptionError, match=within):
+        make(None, weight_sync_schemes={"policy": "shm", "policy.weight": "thread"})
+    with pytest.raises(OptionError, match=r"'mp' .* an open file, .* 'Elsewhere' .* scheme='dist'"):
+        make("mp")
+    with pytest.raises(AssertionError, match="it was started"):
+        make("shm")
 
 
 @pytest.mark.parametrize("policy", [None, nn.Identity(), lambda observation: observation + 1])

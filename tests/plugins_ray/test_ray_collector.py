@@ -125,3 +125,10 @@ def test_actors_write_to_a_replay_buffer_in_an_actor() -> None:
             time.sleep(0.02)
         with collector.pause():
             assert collector.stats().frames == buffer.frames()
+
+
+def test_pipes_do_not_reach_actors() -> None:
+    with pytest.raises(
+        OptionError, match=r"'mp' .* open file, and worker group 'ray' .* cannot pass"
+    ):
+        Collector(long_episodes, Scale(), scheme="mp", workers="ray", frames_per_batch=4)

@@ -12,6 +12,7 @@ SCHEME_CAPABILITIES = MappingProxyType(
         "cross_host": "workers may be on other machines",
         "cross_process": "workers may be in other processes",
         "cuda": "tensors on a GPU travel without a copy in the memory of the host",
+        "descriptors": "each worker has to be given an open file, such as the end of a pipe",
         "findings": "its ``findings()`` tell ``sync-core doctor`` what is amiss around it",
         "late_join": "workers may be added while the sender runs",
         "pull": "workers fetch what they want; the sender need not be able to reach them",
@@ -26,6 +27,7 @@ WORKER_CAPABILITIES = MappingProxyType(
         "add": "workers can be added later",
         "cross_host": "workers may be on other machines",
         "cross_process": "workers are in other processes",
+        "descriptors": "open files that multiprocessing can pass on may be arguments of calls",
         "parallel": "workers run at the same time",
         "restart": "the place of a worker that was lost can be taken by a new one",
     }

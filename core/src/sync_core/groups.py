@@ -23,19 +23,16 @@ def choose_group(schemes: Sequence[Any], workers: Any) -> type[WorkerGroup]:
 
     Raises:
         PluginError: scheme or group cannot be found or used.
-        OptionError: workers in other processes cannot share the trainer's own policy.
+        OptionError: by what they declare, the scheme cannot reach workers of that group.
     """
     plugins = [registry.find(registry.SCHEMES, scheme) for scheme in schemes]
     within = [plugin for plugin in plugins if "cross_process" not in plugin.capabilities]
-    plugin = (within or plugins)[0]
     if workers is None:
-        workers = _default_group(plugin)
-    group: type[WorkerGroup] = registry.find(registry.WORKERS, workers).object
-    if "same_object" in plugin.capabilities and "cross_process" in group.capabilities:
-        raise OptionError(
-            f"{plugin.describe()} lets workers act with the trainer's own policy, which worker "
-            f"group {workers!r} has in another process; use scheme='shm', or workers='inline'"
-        )
+        workers = _default_group((within or plugins)[0])
+    found = registry.find(registry.WORKERS, workers)
+    for plugin in plugins:
+        _check_together(plugin, found)
+    group: type[WorkerGroup] = found.object
     return group
 
 
@@ -49,3 +46,23 @@ def _default_group(scheme: registry.Plugin) -> str:
     if scheme.name in names:
         return scheme.name
     return "process" if "cross_process" in scheme.capabilities else "inline"
+
+
+def _check_together(scheme: registry.Plugin, group: registry.Plugin) -> None:
+    if "cross_process" not in group.capabilities:
+        return
+    if "same_object" in scheme.capabilities:
+        raise OptionError(
+            f"{scheme.describe()} lets workers act with the trainer's own policy, and those of "
+            f"{group.describe()} are in other processes; use scheme='shm', or workers='inline'"
+        )
+    if "cross_process" not in scheme.capabilities:
+        raise OptionError(
+            f"{scheme.describe()} moves weights within a process, and the workers of "
+            f"{group.describe()} are in others; use scheme='shm', or workers='thread'"
+        )
+    if "descriptors" in scheme.capabilities - group.capabilities:
+        raise OptionError(
+            f"{scheme.describe()} gives each worker an open file, and {group.describe()} cannot "
+            "pass it on; use workers='process', or scheme='dist'"
+        )

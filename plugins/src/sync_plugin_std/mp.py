@@ -47,7 +47,9 @@ class PipeScheme:
     the address by `with_pipe`.
     """
 
-    capabilities = frozenset({"broadcast", "late_join", "zero_copy", "cross_process"})
+    capabilities = frozenset(
+        {"broadcast", "late_join", "zero_copy", "cross_process", "descriptors"}
+    )
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:

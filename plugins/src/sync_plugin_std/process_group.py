@@ -42,7 +42,7 @@ class ProcessGroup(LaunchedGroup[Child]):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"parallel", "cross_process", "restart", "add"}
+        {"parallel", "cross_process", "descriptors", "restart", "add"}
     )
 
     def __init__(
