@@ -135,7 +135,7 @@ def test_a_receiver_in_the_driver_polls() -> None:
 def test_a_mailbox_that_stands_still_holds_up_no_look() -> None:
     with Sender("ray", linear(1.0), num_workers=1) as sender:
         address = sender.address(0)
-        pid = ray.get(address.endpoint.__ray_call__.remote(lambda _: os.getpid()))
+        pid = ray.get(address.endpoint.mailbox.__ray_call__.remote(lambda _: os.getpid()))
         with Receiver(address, linear()) as receiver:
             assert receiver.receive(timeout=0) is None
             os.kill(pid, signal.SIGSTOP)
@@ -277,7 +277,7 @@ def host_policy(worker: Worker) -> None:
 def test_nothing_is_left() -> None:
     before = {thread.name for thread in threading.enumerate()}
     with Sender("ray", torch.nn.Linear(2, 2), num_workers=1) as sender:
-        mailbox = sender.address(0).endpoint
+        mailbox = sender.address(0).endpoint.mailbox
     assert {thread.name for thread in threading.enumerate()} <= before
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(mailbox.events.remote(), timeout=30)
@@ -285,7 +285,7 @@ def test_nothing_is_left() -> None:
 
 def test_a_mailbox_that_died_is_named_at_once() -> None:
     with Sender("ray", linear(), num_workers=1) as sender:
-        ray.kill(sender.address(0).endpoint)
+        ray.kill(sender.address(0).endpoint.mailbox)
         assert eventually(lambda: sends_fail_with(sender, "mailbox of its sender is gone"))
         begin = time.monotonic()
         assert sends_fail_with(sender, "make a new Sender")

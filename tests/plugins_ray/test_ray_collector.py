@@ -13,7 +13,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import pytest
 import ray
 
-from sync_core import ClosedError, Collector, OptionError, WorkerGroup
+from sync_core import ClosedError, Collector, OptionError, RemoteCallError, WorkerGroup
 from sync_core.testing import CollectorConformance, collectors
 from sync_core.testing.collectors import FrameList, Scale, long_episodes
 from sync_plugin_ray.group import RayGroup
@@ -132,3 +132,16 @@ def test_pipes_do_not_reach_actors() -> None:
         OptionError, match=r"'mp' .* open file, and worker group 'ray' .* cannot pass"
     ):
         Collector(long_episodes, Scale(), scheme="mp", workers="ray", frames_per_batch=4)
+
+
+def test_processes_need_a_cluster() -> None:
+    options: dict[str, Any] = {"scheme": "ray", "workers": "process", "frames_per_batch": 4}
+    with pytest.raises(RemoteCallError, match=r"Ray does not run in this one; call ray\.init"):
+        Collector(long_episodes, Scale(), **options)
+
+    def in_the_cluster(address: str = ray.get_runtime_context().gcs_address) -> Any:
+        ray.init(address=address, log_to_driver=False)
+        return long_episodes()
+
+    with Collector(in_the_cluster, Scale(), **options) as collector:
+        assert collector.update_policy_weights_().updated == (0,)

@@ -25,6 +25,7 @@ from sync_core import (
     WorkerLostError,
 )
 from sync_plugin_ray.cluster import Cluster
+from sync_plugin_ray.endpoint import Endpoint
 from sync_plugin_ray.mailbox import Event, Mailbox, Offer
 from sync_plugin_ray.store import Publication, Store
 
@@ -90,10 +91,10 @@ class PullSender(SenderTransport):
         self._thread = threading.Thread(target=self._serve, name="sync-ray-mailbox", daemon=True)
         self._thread.start()
 
-    def address(self, worker_id: int) -> Any:
+    def address(self, worker_id: int) -> Endpoint:
         """The mailbox, the same for every worker."""
         del worker_id
-        return self._mailbox
+        return Endpoint(self._mailbox)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Put the payload once, and let the mailbox offer it."""

@@ -44,7 +44,7 @@ class MailboxReceiver(ReceiverTransport):
     def __init__(self, context: TransportContext) -> None:
         self._worker_id = context.worker_id
         self._timeout = context.timeout
-        self._mailbox = context.endpoint
+        self._mailbox = context.endpoint.mailbox
         self._reader = secrets.token_hex(16)
         self._seen = 0
         self._layout = context.layout
