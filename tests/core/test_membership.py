@@ -43,6 +43,10 @@ def state(members: Membership, worker_id: int = 0) -> str:
     return str(members.statuses[worker_id].state)
 
 
+def seat(members: Membership) -> int:
+    return members.statuses[0].seat
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -123,7 +127,7 @@ def test_quarantine_doubles_and_ends(members: Membership, clock: Clock) -> None:
     waits = []
     for version in range(1, 8):
         send(members, version)[0].fail(WorkerTimeoutError(0, "is silent"))
-        members.quarantine(0)
+        members.quarantine(0, seat(members))
         waits.append(members.statuses[0].retry_at - clock.now)
         # Nobody waits meanwhile, and what fails then is not held against it.
         unwaited = Delivery(0, version, nbytes=8)
@@ -142,7 +146,7 @@ def test_quarantine_doubles_and_ends(members: Membership, clock: Clock) -> None:
 def test_a_worker_in_quarantine_comes_back_by_the_newest_version(members: Membership) -> None:
     first = send(members, 1)[0]
     first.fail(WorkerTimeoutError(0, "is silent"))
-    members.quarantine(0)
+    members.quarantine(0, seat(members))
     second = send(members, 2)[0]
     first.acknowledge()
     assert state(members) == "quarantined"
@@ -153,20 +157,32 @@ def test_a_worker_in_quarantine_comes_back_by_the_newest_version(members: Member
 def test_one_that_is_restarted_is_another(members: Membership) -> None:
     delivery = send(members, 1)[0]
     delivery.fail(WorkerLostError(0, "is gone"))
-    seat = members.restart(0)
+    restarted = seat(members)
+    assert members.restart(0, restarted)
     delivery.acknowledge()
     assert state(members) == "restarting"
     members.notify(0, Notice("connected"))
     members.notify(0, Notice("acknowledged", version=1))
-    members.restarted(0, seat)
+    members.restarted(0, restarted)
     assert state(members) == "current"
+
+
+def test_one_that_was_removed_is_neither_put_aside_nor_restarted(members: Membership) -> None:
+    send(members, 1)[0].fail(WorkerLostError(0, "is gone"))
+    before = seat(members)
+    members.remove(0)
+    assert not members.quarantine(0, before)
+    members.add(0)
+    assert not members.restart(0, before)
+    assert state(members) == "connecting"
 
 
 def test_one_that_cannot_be_restarted_is_tried_again_later(
     members: Membership, clock: Clock
 ) -> None:
     send(members, 1)[0].fail(WorkerLostError(0, "is gone"))
-    members.not_restarted(0, members.restart(0), WorkerError(0, "no room"))
+    assert members.restart(0, seat(members))
+    members.not_restarted(0, seat(members), WorkerError(0, "no room"))
     assert members.statuses[0].retry_at == clock.now + 4.0
 
 
@@ -259,6 +275,6 @@ def test_one_that_has_answered_by_then_is_not_put_into_quarantine(members: Membe
     delivery = send(members, 1)[0]
     delivery.fail(WorkerTimeoutError(0, "is silent"))
     delivery.acknowledge()
-    members.quarantine(0)
+    members.quarantine(0, seat(members))
     assert state(members) == "current"
     assert members.take_returned([0]) == (0,)

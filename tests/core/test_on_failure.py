@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import OptionError, Receiver, Sender, SendError, WorkerFailure
+from sync_core import OptionError, Receiver, Sender, SendError, SendReport, WorkerFailure
 from sync_core.remedies import Remedy
 
 
@@ -58,6 +58,26 @@ def test_a_worker_in_quarantine_is_tried_again_and_put_back_for_longer() -> None
         assert send(sender, workers[0]).seconds >= 0.2
         second = sender.workers[1].retry_at - time.monotonic()
         assert 0.1 < first <= 0.2 < second <= 0.4
+
+
+@pytest.mark.parametrize("remedy", ["raise", "drop", "quarantine"])
+def test_a_function_that_removes_the_worker_itself(remedy: Remedy) -> None:
+    reports: list[SendReport] = []
+
+    def judge(failure: WorkerFailure) -> Remedy:
+        sender.remove_worker(failure.worker_id)
+        return remedy
+
+    sender, workers = start(on_failure=judge, on_report=reports.append)
+    with sender:
+        if remedy == "drop":
+            assert send(sender, workers[0]).dropped == (1,)
+        else:
+            with pytest.raises(SendError):
+                send(sender, workers[0])
+        assert [report.updated for report in reports] == [(0,)]
+        assert sender.all_worker_ids() == (0,)
+        assert send(sender, workers[0]).updated == (0,)
 
 
 def test_a_function_judges_each_failure() -> None:

@@ -344,7 +344,8 @@ class Search:
             return world
 
         def restart(members: Membership) -> None:
-            members.restarted(worker_id, members.restart(worker_id))
+            members.restart(worker_id, status.seat)
+            members.restarted(worker_id, status.seat)
 
         return self._apply(world, restart)
 

@@ -155,32 +155,35 @@ class Membership:
                 error = WorkerLostError(worker_id, notice.reason)
                 self._put(worker_id, lost(worker, error), notice.reason)
 
-    def quarantine(self, worker_id: int) -> None:
-        """Let no send wait for the worker for a time."""
+    def quarantine(self, worker_id: int, seat: int) -> bool:
+        """Let no send wait for the worker for a time; False where it is there no longer."""
         with self._lock:
-            worker = self._workers[worker_id]
-            after = quarantined(worker, self._clock(), self._timeout)
-            self._put(worker_id, after, f"it has failed: {worker.error}")
+            worker = self._seated(worker_id, seat)
+            if worker is not None:
+                after = quarantined(worker, self._clock(), self._timeout)
+                self._put(worker_id, after, f"it has failed: {worker.error}")
+            return worker is not None
 
-    def restart(self, worker_id: int) -> int:
-        """Another takes the worker's place; its seat, for `restarted` or `not_restarted`."""
+    def restart(self, worker_id: int, seat: int) -> bool:
+        """Another takes the worker's place; False where it is there no longer."""
         with self._lock:
-            worker = self._workers[worker_id]
-            self._put(worker_id, restarting(worker), f"it has failed: {worker.error}")
-            return worker.seat
+            worker = self._seated(worker_id, seat)
+            if worker is not None:
+                self._put(worker_id, restarting(worker), f"it has failed: {worker.error}")
+            return worker is not None
 
     def restarted(self, worker_id: int, seat: int) -> None:
         """The other was started."""
         with self._lock:
-            worker = self._workers.get(worker_id)
-            if worker is not None and worker.seat == seat:
+            worker = self._seated(worker_id, seat)
+            if worker is not None:
                 self._put(worker_id, restarted(worker), "another was started in its place")
 
     def not_restarted(self, worker_id: int, seat: int, error: WorkerError) -> None:
         """The other could not be started; that is tried again after the quarantine."""
         with self._lock:
-            worker = self._workers.get(worker_id)
-            if worker is not None and worker.seat == seat:
+            worker = self._seated(worker_id, seat)
+            if worker is not None:
                 worker = replace(worker, failures=worker.failures + 1, error=error)
                 after = quarantined(worker, self._clock(), self._timeout)
                 self._put(worker_id, after, f"no other could be started: {error.message}")
@@ -196,12 +199,17 @@ class Membership:
     def __contains__(self, worker_id: int) -> bool:
         return worker_id in self._workers
 
+    def _seated(self, worker_id: int, seat: int) -> WorkerStatus | None:
+        """The worker, unless it was removed and another has its id."""
+        worker = self._workers.get(worker_id)
+        return worker if worker is not None and worker.seat == seat else None
+
     def _answered(
         self, worker_id: int, seat: int, delivery: Delivery, error: WorkerError | None
     ) -> None:
         with self._lock:
-            worker = self._workers.get(worker_id)
-            if worker is None or worker.seat != seat:
+            worker = self._seated(worker_id, seat)
+            if worker is None:
                 return
             if error is None:
                 self._acknowledge(worker_id, worker, delivery.version)

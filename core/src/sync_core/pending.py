@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from typing import Literal, Protocol
 
 from sync_core.answer import Answer
 from sync_core.clock import clock_id
-from sync_core.errors import SendError, WorkerTimeoutError
+from sync_core.errors import SendError, WorkerError, WorkerTimeoutError
 from sync_core.report import SendReport, WorkerResult
 from sync_core.seconds import check_seconds
 from sync_core.stopwatch import Stopwatch
@@ -65,6 +66,8 @@ class PendingSend:
         self._publish_seconds = publish_seconds
         self._packing = packing or Stopwatch()
         self._report: SendReport | None = None
+        # What is called at the end may ask for the report.
+        self._ending = threading.RLock()
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
@@ -104,36 +107,33 @@ class PendingSend:
             # The one that was offered its version last is likely to answer last: fewer wake-ups.
             for delivery in reversed(self._waited.values()):
                 delivery.wait(max(0.0, limit - time.perf_counter()))
-            self._end(waited=True)
-        assert self._report is not None
-        if self._report.failed:
-            raise SendError(self._report)
-        return self._report
+        report = self._end(waited=True)
+        if report.failed:
+            raise SendError(report)
+        return report
 
-    def abandon(self) -> None:
-        """End the send now; whoever has not answered counts as failed, but is not dropped."""
-        if self._report is None:
-            self._end(waited=False)
+    def abandon(self, reason: str | None = None) -> None:
+        """End the send now; whoever has not answered counts as failed, but is not dropped.
 
-    def _end(self, *, waited: bool) -> None:
-        # Ended once, even if Ctrl-C comes while others are told of it.
-        self._report = self._make_report()
-        self._report = self._finish(self._report, waited=waited)
+        Args:
+            reason: why, for the report; None where the workers are late.
+        """
+        self._end(waited=False, reason=reason)
 
-    def _make_report(self) -> SendReport:
+    def _end(self, *, waited: bool, reason: str | None = None) -> SendReport:
+        with self._ending:
+            if self._report is None:
+                # Ended once, even if Ctrl-C comes while others are told of it.
+                self._report = self._make_report(reason)
+                self._report = self._finish(self._report, waited=waited)
+            return self._report
+
+    def _make_report(self, reason: str | None) -> SendReport:
         now = time.perf_counter()
         for worker_id, delivery in self._waited.items():
             if not delivery.wait(0):
-                waited = now - self._started
-                remark = f" ({delivery.remark})" if delivery.remark else ""
-                delivery.fail(
-                    WorkerTimeoutError(
-                        worker_id,
-                        f"did not confirm version {self.version} within {waited:.1f} s; "
-                        "is it alive, and does it call receive() or, if the sender calls it, "
-                        f"take calls in time?{remark}",
-                    )
-                )
+                late = self._late(worker_id, delivery, now - self._started)
+                delivery.fail(WorkerError(worker_id, reason) if reason else late)
         results = {i: self._result(d, now) for i, d in self._deliveries.items()}
         for worker_id, remedy in self._unwaited.items():
             delivery = self._deliveries[worker_id]
@@ -149,6 +149,14 @@ class PendingSend:
             prepare_seconds=self._prepare_seconds,
             publish_seconds=self._publish_seconds,
             pack_seconds=self._packing.seconds,
+        )
+
+    def _late(self, worker_id: int, delivery: Delivery, seconds: float) -> WorkerTimeoutError:
+        remark = f" ({delivery.remark})" if delivery.remark else ""
+        return WorkerTimeoutError(
+            worker_id,
+            f"did not confirm version {self.version} within {seconds:.1f} s; is it alive, and does "
+            f"it call receive() or, if the sender calls it, take calls in time?{remark}",
         )
 
     def _result(self, delivery: Delivery, now: float) -> WorkerResult:

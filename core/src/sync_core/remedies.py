@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from sync_core.address import Address
-from sync_core.errors import OptionError, WorkerError
+from sync_core.errors import ClosedError, OptionError, UnknownWorkerError, WorkerError
 from sync_core.membership import Membership
 from sync_core.report import SendReport
 from sync_core.worker_status import WorkerStatus
@@ -100,12 +101,8 @@ class Remedies:
                 assert isinstance(result.error, WorkerError)
                 failure = WorkerFailure(worker_id, report.version, result.error, status)
                 remedy = self._choose(failure)
-                if remedy == "drop":
-                    drop(worker_id)
-            if remedy == "quarantine":
-                members.quarantine(worker_id)
-            elif remedy == "restart":
-                self._restart(worker_id, members, address)
+                if not self._carry_out(remedy, failure, members, drop, address):
+                    remedy = "raise"
             workers[worker_id] = replace(result, remedy=None if remedy == "raise" else remedy)
         return replace(report, workers=workers)
 
@@ -123,16 +120,38 @@ class Remedies:
             return "raise"
         return remedy
 
+    def _carry_out(
+        self,
+        remedy: Remedy,
+        failure: WorkerFailure,
+        members: Membership,
+        drop: Callable[[int], None],
+        address: Callable[[int], Address],
+    ) -> bool:
+        """Whether that worker was still there: who judges it, or another thread, may remove it."""
+        worker_id, seat = failure.worker_id, failure.status.seat
+        if remedy == "drop":
+            with suppress(UnknownWorkerError, ClosedError):
+                drop(worker_id)
+        elif remedy == "quarantine":
+            return members.quarantine(worker_id, seat)
+        elif remedy == "restart":
+            return self._restart(worker_id, seat, members, address)
+        return True
+
     def _restart(
-        self, worker_id: int, members: Membership, address: Callable[[int], Address]
-    ) -> None:
+        self, worker_id: int, seat: int, members: Membership, address: Callable[[int], Address]
+    ) -> bool:
+        if not members.restart(worker_id, seat):
+            return False
         # In a thread, since it takes seconds that no other worker is to wait for.
         threading.Thread(
             target=self._restart_now,
-            args=(worker_id, members.restart(worker_id), members, address),
+            args=(worker_id, seat, members, address),
             name=f"sync-restart-{worker_id}",
             daemon=True,
         ).start()
+        return True
 
     def _restart_now(
         self, worker_id: int, seat: int, members: Membership, address: Callable[[int], Address]

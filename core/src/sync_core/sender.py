@@ -31,6 +31,8 @@ from sync_core.worker_ids import as_id, check_handle, count_workers, normalize
 from sync_core.worker_status import WorkerStatus
 from sync_core.workers import WorkerGroup
 
+_CLOSED = "the sender was closed"
+
 
 class Sender(Updater):
     """Sends a model's weights to workers.
@@ -234,7 +236,7 @@ class Sender(Updater):
             prepared = time.perf_counter()
             packing = Stopwatch()
             deliveries = self._outlet.send(update, self._version, due, packing) if due else {}
-            self._pending = PendingSend(
+            self._pending = pending = PendingSend(
                 self._version,
                 deliveries,
                 [worker_id for worker_id in addressed if worker_id not in due],
@@ -246,7 +248,10 @@ class Sender(Updater):
                 publish_seconds=time.perf_counter() - prepared,
                 packing=packing,
             )
-            return self._pending
+            if self._closed:
+                # By another thread, which did not see it yet.
+                pending.abandon(_CLOSED)
+            return pending
 
     def check(self, weights: Any = None) -> None:
         """Raise what `send` would raise about these weights, and send nothing."""
@@ -309,8 +314,9 @@ class Sender(Updater):
         if self._closed:
             return
         self._closed = True
-        if self._pending is not None:
-            self._pending.abandon()
+        pending = self._pending
+        if pending is not None:
+            pending.abandon(_CLOSED)
         self._close_members()
         self._outlet.close()
 
@@ -348,7 +354,7 @@ class Sender(Updater):
     def _finish(self, report: SendReport, *, waited: bool) -> SendReport:
         self._pending = None
         self._cadence.reached(report.updated)
-        if report.failed and waited:
+        if report.failed and waited and not self._closed:
             report = self._remedies.apply(report, self._members, self.remove_worker, self.address)
         if returned := self._members.take_returned(report.updated):
             report = report.with_returned(returned)

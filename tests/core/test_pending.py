@@ -1,0 +1,107 @@
+"""A send ends once, whoever waits for it, abandons it, or closes its sender."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from sync_core import PendingSendError, Receiver, Sender, SendError, SendReport
+from sync_core.remedies import Remedy
+from sync_core.testing.worker_groups import eventually
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def weights() -> dict[str, Any]:
+    return {"w": torch.zeros(2)}
+
+
+def test_several_threads_wait_for_one_send() -> None:
+    reports: list[SendReport] = []
+    with (
+        Sender("thread", weights(), num_workers=1, on_report=reports.append) as sender,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        receiver = Receiver(sender.address(0), weights())
+        for version in range(1, 50):
+            pending = sender.send_async()
+            ends = [pool.submit(pending.wait) for _ in range(4)]
+            receiver.receive()
+            ended = [end.result() for end in ends]
+            assert all(end is ended[0] for end in ended)
+            assert [report.version for report in reports] == list(range(1, version + 1))
+
+
+def test_who_waits_gets_the_report_as_it_ended() -> None:
+    judging, judged = threading.Event(), threading.Event()
+
+    def judge(failure: object) -> Remedy:
+        del failure
+        judging.set()
+        judged.wait(10)
+        return "drop"
+
+    with (
+        Sender("thread", weights(), num_workers=1, on_failure=judge) as sender,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        pending = sender.send_async()
+        first = pool.submit(pending.wait, 0.0)
+        assert judging.wait(10)
+        second = pool.submit(pending.wait, 0.0)
+        judged.set()
+        assert first.result().dropped == second.result().dropped == (0,)
+
+
+def test_a_send_that_was_abandoned_does_not_end_the_next_one() -> None:
+    with (
+        Sender("thread", weights(), num_workers=1) as sender,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for _ in range(50):
+            first = sender.send_async()
+            waiting = pool.submit(first.wait)
+            first.abandon()
+            second = sender.send_async()
+            with pytest.raises(SendError):
+                waiting.result()
+            with pytest.raises(PendingSendError):
+                sender.send_async()
+            second.abandon()
+
+
+def drop_it(failure: object) -> Remedy:
+    del failure
+    return "drop"
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "drop", "quarantine", drop_it])
+def test_a_sender_that_is_closed_while_it_sends(on_failure: Any) -> None:
+    reports: list[SendReport] = []
+    sender = Sender(
+        "thread", weights(), num_workers=2, on_failure=on_failure, on_report=reports.append
+    )
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send)
+        assert eventually(lambda: sender.version == 1)
+        sender.close()
+        with pytest.raises(SendError, match="worker 0: the sender was closed"):
+            sending.result(10)
+    (report,) = reports
+    assert list(report.failed) == [0, 1]
+    assert (report.dropped, report.quarantined) == ((), ())
+
+
+def test_who_is_told_of_the_end_may_ask_for_it() -> None:
+    asked: list[tuple[int, ...]] = []
+    with Sender("thread", weights(), num_workers=1) as sender:
+        sender.register_post_hook(lambda: asked.append(pending.wait().updated))
+        receiver = Receiver(sender.address(0), weights())
+        pending = sender.send_async()
+        receiver.receive()
+        assert pending.wait().updated == (0,)
+        assert asked == [(0,)]
