@@ -33,7 +33,7 @@ class Rendezvous(Store):
         tell: sends a message to the other ends.
         hear: waits at most so many seconds for what they tell, and hands it to `put`. It raises
             `BrokenWireError` when the wire is given up.
-        timeout: how long to wait where torch does not say it, in seconds.
+        timeout: how long to wait, in seconds; what torch says is for one attempt to connect.
         lock: held while this waits, and during `put`.
     """
 
@@ -86,11 +86,11 @@ class Rendezvous(Store):
         Raises:
             BrokenWireError: they were not in time, or the wire is given up.
         """
-        seconds = self._timeout if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + seconds
+        del timeout
+        deadline = time.monotonic() + self._timeout
         with self._lock:
             while not self.check(keys):
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise BrokenWireError(f"not all have come together within {seconds:g} s")
+                    raise BrokenWireError(f"not all have come together within {self._timeout:g} s")
                 self._hear(left)

@@ -22,6 +22,8 @@ from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
 
 # How long what a worker has received entirely may still count as being sent, in seconds.
 _SETTLING = 5.0
+# Where the other end goes while they connect, gloo takes so many times the timeout that it is given.
+_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +196,13 @@ def _connect(link: Link, rendezvous: Rendezvous, rank: int, size: int) -> Any:
         options._timeout = timeout
         return distributed.ProcessGroupNCCL(rendezvous, rank, size, options)
     options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
+    options._timeout = timeout / _ATTEMPTS
     options._threads = 1
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname=link.interface)]
-    return distributed.ProcessGroupGloo(rendezvous, rank, size, options)
+    group = distributed.ProcessGroupGloo(rendezvous, rank, size, options)
+    # Of what is sent by all together; the others are waited for with a timeout each.
+    group._set_default_timeout(timeout)
+    return group
 
 
 def _from_sender() -> Any:

@@ -1,0 +1,93 @@
+"""The ends of a wire find each other, or give up in time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sync_core import Message
+from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
+from sync_plugin_dist.wire import Link, Wire
+
+pytestmark = pytest.mark.timeout(60)
+
+LINK = Link(backend="gloo", collective=False, interface="127.0.0.1", timeout=2.0)
+
+
+class Nobody:
+    """Control of a transfer that nothing interrupts."""
+
+    def fileno(self) -> int:
+        raise NotImplementedError
+
+    def interrupts(self) -> bool:
+        return False
+
+
+class Ends:
+    """The two ends of a wire, in this process."""
+
+    def __init__(self) -> None:
+        self._told: list[list[Message]] = [[], []]
+
+    def rendezvous(self, rank: int, *, leave: bool = False) -> Rendezvous:
+        """What an end finds the other by; one that leaves does so when that has told its keys."""
+
+        def hear(seconds: float) -> None:
+            del seconds
+            time.sleep(0.01)
+            if leave and self._told[1 - rank]:
+                raise BrokenWireError("it has left")
+            while self._told[1 - rank]:
+                known.put(self._told[1 - rank].pop(0))
+
+        known = Rendezvous(1, self._told[rank].append, hear, timeout=LINK.timeout)
+        return known
+
+
+def beside(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def test_parts_may_take_as_long_as_was_agreed() -> None:
+    ends = Ends()
+    wires: dict[int, Wire] = {}
+    made = beside(lambda: wires.update({0: Wire(LINK, ends.rendezvous(0), 0, 2)}))
+    wires[1] = Wire(LINK, ends.rendezvous(1), 1, 2)
+    made.join()
+    part, place = torch.arange(5.0), torch.zeros(5)
+
+    def send() -> None:
+        time.sleep(LINK.timeout * 0.6)
+        wires[0].send(part)
+        wires[0].finish(7)
+
+    sending = beside(send)
+    wires[1].receive([place], 7, Nobody())
+    sending.join()
+    wires[0].settle()
+    assert torch.equal(place, part)
+    wires[0].close()
+    wires[1].close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_other_end_goes_while_they_connect(rank: int) -> None:
+    ends = Ends()
+
+    def leave() -> None:
+        with pytest.raises(BrokenWireError, match="it has left"):
+            Wire(LINK, ends.rendezvous(1 - rank, leave=True), 1 - rank, 2)
+
+    leaving = beside(leave)
+    begin = time.monotonic()
+    with pytest.raises(BrokenWireError):
+        Wire(LINK, ends.rendezvous(rank), rank, 2)
+    assert time.monotonic() - begin < 2 * LINK.timeout
+    leaving.join()
