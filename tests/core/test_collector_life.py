@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +40,14 @@ class Pid(CountingEnv):
     def __init__(self) -> None:
         super().__init__(100_000)
         self.pid = os.getpid()
+
+
+class SlowToMake(Pid):
+    """Is made in half a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        time.sleep(0.5)
 
 
 class Fatal(CountingEnv):
@@ -74,6 +82,13 @@ def kill(made: Collector, worker_id: int) -> None:
     assert process.pid in descendants()
     process.kill()
     process.wait(10)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)
@@ -236,6 +251,77 @@ def test_a_dead_worker_is_replaced(sync: bool) -> None:
                     assert report.updated == (0, 1)
         assert frames == made.stats().frames == 40
         assert seats == ({0, 1, 3} if sync else {0, 1, 2})
+
+
+MODELS: list[dict[str, Any]] = [
+    {"scheme": "shm"},
+    {
+        "scheme": None,
+        "weight_sync_schemes": {"policy": "shm", "critic": "shm"},
+        "models": {"critic": Scale()},
+    },
+]
+
+
+def goes_on(made: Collector, batches: list[TensorDictBase]) -> bool:
+    """Whether batches come in the background, and updates reach all workers."""
+    before = len(batches)
+    until(lambda: len(batches) > before + 5)
+    return made.update_policy_weights_().updated == made.worker_ids
+
+
+@pytest.mark.parametrize("models", MODELS)
+def test_a_worker_that_is_removed_while_its_place_is_taken(models: dict[str, Any]) -> None:
+    batches: list[TensorDictBase] = []
+    options: dict[str, Any] = {"workers": "process", "on_worker_failure": "restart", **models}
+    options |= {"num_workers": 3, "replay_buffer": SimpleNamespace(extend=batches.append)}
+    with collector(SlowToMake, Scale(), **options) as made:
+        made.start()
+        made.update_policy_weights_()
+        kill(made, 1)
+        until(lambda: 1 in made._crew._restarting and made._crew.alive(1))
+        made.remove_workers(1)
+        until(lambda: not made._crew._restarting)
+        assert made.worker_ids == (0, 2)
+        assert goes_on(made, batches)
+        made.add_workers()
+        assert goes_on(made, batches)
+
+
+@pytest.mark.parametrize("on_worker_failure", ["restart", "raise"])
+def test_a_worker_that_hangs_is_removed(
+    on_worker_failure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[TensorDictBase] = []
+    options: dict[str, Any] = {"workers": "process", "scheme": "shm", "timeout": 4.0}
+    options |= {"num_workers": 3, "replay_buffer": SimpleNamespace(extend=batches.append)}
+    with collector(Pid, Scale(), on_worker_failure=on_worker_failure, **options) as made:
+        made.start()
+        made.update_policy_weights_()
+        remove = made._crew.remove
+
+        def remove_and_linger(worker_id: int) -> None:
+            remove(worker_id)
+            time.sleep(0.5)
+
+        # The thread that collects learns at once that the worker has ended.
+        monkeypatch.setattr(made._crew, "remove", remove_and_linger)
+        os.kill(made.cascade_execute("env.pid")[1], signal.SIGSTOP)
+        made_before = len(batches)
+        until(lambda: len(batches) > made_before + 20)
+        made.remove_workers(1)
+        assert goes_on(made, batches)
+
+
+def test_a_worker_that_cannot_join_is_served_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(worker_id: int) -> None:
+        raise RuntimeError(f"worker {worker_id} is not welcome")
+
+    with collector(policy=Scale(), num_workers=2) as made:
+        monkeypatch.setattr(made._crew, "on_join", [*made._crew.on_join, failing])
+        with pytest.raises(RuntimeError, match="not welcome"):
+            made.add_workers()
+        assert made.update_policy_weights_().updated == (0, 1)
 
 
 def test_a_place_that_is_lost_again_and_again() -> None:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ from sync_core.collector.order import Order
 from sync_core.collector.recipe import WorkerRecipe
 from sync_core.collector.requests import Requests
 from sync_core.collector.rollout import Rollout, RolloutOptions
-from sync_core.collector.schedules import Synchronous
+from sync_core.collector.schedules import FirstReady, Synchronous
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv, GymEnv
 from sync_core.testing.collectors import Scale, long_episodes
@@ -58,6 +59,13 @@ class Slow(CountingEnv):
 
 def values(batch: TensorDictBase, *key: str) -> list[Any]:
     return list(batch[key].squeeze(-1).tolist())
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def group_class(name: str) -> Any:
@@ -307,8 +315,33 @@ def test_a_worker_that_is_held_back() -> None:
     requests.settle()
     requests.release(0)
     requests.settle()
-    assert values(requests.take_first()[1], "observation") == [0, 1]
+    taken = requests.take_first()
+    assert taken is not None
+    assert values(taken[1], "observation") == [0, 1]
     assert len(requests) == 0
+    workers.stop()
+
+
+def test_a_batch_that_is_dropped_while_it_is_waited_for() -> None:
+    may_step = threading.Event()
+
+    class Waiting(CountingEnv):
+        def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+            may_step.wait(30)
+            return super().step(tensordict)
+
+    workers = crew("thread", Waiting)
+    requests = Requests(workers, 30.0)
+    schedule = FirstReady(workers, requests)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(schedule.next_batch, 2)
+        _until(lambda: len(requests) == 1)
+        requests.drop(0)
+        may_step.set()
+        # It was the only one, and is asked for again.
+        assert waiting.result(30).worker_id == 0
+    with pytest.raises(StopIteration):
+        schedule.next_batch(0)
     workers.stop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 from sync_core.calls import gather
 from sync_core.collector.host import Host, new_host
 from sync_core.collector.recipe import WorkerRecipe
-from sync_core.errors import WorkerLostError
+from sync_core.errors import UnknownWorkerError, WorkerLostError
 from sync_core.workers import WorkerGroup
 
 Result = TypeVar("Result")
@@ -52,6 +53,11 @@ class Crew:
         # adds or restarts a worker calls it before it is like the rest.
         self._joined: set[int] = set()
         self._restarting: set[int] = set()
+        # Those that were removed, which others may not know yet: no id is given twice.
+        self._removed: set[int] = set()
+        #: Held while workers are sent weights, and while one joins or leaves: who is sent
+        #: something is there. One change waits for another no longer than calls to workers take.
+        self.lock = threading.RLock()
         #: Whether all workers were ended because nothing is left to do.
         self.dismissed = False
         #: Called with the id of every worker that is added or restarted, once it is built.
@@ -60,6 +66,7 @@ class Crew:
         self.on_leave: list[Callable[[int], None]] = []
         #: How many frames a batch of each worker has.
         self.frames: dict[int, int] = {}
+        self._counting = threading.Lock()
         self._group = group_class(new_host, num_workers, timeout=timeout, **(worker_options or {}))
         try:
             self._build(self._group.worker_ids)
@@ -82,7 +89,14 @@ class Crew:
 
     def alive(self, worker_id: int) -> bool:
         """Whether a worker can still be called."""
-        return worker_id not in self._unready and self._group.alive(worker_id)
+        try:
+            return worker_id not in self._unready and self._group.alive(worker_id)
+        except UnknownWorkerError:
+            return False
+
+    def removed(self, worker_id: int) -> bool:
+        """Whether a worker was removed, or is about to end because of that."""
+        return worker_id in self._removed
 
     def call(
         self, worker_id: int, function: Callable[..., Result], /, *args: Any
@@ -90,7 +104,10 @@ class Crew:
         """Run ``function(host, *args)`` on a worker; see `WorkerGroup.call`."""
         if worker_id in self._unready:
             return _refused(worker_id, self._unready[worker_id])
-        return self._group.call(worker_id, function, *args)
+        try:
+            return self._group.call(worker_id, function, *args)
+        except UnknownWorkerError:
+            return _refused(worker_id, "was removed")
 
     def request(
         self, worker_id: int, function: Callable[..., Result], /, *args: Any
@@ -118,32 +135,39 @@ class Crew:
         try:
             self._join(worker_id)
         except BaseException:
-            self._end(worker_id)
+            self.remove(worker_id)
             raise
         return worker_id
 
     def restart(self, worker_id: int) -> None:
         """Put a new worker in the place of one, dead or alive, under the same id.
 
+        One that is removed meanwhile is gone, and nobody comes.
+
         Raises as the constructor does; the worker then fails every call, and counts as dead.
         """
         self._unready.pop(worker_id, None)
         self._restarting.add(worker_id)
         try:
-            self._group.restart(worker_id)
-            try:
-                self._join(worker_id)
-            except BaseException as error:
-                self._unready[worker_id] = f"took the place of another and could not join: {error}"
+            self._take_place(worker_id)
+        except Exception:
+            # Whoever removes it ends the new one, too, whatever that is doing.
+            if not self.removed(worker_id):
                 raise
         finally:
             self._restarting.discard(worker_id)
 
     def remove(self, worker_id: int) -> None:
         """End one worker; its unfinished calls fail."""
-        for callback in self.on_leave:
-            callback(worker_id)
-        self._end(worker_id)
+        with self.lock:
+            self._removed.add(worker_id)
+            self._joined.discard(worker_id)
+            for callback in self.on_leave:
+                callback(worker_id)
+        self._group.remove(worker_id)
+        self._env_fns.pop(worker_id, None)
+        self._unready.pop(worker_id, None)
+        self._count({})
 
     def dismiss(self) -> None:
         """End all workers, and let there be none: calls to all of them reach nobody."""
@@ -159,18 +183,23 @@ class Crew:
         self.next_seat += 1
         return self.next_seat - 1
 
-    def _end(self, worker_id: int) -> None:
-        self._joined.discard(worker_id)
-        self._group.remove(worker_id)
-        self._env_fns.pop(worker_id, None)
-        self._unready.pop(worker_id, None)
-        self.frames = {i: frames for i, frames in self.frames.items() if i != worker_id}
+    def _take_place(self, worker_id: int) -> None:
+        self._group.restart(worker_id)
+        try:
+            self._join(worker_id)
+        except BaseException as error:
+            self._unready[worker_id] = f"took the place of another and could not join: {error}"
+            raise
 
     def _join(self, worker_id: int) -> None:
         self._build([worker_id])
-        for callback in self.on_join:
-            callback(worker_id)
-        self._joined.add(worker_id)
+        with self.lock:
+            if self.removed(worker_id):
+                return
+            for callback in self.on_join:
+                callback(worker_id)
+            self._joined.add(worker_id)
+            self._restarting.discard(worker_id)
 
     def _build(self, worker_ids: Iterable[int]) -> None:
         calls: dict[int, Future[int]] = {}
@@ -180,7 +209,12 @@ class Crew:
                 recipe = replace(recipe, env_fn=self._env_fns[worker_id])
             calls[worker_id] = self._group.call(worker_id, Host.build, recipe)
         made = gather(calls, self._timeout, "make its environment and policy")
-        self.frames = {**self.frames, **dict(zip(calls, made, strict=True))}
+        self._count(dict(zip(calls, made, strict=True)))
+
+    def _count(self, frames: Mapping[int, int]) -> None:
+        with self._counting:
+            known = {**self.frames, **frames}
+            self.frames = {i: known[i] for i in known if not self.removed(i)}
 
 
 def _refused(worker_id: int, reason: str) -> Future[Any]:

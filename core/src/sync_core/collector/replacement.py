@@ -46,7 +46,7 @@ class Replacement:
         if not self._restarts:
             raise lost
         with self._lock:
-            if self._crew.alive(worker_id):
+            if self._crew.alive(worker_id) or self._crew.removed(worker_id):
                 return
             self._in_a_row[worker_id] += 1
             if self._in_a_row[worker_id] > _IN_A_ROW:
@@ -78,9 +78,10 @@ class Replacement:
         results = dict(error.report.workers)
         for worker_id in failed:
             self.replace(WorkerLostError(worker_id, "died"))
-            results[worker_id] = replace(
-                results[worker_id], version=error.report.version, error=None
-            )
+            result = results.pop(worker_id)
+            if not self._crew.removed(worker_id):
+                version = error.report.version
+                results[worker_id] = replace(result, version=version, error=None)
         return replace(error.report, workers=results)
 
     def _has_died(self, worker_id: int, error: Exception | None) -> bool:

@@ -64,7 +64,7 @@ class Requests:
     def ask(self, worker_id: int) -> None:
         """Ask a worker for a batch, unless one is under way; later, if it is held back."""
         with self._lock:
-            if worker_id in self._futures:
+            if worker_id in self._futures or self._crew.removed(worker_id):
                 return
             if worker_id in self._held:
                 self._postponed.add(worker_id)
@@ -135,8 +135,10 @@ class Requests:
                 future.set_result(batch)
                 self._expect(worker_id, future)
 
-    def take_first(self) -> tuple[int, TensorDictBase]:
+    def take_first(self) -> tuple[int, TensorDictBase] | None:
         """Wait for the batch that is ready first: its worker, and the batch.
+
+        None if no batch is to come: all that were asked for have been dropped.
 
         Raises:
             WorkerTimeoutError: none was ready in time; all stay under way.
@@ -157,6 +159,8 @@ class Requests:
                     return worker_id, batch
                 else:
                     deadline = time.monotonic() + self._timeout
+            if not len(self):
+                return None
             if not self._news.wait(max(0.0, deadline - time.monotonic())):
                 raise self._late(min({*self._futures, *self._postponed}))
 
@@ -188,6 +192,7 @@ class Requests:
                 self._forget(worker_id)
                 for callback in self.on_drop:
                     callback(worker_id)
+            self._news.set()
 
     def drop_all(self) -> None:
         """Drop all batches."""
@@ -208,6 +213,8 @@ class Requests:
     def _kept(self, worker_id: int, future: Future[TensorDictBase]) -> bool:
         """Whether a batch was made; if its worker is lost, its place is taken by another.
 
+        Of one that was removed, nothing is expected any more.
+
         Raises what else became of it.
         """
         error = future.exception()
@@ -215,6 +222,9 @@ class Requests:
             if self._replacement is not None:
                 self._replacement.delivered(worker_id)
             return True
+        if isinstance(error, WorkerLostError) and self._crew.removed(worker_id):
+            self.drop(worker_id)
+            return False
         if self._replacement is None or not isinstance(error, WorkerLostError):
             raise error
         self._replacement.replace(error)

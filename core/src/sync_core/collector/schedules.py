@@ -100,9 +100,17 @@ class FirstReady:
         self.turn = 0
 
     def next_batch(self, wanted: int | None) -> Delivered:
-        """The batch that is ready first."""
+        """The batch that is ready first.
+
+        Raises:
+            StopIteration: no other batch is wanted, and whoever was at work on one was removed.
+        """
         self._ask(wanted)
-        worker_id, batch = self._requests.take_first()
+        while (taken := self._requests.take_first()) is None:
+            if wanted == 0:
+                raise StopIteration
+            self._ask(wanted)
+        worker_id, batch = taken
         self.turn = worker_id + 1
         self._on_taken(worker_id)
         if self._crew.parallel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,7 +54,6 @@ class SeveralModels:
         self._collector = collector
         self._timeout = timeout
         self._increments = 0
-        self._updating = threading.Lock()
         self._pending: PendingSend | None = None
         # The newest version of each model that every worker was to have.
         self._of_all: dict[str, int] = {}
@@ -89,7 +87,7 @@ class SeveralModels:
         self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None, *, blocking: bool
     ) -> SendReport | PendingSend:
         """Send the weights given, None for the trainer's own; nothing given means all models."""
-        with self._updating:
+        with self._crew.lock:
             started = time.perf_counter()
             self._end_last()
             ids = normalize(worker_ids, self._crew.ids)
@@ -107,7 +105,7 @@ class SeveralModels:
 
     def restore(self, version: int) -> int:
         """Count on from another version, which workers are not told; by how many it is further."""
-        with self._updating:
+        with self._crew.lock:
             increments = version - self.version
             self._increments += increments
             return increments
@@ -204,7 +202,7 @@ class SeveralModels:
 
     def _join(self, worker_id: int) -> None:
         """Serve a worker that is new, or that has taken the place of another."""
-        with self._updating:
+        with self._crew.lock:
             self._end_last()
             if self._increments:
                 self._crew.call(worker_id, Host.increment_version, self._increments)
@@ -223,10 +221,12 @@ class SeveralModels:
 
     def _leave(self, worker_id: int) -> None:
         """Serve a worker no longer."""
-        with self._updating:
+        with self._crew.lock:
             self._end_last()
             for sender in self.senders.values():
-                sender.remove_worker(worker_id)
+                # One that could not join may not be there.
+                if worker_id in sender.all_worker_ids():
+                    sender.remove_worker(worker_id)
 
 
 def _end(delivery: Delivery, call: Future[bool]) -> None:

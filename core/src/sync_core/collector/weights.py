@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,7 +65,6 @@ class PolicyWeights:
         # What was sent last, and whether it went to all workers: a new one is to have it too.
         self._last: Mapping[str, Any] = {}
         self._last_to_all = True
-        self._updating = threading.Lock()
         self.sender: Sender | None = None
         self.seconds = 0.0
         #: Called with the workers that an update is sent to, once it is sent.
@@ -103,7 +101,7 @@ class PolicyWeights:
     ) -> SendReport | PendingSend:
         """Send the weights given, or the policy's, and let the workers commit them."""
         weights = given.get(POLICY)
-        with self._updating:
+        with self._crew.lock:
             started = time.perf_counter()
             self._end_last()
             self._ensure_sender(weights)
@@ -114,7 +112,7 @@ class PolicyWeights:
             pending = self.sender.send_async(weights, worker_ids)
             self._pending = pending
             self._last = dict(given)
-            self._last_to_all = set(pending.worker_ids) == set(self._crew.ids)
+            self._last_to_all = set(pending.worker_ids) >= set(self._crew.ids)
             self._tell(pending.worker_ids)
             self._calls = {worker_id: self._ask(worker_id) for worker_id in pending.unanswered}
             if not blocking:
@@ -130,7 +128,7 @@ class PolicyWeights:
 
     def restore(self, version: int) -> int:
         """Count on from another version, which workers are not told; by how many it is further."""
-        with self._updating:
+        with self._crew.lock:
             increments = version - self.version
             self._increments += increments
             return increments
@@ -210,7 +208,7 @@ class PolicyWeights:
 
     def _join(self, worker_id: int) -> None:
         """Serve a worker that is new, or that has taken the place of another."""
-        with self._updating:
+        with self._crew.lock:
             self._end_last()
             if self._increments:
                 self._crew.call(worker_id, Host.increment_version, self._increments)
@@ -232,7 +230,8 @@ class PolicyWeights:
 
     def _leave(self, worker_id: int) -> None:
         """Serve a worker no longer."""
-        with self._updating:
+        with self._crew.lock:
             self._end_last()
-            if self.sender is not None:
+            # One that could not join may not be there.
+            if self.sender is not None and worker_id in self.sender.all_worker_ids():
                 self.sender.remove_worker(worker_id)
