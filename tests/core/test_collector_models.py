@@ -22,6 +22,7 @@ from sync_core import (
     SendError,
     SendReport,
     UnknownWorkerError,
+    hookimpl,
 )
 from sync_core.collector import Collector
 from sync_core.collector.several import _finish
@@ -239,6 +240,36 @@ def test_a_worker_that_joins_gets_all_models() -> None:
         assert made.update_policy_weights_().updated == (0, 1, 2)
         made.remove_workers(0)
         assert made.update_policy_weights_().updated == (1, 2)
+
+
+def test_a_worker_that_joins_after_an_update_that_the_trainer_could_not_send() -> None:
+    class Broken:
+        broken = False
+
+        @hookimpl(wrapper=True)
+        def prepare_weights(self, update: Any, context: Any) -> Any:
+            if self.broken:
+                raise ValueError("this layer is broken")
+            return (yield)
+
+    layer, policy, critic = Broken(), Scale(), Scale()
+    schemes = {"critic": "shm", "policy": {"scheme": "thread", "layers": [layer]}}
+    with collector(
+        policy, critic, weight_sync_schemes=schemes, workers="thread", sync=True
+    ) as made:
+        made.update_policy_weights_(weights_dict={"policy": Scale(1.0), "critic": Scale(2.0)})
+        layer.broken = True
+        with pytest.raises(ValueError, match="this layer is broken"):
+            made.update_policy_weights_(weights_dict={"critic": Scale(3.0), "policy": Scale(4.0)})
+        layer.broken = False
+        policy.set(77.0)
+        made.add_workers()
+        assert weights(made, "policy.weight") == [1.0] * 3
+        assert weights(made, "critic.weight") == [2.0] * 3
+        assert next(made)["policy_version"][:, 0].tolist() == [1, 1, 2]
+        assert made.update_policy_weights_().updated == (0, 1, 2)
+        made.add_workers()
+        assert weights(made, "policy.weight") == [77.0] * 4
 
 
 def test_updates_from_two_threads_wait_for_each_other() -> None:

@@ -55,8 +55,9 @@ class SeveralModels:
         self._timeout = timeout
         self._increments = 0
         self._pending: PendingSend | None = None
-        # The newest version of each model that every worker was to have.
+        # The newest version of each model that every worker was to have, and what it was made of.
         self._of_all: dict[str, int] = {}
+        self._last: dict[str, Any] = {}
         self.models = dict(models)
         self.senders: dict[str, Sender] = {}
         self.seconds = 0.0
@@ -145,8 +146,10 @@ class SeveralModels:
             for send in sends.values():
                 send.abandon()
             raise
-        if set(ids) == set(self._crew.ids):
-            self._of_all |= {name: send.version for name, send in sends.items() if send.worker_ids}
+        if set(ids) >= set(self._crew.ids):
+            sent = {name: send.version for name, send in sends.items() if send.worker_ids}
+            self._of_all |= sent
+            self._last |= {name: weights[name] for name in sent}
         newest = max(send.version for send in sends.values())
         return PendingSend(
             sends[POLICY].version if POLICY in sends else newest,
@@ -217,7 +220,19 @@ class SeveralModels:
                 newest = self._crew.call(
                     worker_id, Host.receive_together, self._of_all, self._timeout
                 )
-                gather({worker_id: newest}, self._timeout, "commit the newest weights")
+                (received,) = gather(
+                    {worker_id: newest}, self._timeout, "commit the newest weights"
+                )
+                if not received:
+                    self._send_anew(worker_id)
+
+    def _send_anew(self, worker_id: int) -> None:
+        """Send a worker all models: some were sent by an update that could not send the others."""
+        pending = self._send(self._last, (worker_id,), time.perf_counter())
+        try:
+            pending.wait()
+        finally:
+            pending.abandon()
 
     def _leave(self, worker_id: int) -> None:
         """Serve a worker no longer."""
