@@ -271,6 +271,46 @@ def goes_on(made: Collector, batches: list[TensorDictBase]) -> bool:
 
 
 @pytest.mark.parametrize("models", MODELS)
+def test_an_update_while_the_place_of_a_worker_is_taken(models: dict[str, Any]) -> None:
+    batches: list[TensorDictBase] = []
+    options: dict[str, Any] = {"workers": "process", "on_worker_failure": "restart", **models}
+    options |= {"num_workers": 2, "replay_buffer": SimpleNamespace(extend=batches.append)}
+    with collector(SlowToMake, Scale(), **options) as made:
+        made.start()
+        made.update_policy_weights_()
+        kill(made, 1)
+        until(lambda: 1 in made._crew._restarting and made._crew.alive(1))
+        assert made.update_policy_weights_(Scale(2.0)).updated == (0, 1)
+        assert made.cascade_execute("policy.weight.item") == [2.0, 2.0]
+        assert goes_on(made, batches)
+
+
+LATE: list[dict[str, Any]] = [
+    {"policy_factory": Scale, "scheme": "shm"},
+    {
+        "policy": torch.nn.Sequential(Scale()),
+        "scheme": None,
+        "weight_sync_schemes": {"policy": "shm", "policy[0]": "shm"},
+    },
+]
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_the_first_weights_of_a_model_when_a_worker_has_died(late: dict[str, Any]) -> None:
+    name = "policy" if "policy_factory" in late else "policy[0]"
+    options: dict[str, Any] = {"workers": "process", "num_workers": 2, **late}
+    with collector(Pid, on_worker_failure="restart", **options) as made:
+        next(made)
+        kill(made, 0)
+        assert made.update_policy_weights_(weights_dict={name: Scale(2.0)}).updated == (0, 1)
+        assert made.cascade_execute(f"{name}.weight.item") == [2.0, 2.0]
+    with collector(Pid, **options) as made:
+        kill(made, 0)
+        with pytest.raises(WorkerLostError, match="worker 0"):
+            made.update_policy_weights_(weights_dict={name: Scale(2.0)})
+
+
+@pytest.mark.parametrize("models", MODELS)
 def test_a_worker_that_is_removed_while_its_place_is_taken(models: dict[str, Any]) -> None:
     batches: list[TensorDictBase] = []
     options: dict[str, Any] = {"workers": "process", "on_worker_failure": "restart", **models}

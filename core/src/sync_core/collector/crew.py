@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -53,6 +54,8 @@ class Crew:
         # adds or restarts a worker calls it before it is like the rest.
         self._joined: set[int] = set()
         self._restarting: set[int] = set()
+        #: How often a worker has joined under each id.
+        self.joins: Counter[int] = Counter()
         # Those that were removed, which others may not know yet: no id is given twice.
         self._removed: set[int] = set()
         #: Held while workers are sent weights, and while one joins or leaves: who is sent
@@ -93,6 +96,10 @@ class Crew:
             return worker_id not in self._unready and self._group.alive(worker_id)
         except UnknownWorkerError:
             return False
+
+    def restarting(self, worker_id: int) -> bool:
+        """Whether another is being put in the place of a worker."""
+        return worker_id in self._restarting
 
     def removed(self, worker_id: int) -> bool:
         """Whether a worker was removed, or is about to end because of that."""
@@ -199,6 +206,7 @@ class Crew:
             for callback in self.on_join:
                 callback(worker_id)
             self._joined.add(worker_id)
+            self.joins[worker_id] += 1
             self._restarting.discard(worker_id)
 
     def _build(self, worker_ids: Iterable[int]) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from sync_core.collector.crew import Crew
 from sync_core.errors import SendError, WorkerLostError
 from sync_core.report import SendReport
 
+Sent = TypeVar("Sent")
 OnWorkerFailure = Literal["raise", "restart"]
 
 # A worker that dies again and again before it has made one batch will not do better.
@@ -63,17 +65,35 @@ class Replacement:
             if not self._crew.alive(worker_id):
                 self.replace(WorkerLostError(worker_id, "died"))
 
-    def make_up_for(self, error: SendError) -> SendReport:
-        """Replace the workers that did not get weights because they have died.
+    def see_through(self, update: Callable[[], Sent]) -> Sent | SendReport:
+        """Send weights, and replace the workers that do not get them because they have died.
 
         Returns:
-            The report: the new ones have the version.
+            What the update did; or the report: the new ones have the version.
 
         Raises:
             SendError: others did not get them either, or the dead are not replaced.
+            WorkerLostError: one cannot be connected to a sender, and is not replaced.
         """
+        while True:
+            # Nobody joins between these two lines: who has joined since then has the newest.
+            with self._crew.lock:
+                joins = self._crew.joins.copy()
+                try:
+                    return update()
+                except (SendError, WorkerLostError) as error:
+                    failure = error
+            if isinstance(failure, SendError):
+                return self._make_up_for(failure, joins)
+            if not self._has_died(failure.worker_id, failure, joins):
+                raise failure
+            self.replace(failure)
+
+    def _make_up_for(self, error: SendError, joins: Counter[int]) -> SendReport:
         failed = error.report.failed
-        if not self._restarts or not all(self._has_died(i, r.error) for i, r in failed.items()):
+        if not self._restarts or not all(
+            self._has_died(i, r.error, joins) for i, r in failed.items()
+        ):
             raise error
         results = dict(error.report.workers)
         for worker_id in failed:
@@ -84,12 +104,25 @@ class Replacement:
                 results[worker_id] = replace(result, version=version, error=None)
         return replace(error.report, workers=results)
 
-    def _has_died(self, worker_id: int, error: Exception | None) -> bool:
-        """Whether a worker is dead; who talks to it may notice that before its group does."""
+    def _has_died(self, worker_id: int, error: Exception | None, joins: Counter[int]) -> bool:
+        """Whether a worker has died; who talks to it may notice that before its group does.
+
+        Args:
+            worker_id: the worker.
+            error: what it failed with.
+            joins: how often a worker had joined under each id: another may have come since.
+        """
         deadline = time.monotonic() + (_NOTICE if isinstance(error, WorkerLostError) else 0.0)
-        while self._crew.alive(worker_id) and time.monotonic() < deadline:
+        while not (died := self._is_gone(worker_id, joins)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        return not self._crew.alive(worker_id)
+        return died
+
+    def _is_gone(self, worker_id: int, joins: Counter[int]) -> bool:
+        return (
+            not self._crew.alive(worker_id)
+            or self._crew.restarting(worker_id)
+            or self._crew.joins[worker_id] != joins[worker_id]
+        )
 
     def delivered(self, worker_id: int) -> None:
         """A worker has made a batch."""

@@ -92,7 +92,9 @@ class SeveralModels:
             started = time.perf_counter()
             self._end_last()
             ids = normalize(worker_ids, self._crew.ids)
-            pending = self._send(weights or dict.fromkeys(self.models), ids, started)
+            pending = self._send(
+                weights or dict.fromkeys(self.models), ids, started, self._crew.request
+            )
             self._tell(pending.worker_ids)
             if not blocking:
                 self._pending = pending
@@ -127,7 +129,13 @@ class SeveralModels:
         for callback in self.on_update:
             callback(worker_ids)
 
-    def _send(self, weights: Mapping[str, Any], ids: Sequence[int], started: float) -> PendingSend:
+    def _send(
+        self,
+        weights: Mapping[str, Any],
+        ids: Sequence[int],
+        started: float,
+        call: Callable[..., Future[bool]],
+    ) -> PendingSend:
         if not weights:
             raise ModelError(
                 "the collector has no weights of its own; type update_policy_weights_(weights_dict="
@@ -141,7 +149,7 @@ class SeveralModels:
         try:
             for name, given in weights.items():
                 sends[name] = self.senders[name].send_async(given, ids)
-            deliveries = self._announce(sends, ids)
+            deliveries = self._announce(sends, ids, call)
         except BaseException:
             for send in sends.values():
                 send.abandon()
@@ -161,7 +169,10 @@ class SeveralModels:
         )
 
     def _announce(
-        self, sends: Mapping[str, PendingSend], ids: Sequence[int]
+        self,
+        sends: Mapping[str, PendingSend],
+        ids: Sequence[int],
+        call: Callable[..., Future[bool]],
     ) -> dict[int, Delivery]:
         """Tell each worker which of the versions that were sent to it belong together."""
         deliveries = {}
@@ -172,8 +183,8 @@ class SeveralModels:
             versions = {name: send.version for name, send in own.items()}
             nbytes = sum(send.nbytes for send in own.values())
             delivery = Delivery(worker_id, max(versions.values()), nbytes)
-            call = self._crew.call(worker_id, Host.receive_together, versions, self._timeout)
-            call.add_done_callback(partial(_end, delivery))
+            told = call(worker_id, Host.receive_together, versions, self._timeout)
+            told.add_done_callback(partial(_end, delivery))
             deliveries[worker_id] = delivery
         return deliveries
 
@@ -195,7 +206,7 @@ class SeveralModels:
             for worker_id in set(sender.all_worker_ids()) - set(ids):
                 sender.remove_worker(worker_id)
             calls = {
-                i: self._crew.call(i, Host.connect_model, name, sender.address(i)) for i in ids
+                i: self._crew.request(i, Host.connect_model, name, sender.address(i)) for i in ids
             }
             gather(calls, self._timeout, f"connect to the sender of {name!r}")
         except BaseException:
@@ -228,7 +239,7 @@ class SeveralModels:
 
     def _send_anew(self, worker_id: int) -> None:
         """Send a worker all models: some were sent by an update that could not send the others."""
-        pending = self._send(self._last, (worker_id,), time.perf_counter())
+        pending = self._send(self._last, (worker_id,), time.perf_counter(), self._crew.call)
         try:
             pending.wait()
         finally:

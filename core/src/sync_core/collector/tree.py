@@ -16,7 +16,7 @@ from sync_core.collector.replacement import Replacement
 from sync_core.collector.schemes import POLICY
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.weights import PolicyWeights
-from sync_core.errors import ModelError, SenderLostError, SendError
+from sync_core.errors import ModelError, SenderLostError
 from sync_core.extract import named_tensors
 from sync_core.receiver import Receiver
 from sync_core.update import Update
@@ -169,10 +169,9 @@ class Upstream:
         del version
         if self._crew.dismissed:
             return  # after the last batch, nobody acts any more
-        try:
-            self._weights.update({name: None}, None, blocking=True)
-        except SendError as error:
-            self._replacement.make_up_for(error)
+        self._replacement.see_through(
+            lambda: self._weights.update({name: None}, None, blocking=True)
+        )
 
 
 def _close(receivers: Mapping[str, Receiver]) -> None:

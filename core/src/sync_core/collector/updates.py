@@ -15,7 +15,6 @@ from sync_core.collector.schemes import POLICY
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.tree import Upstream
 from sync_core.collector.weights import PolicyWeights
-from sync_core.errors import SendError
 from sync_core.pending import PendingSend
 from sync_core.report import SendReport
 from sync_core.seconds import check_seconds
@@ -98,10 +97,9 @@ class Updates:
         if self._crew.dismissed:
             # After the last batch, as in every other round of a training loop.
             return SendReport(self._weights.version, 0.0, {})
-        try:
-            return self._weights.update(given, worker_ids, blocking=blocking)
-        except SendError as error:
-            return self._replacement.make_up_for(error)
+        return self._replacement.see_through(
+            lambda: self._weights.update(given, worker_ids, blocking=blocking)
+        )
 
     def register_scheme_receiver(
         self, addresses: Mapping[str, Address], *, synchronize_weights: bool = True

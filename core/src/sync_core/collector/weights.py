@@ -190,7 +190,7 @@ class PolicyWeights:
         It will have done so before that, but for weights that came with its last step.
         """
         patience = 0.0 if self._busy(worker_id) else _PATIENCE
-        return self._crew.call(worker_id, Host.receive, patience)
+        return self._crew.request(worker_id, Host.receive, patience)
 
     def _connect(self, model: Any) -> None:
         ids = self._crew.ids
@@ -199,7 +199,7 @@ class PolicyWeights:
             sender.register_collector(self._collector())
             for worker_id in set(sender.all_worker_ids()) - set(ids):
                 sender.remove_worker(worker_id)
-            calls = {i: self._crew.call(i, Host.connect, sender.address(i)) for i in ids}
+            calls = {i: self._crew.request(i, Host.connect, sender.address(i)) for i in ids}
             gather(calls, self._timeout, "connect to the sender")
         except BaseException:
             sender.close()
@@ -220,13 +220,22 @@ class PolicyWeights:
             address = self.sender.address(worker_id)
             calls = {worker_id: self._crew.call(worker_id, Host.connect, address)}
             gather(calls, self._timeout, "connect to the sender")
-            if self.sender.version and self._last_to_all:
-                newest = {worker_id: self._crew.call(worker_id, Host.receive, self._timeout)}
-                gather(newest, self._timeout, "commit the newest weights")
+            if not self.sender.version:
                 return
-        # A sender gives to new workers what went to all.
-        if self.sender.version:
-            self.update(self._last, worker_id, blocking=True)
+            if self._last_to_all:
+                self._commit_newest(worker_id)
+                return
+            # A sender gives to new workers what went to all.
+            pending = self.sender.send_async(self._last.get(POLICY), worker_id)
+            try:
+                self._commit_newest(worker_id)
+                pending.wait()
+            finally:
+                pending.abandon()
+
+    def _commit_newest(self, worker_id: int) -> None:
+        newest = {worker_id: self._crew.call(worker_id, Host.receive, self._timeout)}
+        gather(newest, self._timeout, "commit the newest weights")
 
     def _leave(self, worker_id: int) -> None:
         """Serve a worker no longer."""
