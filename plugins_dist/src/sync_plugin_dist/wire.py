@@ -22,7 +22,7 @@ from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
 
 # How long what a worker has received entirely may still count as being sent, in seconds.
 _SETTLING = 5.0
-# Where the other end goes while they connect, gloo takes so many times the timeout that it is given.
+# Where the other end goes while they connect, gloo takes so many times the timeout it is given.
 _ATTEMPTS = 5
 
 
