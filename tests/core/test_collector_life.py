@@ -23,8 +23,10 @@ from sync_core import (
     Collector,
     RemoteCallError,
     SendReport,
+    SkipContext,
     UnknownWorkerError,
     WorkerLostError,
+    hookimpl,
 )
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv
@@ -283,6 +285,34 @@ def test_an_update_while_the_place_of_a_worker_is_taken(models: dict[str, Any]) 
         assert made.update_policy_weights_(Scale(2.0)).updated == (0, 1)
         assert made.cascade_execute("policy.weight.item") == [2.0, 2.0]
         assert goes_on(made, batches)
+
+
+class Skipping:
+    """Holds back what is not the first push to a worker, or all."""
+
+    def __init__(self, *, first: bool) -> None:
+        self.first = first
+
+    @hookimpl
+    def skip_update(self, context: SkipContext) -> bool:
+        return context.updated or (self.first and context.version > 0)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_place_is_taken_where_a_layer_holds_pushes_back(first: bool) -> None:
+    policy, layer = Scale(), Skipping(first=first)
+    options: dict[str, Any] = {"workers": "process", "num_workers": 2, "sync": True, "timeout": 20}
+    options |= {"scheme": "shm", "layers": [layer], "on_worker_failure": "restart"}
+    with collector(Pid, policy, **options) as made:
+        next(made)
+        assert made.update_policy_weights_(worker_ids=1).updated == (1,)
+        with torch.no_grad():
+            policy.weight.fill_(2.0)
+        kill(made, 1)
+        begin = time.monotonic()
+        batch = next(made)
+        assert time.monotonic() - begin < 10
+        assert batch["policy_version"][1].unique().tolist() == [0 if first else 2]
 
 
 LATE: list[dict[str, Any]] = [

@@ -26,6 +26,10 @@ class Cadence:
         """These workers have committed a push."""
         self._pushes.update(dict.fromkeys(worker_ids, 0))
 
+    def forget(self, worker_id: int) -> None:
+        """Who has this id from now on was never reached."""
+        self._pushes.pop(worker_id, None)
+
     def _is_due(self, worker_id: int, version: int) -> bool:
         updated = worker_id in self._pushes
         pushes = self._pushes.get(worker_id, 0) + 1

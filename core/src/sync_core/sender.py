@@ -305,6 +305,7 @@ class Sender(Updater):
         self._check_open()
         (worker_id,) = normalize(worker_id, self._members.ids)
         self._members.remove(worker_id)
+        self._cadence.forget(worker_id)
         self._handles.pop(worker_id, None)
         if self._outlet.transport is not None:
             self._outlet.transport.remove_worker(worker_id)

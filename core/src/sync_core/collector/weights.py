@@ -228,7 +228,8 @@ class PolicyWeights:
             # A sender gives to new workers what went to all.
             pending = self.sender.send_async(self._last.get(POLICY), worker_id)
             try:
-                self._commit_newest(worker_id)
+                if pending.worker_ids:  # a layer may hold it back
+                    self._commit_newest(worker_id)
                 pending.wait()
             finally:
                 pending.abandon()
