@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, cast
 
 import pytest
@@ -146,6 +147,37 @@ def test_a_mailbox_that_stands_still_holds_up_no_look() -> None:
             pending = sender.send_async()
             assert eventually(lambda: receiver.receive(timeout=0) == 1)
             assert pending.wait().updated == (0,)
+
+
+def test_a_send_that_has_returned_is_what_the_mailbox_offers() -> None:
+    with Sender("ray", linear(1.0), num_workers=1) as sender:
+        mailbox = sender.address(0).endpoint.mailbox
+        pid = ray.get(mailbox.__ray_call__.remote(lambda _: os.getpid()))
+        os.kill(pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as threads:
+            try:
+                sending = threads.submit(sender.send_async)
+                assert not wait([sending], timeout=0.2).done
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            pending = sending.result(20)
+        with Receiver(sender.address(0), linear()) as receiver:
+            assert receiver.receive(timeout=1) == 1
+        assert pending.wait().updated == (0,)
+
+
+def test_a_mailbox_that_stands_still_keeps_no_send() -> None:
+    with Sender("ray", linear(1.0), num_workers=1) as sender:
+        mailbox = sender.address(0).endpoint.mailbox
+        pid = ray.get(mailbox.__ray_call__.remote(lambda _: os.getpid()))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            with pytest.raises(SendError, match="did not confirm"):
+                sender.send(timeout=0.1)
+            assert time.monotonic() - begin < 10
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("width", [3, 300])

@@ -36,6 +36,9 @@ _PATIENCE = 0.5
 # more, and so many bytes.
 _RECENT = 16
 _RECENT_BYTES = 1 << 23
+# A send that has returned is what whoever asks next gets, so the mailbox is to know it. One that is
+# silent for so many seconds keeps no send: its workers are late then, as the deadline finds.
+_INFORMING = 1.0
 # How long closing waits for the thread that does it, in seconds.
 _CLOSING = 5.0
 
@@ -122,7 +125,7 @@ class PullSender(SenderTransport):
             self._recent.append(publication)
             while len(self._recent) > min(_RECENT, _RECENT_BYTES // publication.nbytes):
                 self._recent.popleft()
-        self._update_mailbox()
+        ray.wait([self._update_mailbox()], timeout=_INFORMING)
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker."""
