@@ -10,7 +10,10 @@ which would take the cores from the others. The limit, measured in both, is the 
 that use the default gloo group and nothing else: ``gloo tensors``, every tensor by a send of its
 own, all in flight at once and received into the model, and ``gloo flat``, as many bytes in one
 buffer, with nothing to pack. In both, the workers wait in their receives when the clock starts, and
-it stops when all have said over a pipe that they have everything.
+it stops when all have said over a pipe that they have everything. ``gloo staged`` is ``gloo flat``
+with workers that copy the bytes over others once all of them are there, after trainer and workers
+have made sure that no tensor is another than in the round before: without that, a worker is left
+with half a version when the trainer dies, or with tensors that nobody reads.
 Prints medians in milliseconds, for each kind of processes.
 
 All ways of ``large`` together take 21 GB with four workers; ``--only`` chooses some. What torch
@@ -33,7 +36,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import _tensors
 import _torchrl_dist as torchrl
+import numpy as np
 import torch
 from torch import distributed, multiprocessing, nn
 from torch.distributed import rpc
@@ -54,11 +59,13 @@ _DIST_OPTIONS: dict[str, dict[str, Any]] = {
     "dist, consolidated": {},
 }
 _GLOO = ["gloo tensors", "gloo flat"]
+_STAGED = "gloo staged"
+_BY_GLOO = [*_GLOO, _STAGED]
 _TORCHRL_DIST, _TORCHRL_RPC = ["torchrl dist", "torchrl dist, sync=False"], "torchrl rpc"
 _TORCHRL = [*_TORCHRL_DIST, _TORCHRL_RPC]
 _RPC_CONSOLIDATED = "rpc, consolidated"
 _OVER_RPC = [_RPC, _RPC_CONSOLIDATED, _TORCHRL_RPC]
-_WAYS = [*_DIST_OPTIONS, _RPC, _RPC_CONSOLIDATED, *_GLOO, *_TORCHRL]
+_WAYS = [*_DIST_OPTIONS, _RPC, _RPC_CONSOLIDATED, *_BY_GLOO, *_TORCHRL]
 # The median of the fastest of some ways over another's.
 _RATIOS = {
     "torchrl dist / dist": (_TORCHRL_DIST, _DIST),
@@ -66,6 +73,7 @@ _RATIOS = {
     "limit / dist": (_GLOO, _DIST),
     "limit / dist, zero-copy": (_GLOO, _ZERO_COPY),
     "limit / rpc": (_GLOO, _RPC),
+    "limit / staged": (_GLOO, _STAGED),
 }
 
 
@@ -112,6 +120,7 @@ class Worker:
         """Begin with a model of this name."""
         self.net = make_model(model)
         self._targets["gloo tensors"] = [p.data for p in self.net.parameters()]
+        self._tensors = _tensors.Tensors(self.net)
 
     def connect(self, way: str, model: str, addresses: list[sync_core.Address]) -> None:
         """Be a receiver of ours."""
@@ -133,22 +142,30 @@ class Worker:
 
     def make_flat(self, nbytes: int) -> None:
         """Make room for as many bytes."""
-        self._targets["gloo flat"] = [torch.zeros(nbytes, dtype=torch.uint8)]
+        for way in ("gloo flat", _STAGED):
+            self._targets[way] = [torch.zeros(nbytes, dtype=torch.uint8)]
+        self._flat = torch.zeros(nbytes, dtype=torch.uint8).numpy()
 
     def post(self, way: str) -> None:
         """Post every receive of a way of gloo."""
         targets = self._targets[way]
         self._posted = [distributed.irecv(t, 0, tag=tag) for tag, t in enumerate(targets)]
 
-    def wait(self) -> None:
+    def wait(self, way: str) -> None:
         """Wait for what was posted."""
         for work in self._posted:
             work.wait()
+        if way == _STAGED:
+            self._tensors.check()
+            np.copyto(self._flat, self._targets[way][0].numpy())
+            self._tensors.count_write()
 
     def has_arrived(self, way: str, version: int) -> bool:
         """Whether everything is of this version."""
         if way == "gloo flat":
             return bool((self._targets[way][0] == version % 256).all())
+        if way == _STAGED:
+            return bool((self._flat == version % 256).all())
         return is_marked(self.nets.get(way, self.net), version)
 
     def close(self) -> None:
@@ -200,9 +217,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="+", choices=_WAYS, default=_WAYS, metavar="NAME")
     arguments = parser.parse_args()
-    kinds = {way in _OVER_RPC for way in arguments.only if way not in _GLOO} or {False}
+    kinds = {way in _OVER_RPC for way in arguments.only if way not in _BY_GLOO} or {False}
     for over_rpc in sorted(kinds):
-        ways = [w for w in arguments.only if w in _GLOO or (w in _OVER_RPC) == over_rpc]
+        ways = [w for w in arguments.only if w in _BY_GLOO or (w in _OVER_RPC) == over_rpc]
         with _start(arguments.workers, over_rpc) as world:
             columns = [_measure(world, model, ways, arguments.rounds) for model in arguments.models]
         _print(arguments.models, columns)
@@ -229,7 +246,7 @@ def _measure(world: World, model: str, names: list[str], rounds: int) -> dict[st
     with ExitStack() as stack:
         ways = {name: _torchrl(stack, world, name, source) for name in names if name in _TORCHRL}
         for name in names:
-            if name in _GLOO:
+            if name in _BY_GLOO:
                 ways[name] = _gloo(world, name, source, flat)
             elif name not in _TORCHRL:
                 sent = consolidated if name.endswith("consolidated") else source
@@ -285,15 +302,18 @@ def _torchrl(stack: ExitStack, world: World, name: str, source: nn.Module) -> Wa
 
 
 def _gloo(world: World, name: str, source: nn.Module, flat: torch.Tensor) -> Way:
-    tensors = [flat] if name == "gloo flat" else [p.data for p in source.parameters()]
+    tensors = [p.data for p in source.parameters()] if name == "gloo tensors" else [flat]
     world.ask(Worker.make_flat, flat.nbytes)
+    known = _tensors.Tensors(source)
     sent: list[Any] = []
 
     def before() -> None:
         world.ask(Worker.post, name)
-        world.tell(Worker.wait)
+        world.tell(Worker.wait, name)
 
     def send() -> None:
+        if name == _STAGED:
+            known.check()
         for tag, tensor in enumerate(tensors):
             sent.extend(distributed.isend(tensor, rank, tag=tag) for rank in world.ranks)
         world.hear()

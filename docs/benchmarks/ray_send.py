@@ -6,9 +6,11 @@
 
 Every way has the same four actors to update, in turn, in one run. ``consolidated`` is ``copy`` of a
 model that was consolidated in the trainer. ``limit`` is one `ray.put` of the flat bytes and one
-copy of them in each actor, with nothing to pack. ``torchrl`` is RayWeightSyncScheme of torchrl
-0.14.1, which sends by a Gloo group of its own. ``put each`` is what RayWeightUpdater did: a put of
-a TensorDict for each worker. Prints medians in milliseconds.
+copy of them in each actor, with nothing to pack. ``checked`` is the limit after trainer and actors
+have made sure that no tensor is another than in the round before, or lies elsewhere: without that,
+bytes are copied to where nobody reads them, or where they do not fit. ``torchrl`` is
+RayWeightSyncScheme of torchrl 0.14.1, which sends by a Gloo group of its own. ``put each`` is what
+RayWeightUpdater did: a put of a TensorDict for each worker. Prints medians in milliseconds.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
+import _tensors
 import numpy as np
 import ray
 from ray import cloudpickle
@@ -51,6 +54,7 @@ class Worker:
         self.nets = {way: make_model(model) for way in (*_OURS, "torchrl", "put")}
         nbytes = sum(p.nbytes for p in self.nets["put"].parameters())
         self.flat = np.zeros(nbytes, dtype=np.uint8)
+        self.tensors = _tensors.Tensors(self.nets["put"])
         self.scheme: Any = None
 
     def has_arrived(self, way: str, version: int) -> bool:
@@ -60,6 +64,12 @@ class Worker:
     def copy_flat(self, flat: np.ndarray[Any, Any]) -> None:
         """What the limit does in each actor."""
         np.copyto(self.flat, flat)
+
+    def copy_checked(self, flat: np.ndarray[Any, Any]) -> None:
+        """The same for tensors that must be what they were."""
+        self.tensors.check()
+        self.copy_flat(flat)
+        self.tensors.count_write()
 
     def load(self, weights: TensorDict) -> None:
         """What a worker of RayWeightUpdater did."""
@@ -94,8 +104,8 @@ def main() -> None:
         logging_level="error",
         log_to_driver=False,
     )
-    print("| model | copy | consolidated | zero-copy | limit | torchrl | put each |")
-    print("|---|--:|--:|--:|--:|--:|--:|")
+    print("| model | copy | consolidated | zero-copy | limit | checked | torchrl | put each |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|")
     for model in arguments.models:
         medians = _compare(model, arguments.workers, arguments.rounds)
         print(f"| {model} | " + " | ".join(f"{1e3 * m:.1f}" for m in medians) + " |", flush=True)
@@ -108,6 +118,7 @@ def _compare(name: str, workers: int, rounds: int) -> list[float]:
     ]
     weights = TensorDict.from_module(model).data
     flat = np.zeros(sum(p.nbytes for p in model.parameters()), dtype=np.uint8)
+    tensors = _tensors.Tensors(model)
     with ExitStack() as stack:
         senders = {
             way: stack.enter_context(
@@ -128,12 +139,18 @@ def _compare(name: str, workers: int, rounds: int) -> list[float]:
             reference = ray.put(flat)
             ray.get([actor.copy_flat.remote(reference) for actor in actors])
 
+        def put_checked() -> None:
+            tensors.check()
+            reference = ray.put(flat)
+            ray.get([actor.copy_checked.remote(reference) for actor in actors])
+
         def put_for_each() -> None:
             ray.get([actor.load.remote(ray.put(weights)) for actor in actors])
 
         ways: dict[str, Send] = {
             **{way: sender.send for way, sender in senders.items()},
             "limit": put_flat,
+            "checked": put_checked,
             "torchrl": lambda: scheme.send(weights),
             "put": put_for_each,
         }
@@ -148,7 +165,7 @@ def _compare(name: str, workers: int, rounds: int) -> list[float]:
                 begin = time.perf_counter()
                 send()
                 seconds[way].append(time.perf_counter() - begin)
-                if way != "limit":
+                if way not in ("limit", "checked"):
                     _check(actors, way, version)
     for actor in actors:
         ray.kill(actor)
@@ -185,5 +202,6 @@ def _check(actors: list[Any], way: str, version: int) -> None:
 if __name__ == "__main__":
     import sys
 
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for module in (sys.modules[__name__], _tensors):
+        cloudpickle.register_pickle_by_value(module)
     main()

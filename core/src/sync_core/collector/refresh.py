@@ -14,6 +14,10 @@ from sync_core.receiver import Receiver
 # A worker gives at most one part in so many of its time to looking for weights. That takes 5 µs in
 # shared memory, where a step takes 160, and a millisecond or more if it means to ask a process.
 _SHARE = 50
+# Where all cores are busy, whoever waits for a worker's answer gets one once the scheduler takes it
+# from somebody, up to 5 ms later. A worker that rests gives its own at once. It does so for as long
+# as the weights took, within these bounds in seconds (docs/decisions/0010-collector.md).
+_SHORTEST_REST, _LONGEST_REST = 0.001, 0.004
 
 
 class Refresher:
@@ -90,6 +94,8 @@ class Refresher:
         self._due = 0.0
         try:
             if self._receiver.receive(timeout=0) is not None:
+                took = time.monotonic() - began
+                time.sleep(min(max(took, _SHORTEST_REST), _LONGEST_REST))
                 return
         except SenderLostError as error:
             self._lost = error
