@@ -213,6 +213,7 @@ def test_workers_as_many_as_environments() -> None:
         "frames_per_batch",
         "init_random_frames",
         "max_frames_per_traj",
+        "max_weight_update_interval",
         "num_workers",
         "num_workers_per_collector",
         "total_frames",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sync_core import SendError, SendReport, WorkerError, WorkerLostError, WorkerResult
 from sync_core.collector import Collector
+from sync_core.collector.freshness import Freshness
 from sync_core.envs import CountingEnv
 from sync_core.testing import collectors
 
@@ -69,6 +73,32 @@ def test_an_update_by_hand_begins_the_count_anew() -> None:
             seen += acted(next(made))
             policy.set(float(step))
         assert seen == [0, 1, 1, 3, 3, 5]
+
+
+class Refused:
+    """Weights that reach no worker."""
+
+    def __init__(self, error: WorkerError) -> None:
+        self.on_update: list[Any] = []
+        self._workers = {0: WorkerResult(version=None, seconds=0.0, nbytes=0, error=error)}
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise SendError(SendReport(version=1, seconds=0.0, workers=self._workers))
+
+
+@pytest.mark.parametrize(
+    ("error", "raises"), [(WorkerLostError(0, "died"), False), (WorkerError(0, "refused"), True)]
+)
+def test_who_died_and_was_replaced_since_is_no_failure(error: WorkerError, raises: bool) -> None:
+    crew: Any = SimpleNamespace(ids=(0,), alive=lambda worker_id: True)
+    released: list[int] = []
+    requests: Any = SimpleNamespace(hold=lambda worker_id: None, release=released.append)
+    weights: Any = Refused(error)
+    freshness = Freshness(1, crew, requests, weights)
+    freshness.delivered(0)
+    with pytest.raises(SendError) if raises else nullcontext():
+        freshness.refresh()
+    assert released == [0]
 
 
 @pytest.mark.parametrize("interval", [1, 3])
@@ -177,7 +207,7 @@ def test_who_updates_is_not_warned() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_weight_update_interval": -2}, "give the number of batches"),
+        ({"max_weight_update_interval": -2}, "give 0 or more, or -1 for never"),
         ({"max_weight_update_interval": 5, "update_after_each_batch": True}, "leave one of them"),
         ({"policy_factory": Scale, "update_after_each_batch": True}, "come from policy_factory"),
     ],

@@ -93,7 +93,7 @@ class TestDeath:
         assert eventually(lambda: not group.alive(1))
         assert group.alive(0)
         assert group.worker_ids == (0, 1)
-        with pytest.raises(WorkerLostError, match=r"cannot run pid_of; restart\(1\) replaces it"):
+        with pytest.raises(WorkerLostError, match=r"cannot run pid_of; restart\(1\) of its group"):
             group.call(1, pid_of).result(10)
         group.restart(1)
         assert pids(group)[1] != victim

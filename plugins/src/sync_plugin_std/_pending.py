@@ -26,7 +26,10 @@ class PendingCalls:
                 self._calls.append(call)
                 post()
         if lost is not None:
-            advice = f"restart({call.worker_id}) replaces it"
+            advice = (
+                f"restart({call.worker_id}) of its group replaces it, and so does a Collector with "
+                "on_worker_failure='restart'"
+            )
             call.lose(f"{lost}, so it cannot run {call.name}; {advice}")
 
     def finish(self, outcome: CallOutcome) -> None:

@@ -139,7 +139,10 @@ class ActorWorker:
                 self._calls[call] = None
                 self._submit(call, submit)
         if lost is not None:
-            advice = f"so it cannot run {name}; restart({self.worker_id}) replaces it"
+            advice = (
+                f"so it cannot run {name}; restart({self.worker_id}) of its group replaces it, and "
+                "so does a Collector with on_worker_failure='restart'"
+            )
             call.future.set_exception(WorkerLostError(self.worker_id, f"{lost}, {advice}"))
         return call.future
 

@@ -9,7 +9,7 @@ from sync_core.collector.crew import Crew
 from sync_core.collector.requests import Requests
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.weights import PolicyWeights
-from sync_core.errors import SendError
+from sync_core.errors import SendError, WorkerLostError
 
 
 class Freshness:
@@ -63,7 +63,11 @@ class Freshness:
             if due:
                 self._weights.update({}, due, blocking=True)
         except SendError as error:
-            if any(self._crew.alive(worker_id) for worker_id in error.report.failed):
+            # One that was lost lives again where another thread has restarted it meanwhile.
+            if any(
+                self._crew.alive(worker_id) and not isinstance(result.error, WorkerLostError)
+                for worker_id, result in error.report.failed.items()
+            ):
                 raise
         finally:
             for worker_id in self._held:

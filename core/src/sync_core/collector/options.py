@@ -134,18 +134,17 @@ def refresh_interval(
     """After how many batches a worker is refreshed by itself; -1 for never.
 
     Raises:
+        TypeError: the interval is no integer.
         ValueError: arguments that do not go together, or nothing to refresh with.
     """
-    if max_weight_update_interval < -1:
-        raise ValueError(
-            f"max_weight_update_interval is {max_weight_update_interval}; give the number of "
-            "batches after which a worker is refreshed, or -1 for never"
-        )
-    if each_batch and max_weight_update_interval > 1:
+    interval = check_count(
+        max_weight_update_interval, "max_weight_update_interval", least=0, never="never"
+    )
+    if each_batch and interval > 1:
         raise ValueError(
             "update_after_each_batch is max_weight_update_interval=1; leave one of them out"
         )
-    interval = 1 if each_batch else max_weight_update_interval
+    interval = 1 if each_batch else interval
     if interval >= 0 and not has_weights:
         raise ValueError(
             "there are no weights to send by itself: the workers' policies come from "
