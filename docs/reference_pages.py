@@ -19,13 +19,14 @@ import sync_core.envs
 import sync_core.testing.chaos
 import sync_core.testing.faults
 import sync_plugin_std
-from sync_core import cli, errors, registry
-from sync_core.capabilities import SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core import cli, errors
 from sync_core.cli import bench_collector
 from sync_core.cli.doctor import Diagnosis
 from sync_core.cli.listing import Listed
-from sync_core.finding import Finding
-from sync_core.hook_check import HOOKS
+from sync_core.plugins import registry
+from sync_core.plugins.capabilities import SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core.plugins.finding import Finding
+from sync_core.plugins.hook_check import HOOKS
 
 _CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext")
 _WIDTH = 96
@@ -148,7 +149,8 @@ def _interface() -> str:
 
 def _hooks() -> str:
     functions = (
-        f".. autofunction:: sync_core.hookspecs.{hook}\n   :no-index-entry:\n" for hook in HOOKS
+        f".. autofunction:: sync_core.plugins.hookspecs.{hook}\n   :no-index-entry:\n"
+        for hook in HOOKS
     )
     return _page(
         "Hooks",

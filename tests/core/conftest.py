@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sync_core import registry
+from sync_core.plugins import registry
 
 
 @pytest.fixture

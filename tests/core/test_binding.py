@@ -17,8 +17,8 @@ from tensordict import TensorDict
 from torch import nn
 
 from sync_core import Block, LayoutMismatchError, ModelError, Payload, Update
-from sync_core.binding import Binding
-from sync_core.extract import Strategy
+from sync_core.models.binding import Binding
+from sync_core.models.extract import Strategy
 
 STRATEGIES: list[Strategy] = ["tensordict", "state_dict"]
 
@@ -441,7 +441,7 @@ def test_a_gathered_module_is_written_from_several_stretches() -> None:
 _FORK = """
 import os, torch
 from sync_core import Payload, Update
-from sync_core.binding import Binding
+from sync_core.models.binding import Binding
 target = torch.nn.Linear(1024, 1024)
 update = Binding(torch.nn.Linear(1024, 1024)).read()
 data = Payload(1, update.layout, update.tensors).to_bytes()

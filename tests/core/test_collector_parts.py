@@ -28,7 +28,6 @@ from sync_core import (
     SendReport,
     WorkerLostError,
     hookimpl,
-    registry,
 )
 from sync_core.collector.crew import Crew
 from sync_core.collector.devices import Devices
@@ -41,6 +40,7 @@ from sync_core.collector.rollout import Rollout, RolloutOptions
 from sync_core.collector.schedules import FirstReady, Synchronous
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv, GymEnv
+from sync_core.plugins import registry
 from sync_core.testing.collectors import Scale, long_episodes
 
 pytestmark = pytest.mark.timeout(60)

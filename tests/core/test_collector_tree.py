@@ -29,7 +29,7 @@ from sync_core.collector import Collector
 from sync_core.envs import CountingEnv
 from sync_core.testing.collectors import Scale
 from sync_core.testing.processes import descendants
-from sync_core.workers import WorkerGroup
+from sync_core.workers.worker_group import WorkerGroup
 from sync_plugin_std.process_group import ProcessGroup
 from sync_plugin_std.thread_group import ThreadGroup
 

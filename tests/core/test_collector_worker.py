@@ -26,7 +26,7 @@ from sync_core.collector.rollout import Rollout, RolloutOptions
 from sync_core.collector.warmup import Warmup
 from sync_core.collector.worker_options import options_of_workers
 from sync_core.envs import CountingEnv
-from sync_core.registry import WORKERS, find
+from sync_core.plugins.registry import WORKERS, find
 from sync_core.testing.collectors import Scale, long_episodes
 
 pytestmark = pytest.mark.timeout(60)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from sync_core import ModelError, Payload, Receiver, Sender, consolidate
-from sync_core.binding import Binding
-from sync_core.update import Update
+from sync_core.models.binding import Binding
+from sync_core.weights.update import Update
 
 
 def model() -> Any:

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sync_core.copying import copy
+from sync_core.weights.copying import copy
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64]
 
 _SCRIPT = """
 import os, torch
-from sync_core.copying import copy
+from sync_core.weights.copying import copy
 torch.set_num_threads(4)
 targets, sources = ([torch.frombuffer(bytearray(400_000), dtype=torch.float32)] for _ in "ts")
 before = len(os.listdir("/proc/self/task"))

@@ -14,8 +14,8 @@ from tensordict import TensorDict
 from torch import nn
 
 from sync_core import ModelError, ModelPathError
-from sync_core.extract import named_tensors
-from sync_core.paths import resolve
+from sync_core.models.extract import named_tensors
+from sync_core.models.paths import resolve
 
 
 class WithBuffers(nn.Module):
@@ -157,7 +157,7 @@ def test_who_collects_nothing_does_not_wait_for_tensordict() -> None:
     source = """
 import sys, sync_core, sync_core.cli, sync_core.testing.schemes
 assert "tensordict" not in sys.modules
-assert not sync_core.models.is_tensordict({})
+assert not sync_core.models.several.is_tensordict({})
 assert sync_core.Collector.__module__ == "sync_core.collector.collector"
 """
     subprocess.run([sys.executable, "-c", source], check=True, timeout=50)

@@ -35,8 +35,8 @@ from sync_core import (
     WorkerResult,
     WorkerTimeoutError,
     hookimpl,
-    registry,
 )
+from sync_core.plugins import registry
 from sync_core.testing.chaos import SUBJECTS, Outcome, Verdict
 from sync_core.testing.chaos.ledger import Ledger
 from sync_core.testing.chaos.outcome import Complaint, Journal, table

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import sync_core
-from sync_core import NotAPluginError, registry
+from sync_core import NotAPluginError
 from sync_core.cli import main
 from sync_core.cli.findings import loading, machine, plugins, scheme
+from sync_core.plugins import registry
 
 MIB = 1 << 20
 Install = Callable[..., None]

@@ -22,8 +22,8 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_core.membership import Membership
-from sync_core.worker_status import WorkerState
+from sync_core.workers.membership import Membership
+from sync_core.workers.worker_status import WorkerState
 
 
 class Clock:

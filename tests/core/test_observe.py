@@ -23,8 +23,8 @@ from sync_core import (
     SendReport,
     hookimpl,
 )
-from sync_core.clock import clock_id
 from sync_core.testing.faults import Fault, Faulty
+from sync_core.transports.clock import clock_id
 
 
 class Slow:
@@ -73,7 +73,7 @@ def test_the_phases_are_told_apart_and_add_up(scheme: str) -> None:
 def test_with_another_clock_what_follows_the_publication_is_one_figure(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sync_core.receiver.clock_id", lambda: "that of another host")
+    monkeypatch.setattr("sync_core.receiving.receiver.clock_id", lambda: "that of another host")
     with Sender(scheme, nn.Linear(2, 2), num_workers=1) as sender:
         receiver = Receiver(
             sender.address(0), nn.Linear(2, 2), on_commit=lambda _version: time.sleep(0.04)
@@ -120,10 +120,10 @@ def test_the_worker_is_late_or_its_answer_is() -> None:
 
 
 def test_a_process_knows_its_clock_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = "from sync_core.clock import clock_id; print(clock_id())"
+    program = "from sync_core.transports.clock import clock_id; print(clock_id())"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert printed.stdout.decode().strip() == str(clock_id())
-    monkeypatch.setattr("sync_core.clock._BOOT", tmp_path / "no such file")
+    monkeypatch.setattr("sync_core.transports.clock._BOOT", tmp_path / "no such file")
     assert clock_id.__wrapped__() is None
 
 

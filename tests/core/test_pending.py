@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sync_core import PendingSendError, Receiver, Sender, SendError, SendReport
-from sync_core.remedies import Remedy
+from sync_core.sending.remedies import Remedy
 from sync_core.testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)

@@ -31,12 +31,12 @@ from sync_core import (
     SendReport,
     Slot,
     WorkerLostError,
-    membership,
 )
-from sync_core.membership import Membership
-from sync_core.pending import PendingSend
-from sync_core.remedies import Remedies
-from sync_core.worker_status import WorkerState, WorkerStatus, acknowledged
+from sync_core.sending.pending import PendingSend
+from sync_core.sending.remedies import Remedies
+from sync_core.workers import membership
+from sync_core.workers.membership import Membership
+from sync_core.workers.worker_status import WorkerState, WorkerStatus, acknowledged
 
 VERSIONS = 3
 IDS = (0, 1)

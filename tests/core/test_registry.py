@@ -22,8 +22,8 @@ from sync_core import (
     Sender,
     UnknownHookError,
     hookimpl,
-    registry,
 )
+from sync_core.plugins import registry
 
 SCHEME = """
 from sync_core import hookimpl

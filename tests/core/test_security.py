@@ -28,7 +28,7 @@ from sync_core import (
     TransportContext,
     hello,
 )
-from sync_core.channel import Message
+from sync_core.transports.channel import Message
 
 exploded: list[str] = []
 

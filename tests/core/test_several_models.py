@@ -11,9 +11,9 @@ from tensordict import TensorDict
 from torch import nn
 
 from sync_core import LayoutMismatchError, ModelError, Payload, Receiver, Sender, SendError, Update
-from sync_core.binding import Binding
-from sync_core.extract import Strategy, named_tensors
-from sync_core.finder import finder
+from sync_core.models.binding import Binding
+from sync_core.models.extract import Strategy, named_tensors
+from sync_core.models.finder import finder
 
 STRATEGIES: list[Strategy] = ["tensordict", "state_dict"]
 

@@ -33,8 +33,8 @@ from sync_core import (
     WorkerError,
     hookimpl,
 )
-from sync_core.checksums import buckets, checksum
-from sync_core.layout import Layout
+from sync_core.weights.checksums import buckets, checksum
+from sync_core.weights.layout import Layout
 
 DTYPES = [
     torch.bool,

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 import sync_core
-from sync_core import errors, hookspecs, registry
-from sync_core.capabilities import SCHEME_CAPABILITIES, WORKER_CAPABILITIES
-from sync_core.hook_check import HOOKS
+from sync_core import errors
+from sync_core.plugins import hookspecs, registry
+from sync_core.plugins.capabilities import SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core.plugins.hook_check import HOOKS
 
 ROOT = Path(__file__).parents[2]
 _ASKED = re.compile(r'"(\w+)"\s+(?:not\s+)?in\s+[\w.]*capabilities')
@@ -78,7 +79,7 @@ def test_every_hook_says_what_it_is_given(reference: ModuleType, pages: dict[str
     for hook in HOOKS:
         function = getattr(hookspecs, hook)
         assert {*inspect.signature(function).parameters} == {*reference.arguments_of(function)}
-        assert f"sync_core.hookspecs.{hook}" in pages["hooks"]
+        assert f"sync_core.plugins.hookspecs.{hook}" in pages["hooks"]
 
 
 def test_every_field_of_a_context_is_described(reference: ModuleType) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sync_core import Answer, Payload, Receiver, ReceiverTransport, Sender, SenderLostError
-from sync_core.background import Background
+from sync_core.receiving.background import Background
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -2,13 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sync_core.address import Address
-from sync_core.answer import Answer
-from sync_core.block import Block
 from sync_core.calls import CallOutcome, RemoteCall, pickle_factory
-from sync_core.channel import Channel, Message
-from sync_core.consolidate import consolidate
-from sync_core.contexts import ApplyContext, SendContext, SkipContext, TransportContext
 from sync_core.errors import (
     AddressError,
     ApplyError,
@@ -41,29 +35,35 @@ from sync_core.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_core.finding import Finding
-from sync_core.hookspecs import hookimpl
-from sync_core.launching import LaunchedGroup, LaunchedWorker, Launcher
-from sync_core.layout import Layout
-from sync_core.membership import MembershipEvent
-from sync_core.notice import Notice
-from sync_core.payload import Payload
-from sync_core.pending import PendingSend
-from sync_core.point_to_point import PointToPointTransport
+from sync_core.models.consolidate import consolidate
+from sync_core.plugins.address import Address
+from sync_core.plugins.contexts import ApplyContext, SendContext, SkipContext, TransportContext
+from sync_core.plugins.finding import Finding
+from sync_core.plugins.hookspecs import hookimpl
+from sync_core.plugins.reporter import Reporter
 from sync_core.processes import WorkerProcess, start_process
-from sync_core.publisher import Publisher, Slot
-from sync_core.receiver import Receiver
-from sync_core.remedies import WorkerFailure
+from sync_core.receiving.receiver import Receiver
 from sync_core.report import SendReport, WorkerResult
-from sync_core.reporter import Reporter
-from sync_core.sender import Sender
-from sync_core.serving import Peer, ServingTransport, hello
+from sync_core.sending.pending import PendingSend
+from sync_core.sending.remedies import WorkerFailure
+from sync_core.sending.sender import Sender
 from sync_core.stores import Store, StoreOptions, store_transport
-from sync_core.tensor_spec import TensorSpec
-from sync_core.transport import Delivery, ReceiverTransport, SenderTransport
-from sync_core.update import Update
-from sync_core.worker_status import WorkerState, WorkerStatus
-from sync_core.workers import WorkerGroup
+from sync_core.transports.answer import Answer
+from sync_core.transports.channel import Channel, Message
+from sync_core.transports.notice import Notice
+from sync_core.transports.point_to_point import PointToPointTransport
+from sync_core.transports.publisher import Publisher, Slot
+from sync_core.transports.serving import Peer, ServingTransport, hello
+from sync_core.transports.transport import Delivery, ReceiverTransport, SenderTransport
+from sync_core.weights.block import Block
+from sync_core.weights.layout import Layout
+from sync_core.weights.payload import Payload
+from sync_core.weights.tensor_spec import TensorSpec
+from sync_core.weights.update import Update
+from sync_core.workers.launching import LaunchedGroup, LaunchedWorker, Launcher
+from sync_core.workers.membership import MembershipEvent
+from sync_core.workers.worker_group import WorkerGroup
+from sync_core.workers.worker_status import WorkerState, WorkerStatus
 
 if TYPE_CHECKING:
     from sync_core.collector import Collector

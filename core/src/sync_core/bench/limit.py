@@ -12,10 +12,10 @@ from typing import Self
 import torch
 
 from sync_core.bench.worker import BenchWorker
-from sync_core.block import Block
-from sync_core.payload import Payload
-from sync_core.update import Update
-from sync_core.workers import WorkerGroup
+from sync_core.weights.block import Block
+from sync_core.weights.payload import Payload
+from sync_core.weights.update import Update
+from sync_core.workers.worker_group import WorkerGroup
 
 
 class CopyLimit:

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from sync_core import registry
 from sync_core.bench.limit import CopyLimit
 from sync_core.bench.models import make_model, mark
 from sync_core.bench.worker import BenchWorker
-from sync_core.binding import Binding
-from sync_core.consolidate import consolidate
 from sync_core.errors import OptionError, SyncError
-from sync_core.groups import choose_group, shares_policy
-from sync_core.sender import Sender
+from sync_core.models.binding import Binding
+from sync_core.models.consolidate import consolidate
+from sync_core.plugins import registry
+from sync_core.plugins.groups import choose_group, shares_policy
+from sync_core.sending.sender import Sender
 
 _WARM_UP = 3
 #: How long the workers are given to be waiting before a round begins.

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from sync_core import pages
-from sync_core.address import Address
 from sync_core.bench.models import is_marked, make_model
 from sync_core.errors import SenderLostError
-from sync_core.receiver import Receiver
+from sync_core.plugins.address import Address
+from sync_core.receiving.receiver import Receiver
+from sync_core.weights import pages
 
 _LONG = 3600.0
 

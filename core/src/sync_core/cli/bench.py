@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sync_core.bench import MODELS, Measurement, measure
-from sync_core.sender import Sender
+from sync_core.sending.sender import Sender
 
 _MODEL = "large"
 # What the command gives the sender itself, or could not check what arrives with.

@@ -22,13 +22,13 @@ from importlib_metadata import EntryPoint
 from rich.console import Console
 from rich.table import Table
 
-from sync_core import registry
 from sync_core.cli.findings import loading, machine, plugins
 from sync_core.cli.listing import make_console
 from sync_core.cli.trial import MODEL, VERSIONS, WORKERS, Outcome
 from sync_core.errors import PluginNotFoundError
-from sync_core.finding import Finding
-from sync_core.installed import owner_of
+from sync_core.plugins import registry
+from sync_core.plugins.finding import Finding
+from sync_core.plugins.installed import owner_of
 from sync_core.processes import WorkerProcess, start_process
 
 #: Seconds from the deadline, which stops a scheme that keeps to it, to the end by force.

@@ -14,12 +14,12 @@ from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
 from rich.table import Table
 
-from sync_core import registry
 from sync_core.errors import PluginError, RequirementError
-from sync_core.hook_check import HOOKS, implemented
-from sync_core.installed import entry_points_of, owner_of
-from sync_core.requirements import core_requirement
-from sync_core.workers import WorkerGroup
+from sync_core.plugins import registry
+from sync_core.plugins.hook_check import HOOKS, implemented
+from sync_core.plugins.installed import entry_points_of, owner_of
+from sync_core.plugins.requirements import core_requirement
+from sync_core.workers.worker_group import WorkerGroup
 
 _TITLES = {
     registry.SCHEMES: "schemes",

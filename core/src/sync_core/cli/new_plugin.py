@@ -15,9 +15,9 @@ from string import Template
 from typing import Any
 
 import sync_core
-from sync_core import registry
 from sync_core.errors import PluginNewError
-from sync_core.requirements import promised_to
+from sync_core.plugins import registry
+from sync_core.plugins.requirements import promised_to
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 

@@ -16,16 +16,16 @@ from typing import Literal
 
 from torch import nn
 
-from sync_core import registry
 from sync_core.bench.measure import SETTLE_SECONDS
 from sync_core.bench.models import make_model, mark
 from sync_core.bench.worker import BenchWorker
 from sync_core.calls import gather
 from sync_core.cli.findings import scheme as findings
 from sync_core.errors import OptionError, SendError, SyncError
-from sync_core.groups import choose_group, shares_policy
-from sync_core.sender import Sender
-from sync_core.workers import WorkerGroup
+from sync_core.plugins import registry
+from sync_core.plugins.groups import choose_group, shares_policy
+from sync_core.sending.sender import Sender
+from sync_core.workers.worker_group import WorkerGroup
 
 MODEL = "small"
 WORKERS = 2

@@ -10,7 +10,6 @@ from typing import Any, Self, Unpack
 import torch
 from tensordict import TensorDictBase
 
-from sync_core.address import Address
 from sync_core.collector.background import Background
 from sync_core.collector.counts import check_count
 from sync_core.collector.crew import Crew, warn_if_rounded
@@ -40,9 +39,10 @@ from sync_core.collector.tree import Upstream
 from sync_core.collector.updates import Updates
 from sync_core.collector.warmup import Warmup
 from sync_core.collector.worker_options import WorkerOptions, options_of_workers
-from sync_core.groups import choose_group, shares_policy
+from sync_core.plugins.address import Address
+from sync_core.plugins.groups import choose_group, shares_policy
 from sync_core.seconds import check_seconds
-from sync_core.workers import WorkerGroup
+from sync_core.workers.worker_group import WorkerGroup
 
 
 class Collector(Life, Updates):

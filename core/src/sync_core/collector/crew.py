@@ -14,7 +14,7 @@ from sync_core.calls import gather
 from sync_core.collector.host import Host, new_host
 from sync_core.collector.recipe import WorkerRecipe
 from sync_core.errors import UnknownWorkerError, WorkerLostError
-from sync_core.workers import WorkerGroup
+from sync_core.workers.worker_group import WorkerGroup
 
 Result = TypeVar("Result")
 

@@ -13,8 +13,8 @@ from sync_core.collector.requests import Requests
 from sync_core.collector.schemes import POLICY, ModelScheme
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.weights import PolicyWeights
-from sync_core.groups import shares_policy
-from sync_core.sender import Sender
+from sync_core.plugins.groups import shares_policy
+from sync_core.sending.sender import Sender
 
 
 def make_weights(

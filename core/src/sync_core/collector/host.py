@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
-from sync_core.address import Address
 from sync_core.collector.joint import Joint, execute
 from sync_core.collector.order import Order
 from sync_core.collector.random_state import seed_process
@@ -17,6 +16,7 @@ from sync_core.collector.recipe import WorkerRecipe
 from sync_core.collector.rollout import Rollout
 from sync_core.collector.schemes import POLICY
 from sync_core.collector.worker_state import check_models, read_models, write_models
+from sync_core.plugins.address import Address
 
 
 class Host:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from sync_core.address import Address
 from sync_core.collector.modules import module_of
 from sync_core.collector.schemes import POLICY
-from sync_core.paths import resolve
-from sync_core.receiver import Receiver
-from sync_core.together import receive_together
+from sync_core.models.paths import resolve
+from sync_core.plugins.address import Address
+from sync_core.receiving.receiver import Receiver
+from sync_core.receiving.together import receive_together
 
 
 class Joint:

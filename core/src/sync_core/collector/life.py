@@ -23,7 +23,7 @@ from sync_core.collector.warmup import Warmup
 from sync_core.collector.weights import PolicyWeights
 from sync_core.errors import ClosedError
 from sync_core.seconds import check_seconds
-from sync_core.worker_ids import normalize
+from sync_core.workers.worker_ids import normalize
 
 
 class Life:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sync_core.errors import ModelError
-from sync_core.extract import named_tensors
+from sync_core.models.extract import named_tensors
 
 
 def module_of(policy: Any) -> nn.Module | None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from sync_core.collector.counts import check_count
 from sync_core.errors import OptionError
-from sync_core.workers import WorkerGroup
+from sync_core.workers.worker_group import WorkerGroup
 
 
 def count_workers(num_workers: int | None, create_env_fn: Any) -> int:

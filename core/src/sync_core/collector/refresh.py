@@ -6,10 +6,10 @@ import math
 import time
 from typing import Any
 
-from sync_core.address import Address
 from sync_core.collector.modules import module_of
 from sync_core.errors import SenderLostError
-from sync_core.receiver import Receiver
+from sync_core.plugins.address import Address
+from sync_core.receiving.receiver import Receiver
 
 # A worker gives at most one part in so many of its time to looking for weights. That takes 5 µs in
 # shared memory, where a step takes 160, and a millisecond or more if it means to ask a process.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sync_core.errors import OptionError
-from sync_core.groups import shares_policy
+from sync_core.plugins.groups import shares_policy
 
 POLICY = "policy"
 

@@ -15,11 +15,11 @@ from sync_core.collector.crew import Crew
 from sync_core.collector.host import Host
 from sync_core.collector.schemes import POLICY
 from sync_core.errors import ModelError, SendError, WorkerError, WorkerTimeoutError
-from sync_core.pending import PendingSend
 from sync_core.report import SendReport
-from sync_core.sender import Sender
-from sync_core.transport import Delivery
-from sync_core.worker_ids import normalize
+from sync_core.sending.pending import PendingSend
+from sync_core.sending.sender import Sender
+from sync_core.transports.transport import Delivery
+from sync_core.workers.worker_ids import normalize
 
 # How much later than its worker a sender may learn that its weights have been committed.
 _AFTERWARDS = 1.0

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from sync_core.address import Address
-from sync_core.binding import Binding
 from sync_core.collector.crew import Crew
 from sync_core.collector.given import check_name
 from sync_core.collector.replacement import Replacement
@@ -17,9 +15,11 @@ from sync_core.collector.schemes import POLICY
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.weights import PolicyWeights
 from sync_core.errors import ModelError, SenderLostError
-from sync_core.extract import named_tensors
-from sync_core.receiver import Receiver
-from sync_core.update import Update
+from sync_core.models.binding import Binding
+from sync_core.models.extract import named_tensors
+from sync_core.plugins.address import Address
+from sync_core.receiving.receiver import Receiver
+from sync_core.weights.update import Update
 
 
 class Upstream:

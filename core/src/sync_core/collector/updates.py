@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Unpack, overload
 
-from sync_core.address import Address
 from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.given import Given, chosen
@@ -15,10 +14,11 @@ from sync_core.collector.schemes import POLICY
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.tree import Upstream
 from sync_core.collector.weights import PolicyWeights
-from sync_core.pending import PendingSend
+from sync_core.plugins.address import Address
 from sync_core.report import SendReport
 from sync_core.seconds import check_seconds
-from sync_core.sender import Sender
+from sync_core.sending.pending import PendingSend
+from sync_core.sending.sender import Sender
 
 # How long what was sent before a collector registered may take, in seconds.
 _SOON = 0.5

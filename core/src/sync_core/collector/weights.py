@@ -16,10 +16,10 @@ from sync_core.collector.host import Host
 from sync_core.collector.modules import module_of
 from sync_core.collector.schemes import POLICY
 from sync_core.errors import ModelError, WorkerError
-from sync_core.pending import PendingSend
 from sync_core.report import SendReport
-from sync_core.sender import Sender
-from sync_core.worker_ids import normalize
+from sync_core.sending.pending import PendingSend
+from sync_core.sending.sender import Sender
+from sync_core.workers.worker_ids import normalize
 
 # How long an idle worker waits for weights that come later than the call that announces them.
 _PATIENCE = 0.1

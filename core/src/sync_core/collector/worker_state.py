@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 from torch import Tensor, nn
 
-from sync_core.binding import Binding
 from sync_core.collector.modules import module_of
 from sync_core.collector.schemes import POLICY
-from sync_core.compare import check_match
-from sync_core.extract import named_tensors
-from sync_core.layout import Layout
-from sync_core.receiver import Receiver
-from sync_core.update import Update
+from sync_core.models.binding import Binding
+from sync_core.models.compare import check_match
+from sync_core.models.extract import named_tensors
+from sync_core.receiving.receiver import Receiver
+from sync_core.weights.layout import Layout
+from sync_core.weights.update import Update
 
 
 def read_models(parts: SimpleNamespace) -> dict[str, dict[str, Tensor]]:

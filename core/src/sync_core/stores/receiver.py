@@ -10,15 +10,15 @@ import threading
 import time
 from typing import Any
 
-from sync_core.answer import Answer
-from sync_core.block import Block
-from sync_core.contexts import TransportContext
 from sync_core.errors import SenderLostError
-from sync_core.payload import Payload
+from sync_core.plugins.contexts import TransportContext
 from sync_core.stores.life import SIGNS, Pulse, Watch
 from sync_core.stores.records import SENDER, Records, worker_record
 from sync_core.stores.store import Store, StoreOptions
-from sync_core.transport import ReceiverTransport
+from sync_core.transports.answer import Answer
+from sync_core.transports.transport import ReceiverTransport
+from sync_core.weights.block import Block
+from sync_core.weights.payload import Payload
 
 _log = logging.getLogger("sync_core")
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sync_core.contexts import TransportContext
 from sync_core.errors import ClosedError, WorkerError, WorkerLostError
-from sync_core.notice import Notice
-from sync_core.payload import Payload
+from sync_core.plugins.contexts import TransportContext
 from sync_core.stores.life import SIGNS, Pulse, Watch
 from sync_core.stores.records import SENDER, Records, worker_record
 from sync_core.stores.store import Store, StoreOptions
-from sync_core.transport import Delivery, SenderTransport
+from sync_core.transports.notice import Notice
+from sync_core.transports.transport import Delivery, SenderTransport
+from sync_core.weights.payload import Payload
 
 _log = logging.getLogger("sync_core")
 

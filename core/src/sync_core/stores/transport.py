@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sync_core.contexts import TransportContext
+from sync_core.plugins.contexts import TransportContext
 from sync_core.stores.receiver import StoreReceiver
 from sync_core.stores.sender import StoreSender
 from sync_core.stores.store import Store, StoreOptions
-from sync_core.transport import ReceiverTransport, SenderTransport
+from sync_core.transports.transport import ReceiverTransport, SenderTransport
 
 
 def store_transport(

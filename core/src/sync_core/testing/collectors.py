@@ -10,18 +10,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from sync_core import (
-    ClosedError,
-    ModelError,
-    PendingSend,
-    RemoteCallError,
-    SendReport,
-    WorkerGroup,
-    registry,
-)
+from sync_core import ClosedError, ModelError, PendingSend, RemoteCallError, SendReport, WorkerGroup
 from sync_core.collector import Collector
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv
+from sync_core.plugins import registry
 from sync_core.testing.cases import Conformance
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from sync_core.finding import Finding
+from sync_core.plugins.finding import Finding
 
 # Like worker processes, this one finds whatever only the sys.path of its parent leads to.
 _BOOT = (

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from sync_core.finding import Finding
+from sync_core.plugins.finding import Finding
 
 _MIB = 1 << 20
 _SHARED = Path("/dev/shm")  # noqa: S108  # it is looked at, and not written to

@@ -12,11 +12,11 @@ from contextlib import suppress
 from importlib_metadata import PackageNotFoundError, distribution
 from packaging.requirements import Requirement
 
-from sync_core import registry
 from sync_core.errors import PluginConflictError
-from sync_core.finding import Finding
-from sync_core.installed import entry_points_of, owner_of
-from sync_core.requirements import (
+from sync_core.plugins import registry
+from sync_core.plugins.finding import Finding
+from sync_core.plugins.installed import entry_points_of, owner_of
+from sync_core.plugins.requirements import (
     Distribution,
     installed_version,
     is_core,

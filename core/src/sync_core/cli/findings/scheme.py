@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-from sync_core import registry
 from sync_core.errors import SyncError
-from sync_core.finding import Finding
-from sync_core.registry import Plugin
+from sync_core.plugins import registry
+from sync_core.plugins.finding import Finding
+from sync_core.plugins.registry import Plugin
 
 
 def find(name: str, timeout: float = 10.0) -> list[Finding]:

@@ -8,7 +8,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from sync_core import WorkerGroup, registry
+from sync_core import WorkerGroup
+from sync_core.plugins import registry
 
 
 @dataclass(frozen=True, kw_only=True)

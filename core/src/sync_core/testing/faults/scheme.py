@@ -5,17 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sync_core import (
-    Address,
-    ReceiverTransport,
-    SenderTransport,
-    TransportContext,
-    hookimpl,
-    registry,
-)
-from sync_core.defaults import Defaults
-from sync_core.hook_check import implemented
-from sync_core.stack import Stack
+from sync_core import Address, ReceiverTransport, SenderTransport, TransportContext, hookimpl
+from sync_core.plugins import registry
+from sync_core.plugins.defaults import Defaults
+from sync_core.plugins.hook_check import implemented
+from sync_core.plugins.stack import Stack
 from sync_core.testing.faults.fault import Fault
 from sync_core.testing.faults.receiver import FaultyReceiver, strike
 from sync_core.testing.faults.sender import FaultySender, FindPid, Marked

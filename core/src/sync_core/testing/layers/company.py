@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from sync_core import registry
+from sync_core.plugins import registry
 from sync_core.testing.layers.base import LayerCases
 from sync_core.testing.layers.weights import eighths
 from sync_core.testing.negated import Negated

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import SendError, SkipContext, registry
-from sync_core.hook_check import implemented
+from sync_core import SendError, SkipContext
+from sync_core.plugins import registry
+from sync_core.plugins.hook_check import implemented
 from sync_core.testing.layers.base import LayerCases
 from sync_core.testing.layers.weights import eighths
 from sync_core.testing.schemes.models import fingerprints, make_policy

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Protocol
 
 import pytest
 
-from sync_core import Sender, WorkerGroup, registry
-from sync_core.groups import choose_group
+from sync_core import Sender, WorkerGroup
+from sync_core.plugins import registry
+from sync_core.plugins.groups import choose_group
 from sync_core.testing.cases import Conformance
 from sync_core.testing.schemes.pool import Pool, Workers, borrow_pool
 

@@ -25,8 +25,8 @@ from sync_core import (
     SenderLostError,
     SendError,
     UnknownWorkerError,
-    registry,
 )
+from sync_core.plugins import registry
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import make_policy
 

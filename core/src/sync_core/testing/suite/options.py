@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from sync_core import PluginError, registry
+from sync_core import PluginError
+from sync_core.plugins import registry
 from sync_core.testing import LayerConformance, SchemeConformance, WorkerGroupConformance
 from sync_core.testing.cases import Conformance
 

@@ -1,0 +1,247 @@
+"""A model bound to its layout: its tensors are found once, then read and written in one go."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sync_core.errors import ModelError
+from sync_core.models import commit
+from sync_core.models.compare import check_match
+from sync_core.models.extra_state import is_extra_state
+from sync_core.models.extract import Strategy, check_strategy
+from sync_core.models.finder import finder
+from sync_core.models.flat import Flat
+from sync_core.models.lent import Lent, lend
+from sync_core.models.pointing import Pointing
+from sync_core.models.several import modules_in
+from sync_core.weights.copying import copy
+from sync_core.weights.layout import Layout
+from sync_core.weights.update import Update
+
+_kind = operator.attrgetter("dtype", "shape")
+
+# Below so many bytes, one copy is no faster than one for each tensor.
+_WORTHWHILE = 1 << 20
+
+
+class Binding:
+    """A model, or several, whose weights are read into updates and written from them.
+
+    What was found in the model is kept while the model stays as it is; finding out that it did
+    costs no Python code per tensor of a module. A write is all of the models or none. Parameters
+    that view an update's memory are watched: the write after one in place by someone else raises.
+
+    Args:
+        model: an `nn.Module`, a TensorDict or a state_dict, whose tensors are read and written
+            in place; or a mapping from names to such models.
+        strategy: ``"tensordict"`` or ``"state_dict"``; see `sync_core.models.extract.Strategy`.
+
+    Raises:
+        ModelError: the model has no tensors, or one that cannot travel.
+    """
+
+    def __init__(self, model: Any, strategy: Strategy = "tensordict") -> None:
+        check_strategy(strategy)
+        self.model = model
+        self._strategy = strategy
+        self._find = finder(model, strategy)
+        self._named: dict[str, Tensor] = {}
+        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
+        self._layout = Layout(())
+        self._modules: commit.Modules = ()
+        self._writable = False
+        self._extra_state = False
+        self._flat: Flat | None = None
+        self._tried_flat = False
+        self._pointing: Pointing | None = None
+        self._lent: Lent | None = None
+        if not self.layout.specs:
+            raise ModelError(
+                f"{type(model).__name__} has no tensors, so there is nothing to synchronise"
+            )
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the model as it is now."""
+        named = self._find()
+        if named is not self._named:
+            self._modules = modules_in(self.model)
+        if not self._fits_layout(named):
+            self._layout = Layout.of(named)
+            self._kinds = list(map(_kind, named.values()))
+            self._writable = False
+            self._extra_state = any(map(is_extra_state, named))
+        self._named = named
+        return self._layout
+
+    def read(self) -> Update:
+        """The model's weights as an update that aliases them.
+
+        Raises:
+            ModelError: a tensor's memory was taken away.
+        """
+        layout = self.layout
+        if flat := self._current_flat():
+            return Update(layout, flat.block)
+        _check_memory(self._named)
+        return Update(layout, self._travelling())
+
+    def consolidate(self) -> None:
+        """Move the model's tensors side by side, laid out like a payload; see `Flat.gather`.
+
+        Raises:
+            ModelError: that cannot be done, or somebody would notice; nothing was moved.
+        """
+        layout, prefixes = self.layout, self._module_prefixes()
+        for name in self._named:
+            if is_extra_state(name):
+                raise ModelError(f"{name!r} is made anew whenever it is read; it has no memory")
+            if not name.startswith(prefixes):
+                raise ModelError(f"{name!r} is no module's; only modules are moved")
+        if not self._current_flat():
+            self._flat = Flat.gather(layout, self._named)
+
+    def write(
+        self,
+        update: Update,
+        *,
+        partial: bool = False,
+        zero_copy: bool = False,
+        version: int = 0,
+    ) -> None:
+        """Load an update, all of it or nothing.
+
+        Args:
+            update: the weights.
+            partial: whether the update may lack some of the model's tensors.
+            zero_copy: whether parameters become the update's tensors. Buffers are copied still,
+                since modules write to them (running statistics, for example).
+            version: the version of the weights; 0 for weights whose memory nobody else reads, so
+                that zero-copy parameters may be written to.
+
+        Raises:
+            LayoutMismatchError: a name, dtype or shape differs; nothing was written.
+            ModelError: a tensor of the model cannot be written to, or was written to in place
+                since zero-copy pointed it at the version before; nothing was written. The latter
+                is said once: the next write goes ahead.
+        """
+        self._check_lent()
+        if not zero_copy and self._strategy == "tensordict" and self._write_flat(update):
+            return
+        mine, theirs = self.layout, update.layout
+        if mine != theirs:
+            check_match(theirs, mine, partial=partial)
+        if not self._writable:
+            commit.check_writable(self._named)
+            self._writable = True
+        _check_memory(self._named)
+        if self._extra_state:
+            with commit.extra_state_set(self._modules, dict(update.items())):
+                self._write_tensors(update, zero_copy=zero_copy, version=version)
+        else:
+            self._write_tensors(update, zero_copy=zero_copy, version=version)
+
+    def _check_lent(self) -> None:
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            lent.check()
+            self._lent = lent
+
+    def _travelling(self) -> list[Tensor]:
+        if not self._layout.aliases:
+            return list(self._named.values())
+        return [self._named[spec.name] for spec in self._layout.specs]
+
+    def _fits_layout(self, named: dict[str, Tensor]) -> bool:
+        known = self._named
+        if not known or (named is not known and list(named) != list(known)):
+            return False
+        # One at a time: thousands of tuples alive at once would set off the garbage collector.
+        if not all(map(operator.eq, map(_kind, named.values()), self._kinds)):
+            return False
+        return all(
+            named[name].data_ptr() == named[owner].data_ptr()
+            for name, owner in self._layout.aliases
+        )
+
+    def _write_tensors(self, update: Update, *, zero_copy: bool, version: int) -> None:
+        if self._strategy == "state_dict" and self._modules:
+            self._load_state_dicts(update)
+        elif zero_copy:
+            self._write_zero_copy(update, version)
+        elif self._layout == update.layout:
+            self._write_whole(update)
+        else:
+            _copy((mine, new) for _, mine, new in self._matched(update))
+
+    def _load_state_dicts(self, update: Update) -> None:
+        commit.load_state_dicts(self._modules, dict(update.items()))
+        matched, prefixes = self._matched(update), self._module_prefixes()
+        _copy((mine, new) for name, mine, new in matched if not name.startswith(prefixes))
+
+    def _write_flat(self, update: Update) -> bool:
+        """Load an update byte by byte, if the model still is as it was when it was gathered."""
+        if not update.bodies or any(body.device.type != "cpu" for body in update.bodies):
+            return False
+        if update.layout != self.layout:
+            return False
+        flat = self._current_flat()
+        if flat is None:
+            return False
+        flat.write(update.bodies)
+        return True
+
+    def _current_flat(self) -> Flat | None:
+        """Where the model's tensors lie side by side, if they do."""
+        if self._flat is None or not self._flat.holds(self._layout, self._named):
+            self._flat = Flat.find(self._layout, self._named)
+        return self._flat
+
+    def _write_whole(self, update: Update) -> None:
+        copy(self._travelling(), update.tensors)
+        if update.bodies and not self._tried_flat and self._layout.body_nbytes >= _WORTHWHILE:
+            self._tried_flat = True
+            # What cannot be moved is written where it is.
+            with suppress(ModelError):
+                self.consolidate()
+
+    def _matched(self, update: Update) -> list[tuple[str, Tensor, Tensor]]:
+        """Names, the model's tensors, and the update's."""
+        index, tensors = update.layout.index, update.tensors
+        return [
+            (name, tensor, tensors[index[name]])
+            for name, tensor in self._named.items()
+            if name in index
+        ]
+
+    def _module_prefixes(self) -> tuple[str, ...]:
+        return tuple(prefix for prefix, _ in self._modules)
+
+    def _write_zero_copy(self, update: Update, version: int) -> None:
+        if self._pointing is None or not self._pointing.is_for(self._named, update.layout):
+            self._pointing = Pointing(self._named, update.layout, self._module_prefixes())
+        self._pointing.apply(update.tensors)
+        self._lent = lend(self._pointing.pointed, version) if version else None
+
+
+def _check_memory(named: Mapping[str, Tensor]) -> None:
+    if all(map(Tensor.data_ptr, named.values())):
+        return
+    # Such a tensor has no address. To read it, or to write to it, would end the process.
+    for name, tensor in named.items():
+        if tensor.numel() and not tensor.data_ptr():
+            raise ModelError(
+                f"{name!r} has no memory: its storage was resized to nothing, as sharding does "
+                "with parameters that are not in use; send and receive while the model is whole"
+            )
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    pairs = list(pairs)
+    copy([mine for mine, _ in pairs], [new for _, new in pairs])

@@ -1,0 +1,93 @@
+"""Writes weights into a model: everything, or nothing when something fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sync_core.errors import ModelError
+from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state, rebuild
+from sync_core.models.extract import non_persistent_buffers
+
+#: Modules, each with the prefix that the names of its tensors have.
+Modules = Sequence[tuple[str, nn.Module]]
+
+
+def own_memory(named: Mapping[str, Tensor], lent: Sequence[Tensor]) -> None:
+    """Give every tensor that views the memory of ``lent`` a copy of its own."""
+    memory = {tensor.untyped_storage().data_ptr() for tensor in lent}
+    # In inference mode they would be given memory that cannot be trained.
+    with torch.inference_mode(mode=False):
+        for tensor in named.values():
+            if tensor.untyped_storage().data_ptr() in memory:
+                tensor.data = tensor.data.clone()
+
+
+def check_writable(named: Mapping[str, Tensor]) -> None:
+    """Raise `ModelError` for a tensor whose elements share memory."""
+    for name, tensor in named.items():
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        if tensor.numel() > 1 and any(size > 1 and stride == 0 for size, stride in sizes):
+            raise ModelError(
+                f"{name!r} was made by expand(): its elements share memory and cannot be written "
+                "one by one; clone() it first"
+            )
+
+
+@contextmanager
+def extra_state_set(modules: Modules, named: Mapping[str, Tensor]) -> Iterator[None]:
+    """Set the extra state of modules; put the old one back in all of them if anything raises."""
+    replaced: list[tuple[nn.Module, Any]] = []
+    try:
+        for prefix, root in modules:
+            for suffix, module in modules_with_extra_state(root):
+                name, old = prefix + suffix, module.get_extra_state()
+                # A copy, since a module may write what it is given into what it has.
+                replaced.append((module, rebuild(name, old, dict(flatten(name, old)))))
+                module.set_extra_state(rebuild(name, old, named))
+        yield
+    except BaseException:
+        # Backwards, since a module that two models share was set twice.
+        for module, old in reversed(replaced):
+            module.set_extra_state(old)
+        raise
+
+
+def load_state_dicts(modules: Modules, named: Mapping[str, Tensor]) -> None:
+    """Load through each module's own `load_state_dict`; put all old weights back if one raises."""
+    with ExitStack() as stack:
+        for prefix, module in modules:
+            own = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in named.items()
+                if name.startswith(prefix) and not is_extra_state(name)
+            }
+            stack.enter_context(_put_back_on_error(module))
+            _load_state_dict(module, own)
+
+
+def _load_state_dict(module: nn.Module, named: Mapping[str, Tensor]) -> None:
+    state = module.state_dict()
+    with torch.no_grad():
+        for name, buffer in non_persistent_buffers(module).items():
+            if name in named:
+                buffer.copy_(named[name])
+    module.load_state_dict({k: v for k, v in named.items() if k in state}, strict=False)
+
+
+@contextmanager
+def _put_back_on_error(module: nn.Module) -> Iterator[None]:
+    state = module.state_dict() | non_persistent_buffers(module)
+    backup = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            current = module.state_dict() | non_persistent_buffers(module)
+            for name, value in backup.items():
+                current[name].copy_(value)
+        raise

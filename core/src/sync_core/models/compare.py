@@ -1,0 +1,64 @@
+"""Whether the weights that arrive fit the model that is to hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sync_core.errors import LayoutMismatchError
+from sync_core.weights.layout import Layout
+
+_SHOWN = 8
+
+
+def check_match(weights: Layout, model: Layout, *, partial: bool = False) -> None:
+    """Raise `LayoutMismatchError` unless every tensor of the weights fits one of the model.
+
+    Nothing is broadcast, cast or guessed.
+
+    Args:
+        weights: the layout of what is to be loaded.
+        model: the layout of what is to hold it.
+        partial: whether the weights may lack some of the model's tensors.
+
+    Example:
+        >>> import torch
+        >>> check_match(Layout.of({"w": torch.ones(1, 2)}), Layout.of({"w": torch.ones(3, 2)}))
+        Traceback (most recent call last):
+        ...
+        sync_core.errors.LayoutMismatchError: the weights do not fit the model; nothing was written:
+          'w' is float32[1, 2] in the weights and float32[3, 2] in the model
+    """
+    problems = list(_problems(weights, model, partial=partial))
+    if not problems:
+        return
+    shown = problems[:_SHOWN]
+    if len(problems) > _SHOWN:
+        shown.append(f"… and {len(problems) - _SHOWN} more")
+    raise LayoutMismatchError(
+        "the weights do not fit the model; nothing was written:\n  " + "\n  ".join(shown)
+    )
+
+
+def _problems(weights: Layout, model: Layout, *, partial: bool) -> Iterator[str]:
+    for name in weights.names:
+        if name not in model.index:
+            yield f"{name!r} is in the weights, not in the model"
+    for name in model.names:
+        if name not in weights.index:
+            if not partial:
+                yield f"{name!r} is in the model, not in the weights (partial=True allows that)"
+            continue
+        theirs, mine = weights.specs[weights.index[name]], model.specs[model.index[name]]
+        if (theirs.dtype, theirs.shape) != (mine.dtype, mine.shape):
+            yield (
+                f"{name!r} is {_kind(theirs.dtype, theirs.shape)} in the weights "
+                f"and {_kind(mine.dtype, mine.shape)} in the model"
+            )
+    for name, owner in model.aliases:
+        both = name in weights.index and owner in weights.index
+        if both and weights.index[name] != weights.index[owner]:
+            yield f"{name!r} and {owner!r} are one tensor in the model and two in the weights"
+
+
+def _kind(dtype: object, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -1,0 +1,109 @@
+"""Named tensors from whatever holds weights: a module, a TensorDict, a state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from sync_core.errors import ModelError
+from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state
+from sync_core.models.several import leaves
+
+#: ``"tensordict"`` reads a module's parameters and buffers; ``"state_dict"`` asks the module for
+#: its `state_dict`, so that the hooks it has there are honoured.
+Strategy = Literal["tensordict", "state_dict"]
+
+
+def check_strategy(strategy: str) -> None:
+    """Raise `ValueError` unless the strategy is one of the two."""
+    if strategy not in ("tensordict", "state_dict"):
+        raise ValueError(f"strategy must be 'tensordict' or 'state_dict', not {strategy!r}")
+
+
+def named_tensors(weights: Any, strategy: Strategy = "tensordict") -> dict[str, Tensor]:
+    """The tensors that hold ``weights``, under dotted names; aliases of them, not copies.
+
+    Args:
+        weights: an `nn.Module`, a TensorDict, or a mapping, flat or nested, of tensors and of
+            models such as these.
+        strategy: how a module is read; see `Strategy`.
+
+    Raises:
+        ModelError: weights of another kind, something in them that is no tensor, or two tensors
+            under one name.
+    """
+    if isinstance(weights, Mapping):
+        return combined(
+            (name, from_module(leaf, strategy) if isinstance(leaf, nn.Module) else leaf)
+            for name, leaf in leaves(weights)
+        )
+    if isinstance(weights, nn.Module):
+        return from_module(weights, strategy)
+    raise ModelError(
+        f"cannot read weights from a {type(weights).__name__}; "
+        "give an nn.Module, a TensorDict or a state_dict"
+    )
+
+
+def combined(found: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
+    """One dict of what was found in several models.
+
+    Args:
+        found: names, each with a tensor or with a dict of named tensors.
+
+    Raises:
+        ModelError: something that is no tensor, or two tensors under one name.
+    """
+    named: dict[str, Tensor] = {}
+    for name, value in found:
+        if isinstance(value, dict):
+            for inner, tensor in value.items():
+                _put(f"{name}.{inner}", tensor, named)
+        else:
+            _put(name, value, named)
+    return named
+
+
+def from_module(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
+    """The parameters, buffers (non-persistent ones too) and extra state of a module."""
+    if strategy == "tensordict":
+        named = plain_tensors(module)
+    else:
+        state = module.state_dict(keep_vars=True)
+        named = {name: value for name, value in state.items() if not is_extra_state(name)}
+        named |= non_persistent_buffers(module)
+    return named | extra_tensors(module)
+
+
+def plain_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module, read from it directly."""
+    named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return named | dict(module.named_buffers(remove_duplicate=False))
+
+
+def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The extra state of a module and its submodules, as named tensors."""
+    named: dict[str, Tensor] = {}
+    for name, submodule in modules_with_extra_state(module):
+        named |= dict(flatten(name, submodule.get_extra_state()))
+    return named
+
+
+def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a module's `state_dict` leaves out."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, submodule in module.named_modules(remove_duplicate=False)
+        for name, buffer in submodule._buffers.items()
+        if name in submodule._non_persistent_buffers_set and buffer is not None
+    }
+
+
+def _put(name: str, value: Any, named: dict[str, Tensor]) -> None:
+    if not isinstance(value, Tensor):
+        raise ModelError(f"{name!r} is a {type(value).__name__}; only tensors travel")
+    if name in named:
+        raise ModelError(f"two tensors are named {name!r}, one flat and one nested")
+    named[name] = value

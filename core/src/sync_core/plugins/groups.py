@@ -1,0 +1,68 @@
+"""Which worker group goes with which scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sync_core.errors import OptionError
+from sync_core.plugins import registry
+from sync_core.workers.worker_group import WorkerGroup
+
+
+def choose_group(schemes: Sequence[Any], workers: Any) -> type[WorkerGroup]:
+    """The class of worker group that was asked for, or the one that suits the schemes.
+
+    That is the group of a scheme's own name where there is one, else ``process`` if the scheme
+    moves weights between processes, else ``inline``. Of several schemes, the first that moves none
+    between processes decides, or else the first.
+
+    Args:
+        schemes: names or objects of schemes.
+        workers: a group's name or class; None to choose.
+
+    Raises:
+        PluginError: scheme or group cannot be found or used.
+        OptionError: by what they declare, the scheme cannot reach workers of that group.
+    """
+    plugins = [registry.find(registry.SCHEMES, scheme) for scheme in schemes]
+    within = [plugin for plugin in plugins if "cross_process" not in plugin.capabilities]
+    if workers is None:
+        workers = _default_group((within or plugins)[0])
+    found = registry.find(registry.WORKERS, workers)
+    for plugin in plugins:
+        _check_together(plugin, found)
+    group: type[WorkerGroup] = found.object
+    return group
+
+
+def shares_policy(scheme: Any) -> bool:
+    """Whether workers act with the trainer's own object under this scheme."""
+    return "same_object" in registry.find(registry.SCHEMES, scheme).capabilities
+
+
+def _default_group(scheme: registry.Plugin) -> str:
+    names = {entry.name for entry in registry.installed(registry.WORKERS)}
+    if scheme.name in names:
+        return scheme.name
+    return "process" if "cross_process" in scheme.capabilities else "inline"
+
+
+def _check_together(scheme: registry.Plugin, group: registry.Plugin) -> None:
+    if "cross_process" not in group.capabilities:
+        return
+    if "same_object" in scheme.capabilities:
+        raise OptionError(
+            f"{scheme.describe()} lets workers act with the trainer's own policy, and those of "
+            f"{group.describe()} are in other processes; use scheme='shm', or workers='inline'"
+        )
+    if "cross_process" not in scheme.capabilities:
+        raise OptionError(
+            f"{scheme.describe()} moves weights within a process, and the workers of "
+            f"{group.describe()} are in others; use scheme='shm', or workers='thread'"
+        )
+    if "descriptors" in scheme.capabilities - group.capabilities:
+        raise OptionError(
+            f"{scheme.describe()} gives each worker an open file, and {group.describe()} cannot "
+            "pass it on; use workers='process', or scheme='dist'"
+        )

@@ -1,0 +1,1 @@
+"""The worker's side: from what arrives to a model that holds it."""

@@ -1,0 +1,86 @@
+"""Receives in a thread of its own, so that a version has come already when it is asked for."""
+
+from __future__ import annotations
+
+import threading
+
+from sync_core.transports.answer import Answer
+from sync_core.transports.transport import ReceiverTransport
+from sync_core.weights.payload import Payload
+
+# How long the thread may take to notice that it is to end, in seconds.
+_TICK = 0.1
+# How long closing waits for a transport that has begun to receive and does not come back.
+_PATIENCE = 2.0
+
+
+class Background(ReceiverTransport):
+    """Stages the newest version, and leaves the commit to whoever calls `receive`.
+
+    Args:
+        transport: what receives; owned from now on.
+    """
+
+    def __init__(self, transport: ReceiverTransport) -> None:
+        self._transport = transport
+        self._changed = threading.Condition()
+        self._staged: Payload | None = None
+        self._failure: Exception | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._stage, name="sync-receiver", daemon=True)
+        self._thread.start()
+
+    def receive(self, timeout: float) -> Payload | None:
+        """The version that is staged, or the next one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._staged or self._failure, timeout)
+            payload, self._staged = self._staged, None
+            if payload is not None:
+                return payload
+            failure, self._failure = self._failure, None
+            self._changed.notify_all()
+        if failure is not None:
+            raise failure
+        return None
+
+    def acknowledge(self, answer: Answer) -> None:
+        """Answer."""
+        self._transport.acknowledge(answer)
+
+    def close(self) -> None:
+        """End the thread, which closes what receives as soon as that has come back."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_PATIENCE)
+
+    def _stage(self) -> None:
+        try:
+            while not self._closed:
+                try:
+                    payload = self._transport.receive(_TICK)
+                except Exception as error:
+                    self._fail(error)
+                    continue
+                if payload is not None:
+                    self._replace(payload)
+        finally:
+            if self._staged is not None:
+                self._staged.release()
+                self._staged = None
+            self._transport.close()
+
+    def _replace(self, payload: Payload) -> None:
+        with self._changed:
+            replaced, self._staged = self._staged, payload
+            self._changed.notify_all()
+        if replaced is not None:
+            replaced.release()
+
+    def _fail(self, error: Exception) -> None:
+        """Let the next `receive` raise it, and go on after that."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or self._failure is None)

@@ -1,0 +1,339 @@
+"""The worker's side: receives versions of the weights and commits them to a model."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sync_core.errors import (
+    AddressError,
+    ClosedError,
+    ModelError,
+    ReadbackError,
+    SenderLostError,
+    SyncError,
+)
+from sync_core.models.binding import Binding
+from sync_core.models.compare import check_match
+from sync_core.models.extract import Strategy, named_tensors
+from sync_core.models.several import look_up, refers
+from sync_core.plugins import registry
+from sync_core.plugins.address import Address
+from sync_core.plugins.defaults import Defaults
+from sync_core.plugins.hook_check import implemented
+from sync_core.plugins.stack import Stack
+from sync_core.plugins.verify import Verification
+from sync_core.receiving.background import Background
+from sync_core.receiving.getter import address_of
+from sync_core.receiving.lease import Lease, vacate
+from sync_core.seconds import check_seconds
+from sync_core.transports.answer import Answer
+from sync_core.transports.clock import clock_id
+from sync_core.transports.transport import ReceiverTransport
+from sync_core.weights.payload import Payload
+from sync_core.weights.update import Update
+
+
+class Receiver:
+    """Receives the weights of one model in one worker.
+
+    Args:
+        address: what `Sender.address` gave for this worker.
+        model: what the weights are committed to: a module, a TensorDict or a state_dict, all
+            written in place; a string such as ``"env.value_net"``, looked up in ``context`` at
+            every commit; a mapping from names to such models, all of which are committed or
+            none; or, for a scheme that loads weights itself, whatever it loads into. None for a
+            model that is registered later.
+        context: the object in which string references are looked up.
+        timeout: deadline of blocking calls, in seconds; None for the sender's.
+        background: with a scheme whose weights take time to come, receive them in a thread,
+            which only stages the newest version; `receive` commits it, in the thread that calls.
+        on_commit: called with every version that was committed, before the sender is told that
+            it was; should it raise, the sender is told that instead. It is for whoever passes
+            weights on: nobody is told that they have arrived before they have.
+
+    Raises:
+        AddressError: not an address, or one that cannot be reached from here.
+        LayoutMismatchError: the model does not fit the sender's; names, dtypes and shapes of
+            both are in the message.
+        ModelError: the model is lazy, empty, or cannot be written to.
+        SenderLostError: the sender is gone.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        model: Any = None,
+        *,
+        context: Any = None,
+        timeout: float | None = None,
+        background: bool = False,
+        on_commit: Callable[[int], object] | None = None,
+    ) -> None:
+        if not isinstance(address, Address):
+            raise AddressError(f"{address!r} is no address; get one by sender.address(worker_id)")
+        self._address = address
+        self._context = context
+        self._timeout = address.timeout if timeout is None else check_seconds(timeout)
+        self._on_commit = on_commit
+        self._backend = registry.find("sync.schemes", address.scheme)
+        layers = [registry.find("sync.layers", layer) for layer in address.layers]
+        defaults = Defaults(address.strategy)
+        self._verification = Verification(address.verify, self._backend, layers, address.strategy)
+        self._stack = Stack(defaults, self._backend, self._verification.layers)
+        self._reshapes = any(
+            "apply_weights" in implemented(plugin.object) for plugin in (self._backend, *layers)
+        )
+        self._stack_without_layers = Stack(defaults, self._backend, ())
+        self._model: Any = None
+        self._found: Any = None
+        self._version = 0
+        self._staged: Payload | None = None
+        self._loaded = False
+        self._load_began = self._load_ended = 0.0
+        self._lease = Lease()
+        if model is not None:
+            self.register_model(model)
+        transport = self._stack.create_receiver_transport(
+            address.transport_context(self._backend.name, self._timeout)
+        )
+        staged = background and "background" in self._backend.capabilities
+        self._transport = Background(transport) if staged else transport
+        self._leave = weakref.finalize(self, _leave, self._transport, self._lease)
+        self._leave.atexit = False
+
+    @classmethod
+    def from_getter(
+        cls, getter: Callable[[], Any], model: Any, *, strategy: Strategy = "tensordict"
+    ) -> Self:
+        """A receiver that has no sender: every `receive` asks a function for the weights.
+
+        Args:
+            getter: gives a module, a TensorDict or a state_dict; or None when there is nothing
+                new.
+            model: what the weights are committed to.
+            strategy: ``"tensordict"`` or ``"state_dict"``.
+
+        Example:
+            >>> server, local = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+            >>> Receiver.from_getter(lambda: server, local).receive()
+            1
+            >>> torch.equal(server.weight, local.weight)
+            True
+        """
+        return cls(address_of(getter, model, strategy), model)
+
+    @property
+    def version(self) -> int:
+        """The version that the model has; 0 before the first commit."""
+        return self._version
+
+    @property
+    def model_id(self) -> str:
+        """The model's name."""
+        return self._address.model_id
+
+    def register_model(self, model: Any) -> None:
+        """Say what the weights are committed to; see the argument ``model``.
+
+        Raises:
+            LayoutMismatchError: the model does not fit the sender's.
+        """
+        if refers(model):
+            if self._context is None:
+                raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
+        elif not self._reshapes:
+            layout = Binding(model, self._address.strategy).layout
+            check_match(self._address.layout, layout, partial=self._address.partial)
+        self._model = model
+
+    def receive(self, timeout: float | None = None) -> int | None:
+        """Commit the newest version, if there is one that the model does not have.
+
+        Args:
+            timeout: seconds to wait for one; 0 looks and returns; None for the receiver's own
+                deadline.
+
+        Returns:
+            The version committed, or None when there was no newer one in time.
+
+        Raises:
+            SenderLostError: the sender has closed or died; the model keeps its version.
+            SyncError: the weights could not be committed. The model keeps its version, unless
+                it was a layer or ``on_commit`` that raised after they were loaded: see `version`.
+                The sender is told which.
+        """
+        if self.stage(timeout) is None:
+            return None
+        try:
+            self.load()
+        except BaseException as error:
+            self.reject(error)
+            raise
+        return self.confirm()
+
+    def stage(self, timeout: float | None = None) -> int | None:
+        """Fetch what `receive` would commit, and keep it; see `receive_together`.
+
+        What was staged before is dropped: a sender may wait for its answer before it offers more.
+
+        Returns:
+            The version that is staged now, or None when there was no newer one in time.
+        """
+        if not self._leave.alive:
+            raise ClosedError("the receiver is closed")
+        seconds = self._timeout if timeout is None else check_seconds(timeout)
+        self.reject(SyncError("a newer version was asked for before this one was committed"))
+        deadline = time.monotonic() + seconds
+        payload = self._next(deadline)
+        while payload is not None and payload.version <= self._version:
+            payload.release()
+            payload = self._next(deadline)
+        if payload is None:
+            return None
+        self._staged, self._loaded = payload, False
+        return payload.version
+
+    @property
+    def staged(self) -> int:
+        """The version that is staged, or else the one that the model has."""
+        return self._version if self._staged is None else self._staged.version
+
+    def load(self) -> None:
+        """Write what is staged into the model; to be followed by `confirm` or `reject`."""
+        if self._staged is not None:
+            self._load_began = time.perf_counter()
+            update = Update(self._staged.layout, self._staged.source)
+            context = self._address.apply_context(self._staged.version)
+            model = self._resolve_model()
+            try:
+                # What a layer makes in inference mode could not be trained.
+                with torch.inference_mode(mode=False):
+                    self._stack.apply_weights(update, model, context)
+            finally:
+                self._loaded = self._stack.applied
+            self._load_ended = time.perf_counter()
+
+    def reject(self, error: BaseException) -> None:
+        """Drop what is staged, and tell the sender why."""
+        payload, self._staged = self._staged, None
+        if payload is None:
+            return
+        if self._loaded and not isinstance(error, ReadbackError):
+            self._version = payload.version
+        if self._address.zero_copy and self._found is not None:
+            # It may have been pointed at the payload already, unless it cannot be read at all.
+            with suppress(ModelError):
+                vacate(self._found, payload)
+        else:
+            payload.release()
+        self._answer(Answer.refusal(payload.version, error, loaded=self._loaded))
+
+    def confirm(self) -> int:
+        """Make what was loaded the model's version, and tell the sender so."""
+        payload, self._staged = self._staged, None
+        if payload is None:
+            return self._version
+        self._version = payload.version
+        if self._address.zero_copy:
+            self._lease.replace(self._found, payload)
+        else:
+            payload.release()
+        try:
+            if self._on_commit is not None:
+                self._on_commit(payload.version)
+        except BaseException as error:
+            self._answer(Answer.refusal(payload.version, error, loaded=True))
+            raise
+        now = time.perf_counter()
+        self._answer(
+            Answer(
+                version=payload.version,
+                stage_seconds=payload.stage_seconds,
+                commit_seconds=self._load_ended - self._load_began,
+                pause_seconds=now - self._load_began,
+                known_at=payload.known_at,
+                answered_at=now,
+                clock=None if payload.known_at is None else clock_id(),
+                digest=self._verification.digest,
+            )
+        )
+        return payload.version
+
+    def snapshot(self) -> Mapping[str, Tensor] | None:
+        """A copy of the model's weights; None where the scheme alone knows how to load them."""
+        if self._stack_without_layers.implements("apply_weights"):
+            return None
+        named = named_tensors(self._resolve_model(), self._address.strategy)
+        return {name: tensor.detach().clone() for name, tensor in named.items()}
+
+    def apply_weights(self, weights: Any) -> None:
+        """Commit weights given by hand; the version stays what it is.
+
+        Args:
+            weights: a module, a TensorDict, a state_dict, or a mapping from names to these.
+
+        Raises:
+            LayoutMismatchError: they do not fit the model; nothing was written.
+        """
+        update = Update.of(named_tensors(weights, self._address.strategy))
+        # What zero-copy parameters view is shared and read-only, so they get memory of their own.
+        if self._address.zero_copy:
+            update.replace([tensor.detach().clone() for tensor in update.tensors])
+        self._stack_without_layers.apply_weights(
+            update, self._resolve_model(), self._address.apply_context(version=0)
+        )
+        self._loaded = False
+
+    def update_weights(self, weights: Any = None) -> int | None:
+        """Commit the weights given, or what the sender has; see `apply_weights` and `receive`."""
+        if weights is None:
+            return self.receive()
+        self.apply_weights(weights)
+        return self._version
+
+    __call__ = update_weights
+
+    def close(self) -> None:
+        """Leave the sender. The model keeps what it has, in memory of its own."""
+        if self._staged is not None:
+            self._staged.release()
+            self._staged = None
+        self._leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _next(self, deadline: float) -> Payload | None:
+        try:
+            # What a transport allocates may become the memory of parameters, or of later versions.
+            with torch.inference_mode(mode=False):
+                return self._transport.receive(max(0.0, deadline - time.monotonic()))
+        except SenderLostError:
+            self.close()
+            raise
+
+    def _answer(self, answer: Answer) -> None:
+        # A sender that has gone meanwhile needs no answer; the next receive() says that it went.
+        with suppress(SenderLostError):
+            self._transport.acknowledge(answer)
+
+    def _resolve_model(self) -> Any:
+        if self._model is None:
+            raise ModelError("the receiver has no model; give it one, or call register_model()")
+        self._found = look_up(self._model, self._context, self._found)
+        return self._found
+
+
+def _leave(transport: ReceiverTransport, lease: Lease) -> None:
+    lease.end()
+    transport.close()

@@ -1,0 +1,194 @@
+"""A send under way: its deliveries, its deadline, and the report at its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal, Protocol
+
+from sync_core.errors import SendError, WorkerError, WorkerTimeoutError
+from sync_core.report import SendReport, WorkerResult
+from sync_core.seconds import check_seconds
+from sync_core.stopwatch import Stopwatch
+from sync_core.transports.answer import Answer
+from sync_core.transports.clock import clock_id
+from sync_core.transports.transport import Delivery
+
+
+class Finish(Protocol):
+    """What a sender does at the end of a send."""
+
+    def __call__(self, report: SendReport, *, waited: bool) -> SendReport: ...
+
+
+class PendingSend:
+    """A send that was started and not yet waited for.
+
+    Args:
+        version: the version sent.
+        deliveries: one for each worker that is to get it.
+        skipped: the workers that a hook held back.
+        started: when the send was called (`time.perf_counter`).
+        timeout: seconds after ``started`` by which every worker must have answered.
+        finish: called once with the report before it is returned or raised, and with whether
+            the workers were given the time that they had.
+        unwaited: workers that get the version, and are not waited for; and why.
+        prepare_seconds: see `SendReport`.
+        publish_seconds: see `SendReport`.
+        packing: how long packing took so far.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        deliveries: Mapping[int, Delivery],
+        skipped: Sequence[int],
+        *,
+        started: float,
+        timeout: float,
+        finish: Finish,
+        unwaited: Mapping[int, Literal["quarantine", "restart"]] = MappingProxyType({}),
+        prepare_seconds: float = 0.0,
+        publish_seconds: float = 0.0,
+        packing: Stopwatch | None = None,
+    ) -> None:
+        self.version = version
+        self._deliveries = deliveries
+        self._waited = {i: d for i, d in deliveries.items() if i not in unwaited}
+        self._skipped = skipped
+        self._unwaited = unwaited
+        self._started = started
+        self._timeout = timeout
+        self._finish = finish
+        self._prepare_seconds = prepare_seconds
+        self._publish_seconds = publish_seconds
+        self._packing = packing or Stopwatch()
+        self._report: SendReport | None = None
+        # What is called at the end may ask for the report.
+        self._ending = threading.RLock()
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The workers that are to get the version."""
+        return tuple(self._deliveries)
+
+    @property
+    def nbytes(self) -> int:
+        """How much each of them gets, in bytes."""
+        return max((delivery.nbytes for delivery in self._deliveries.values()), default=0)
+
+    @property
+    def unanswered(self) -> Mapping[int, Delivery]:
+        """The deliveries waited for, by worker, that have not ended."""
+        return {i: d for i, d in self._waited.items() if not d.wait(0)}
+
+    def done(self) -> bool:
+        """Whether every worker has answered, or the send was waited for already."""
+        return self._report is not None or all(d.wait(0) for d in self._waited.values())
+
+    def wait(self, timeout: float | None = None) -> SendReport:
+        """Wait until every worker has committed the version, and end the send.
+
+        A worker that has not answered by then counts as failed; should it answer later, that is
+        not taken for an answer to another send. Waiting again gives the same outcome.
+
+        Args:
+            timeout: seconds from now; None for what is left of the send's own deadline.
+
+        Raises:
+            SendError: some workers failed; the others have the version.
+        """
+        if self._report is None:
+            limit = self._started + self._timeout
+            if timeout is not None:
+                limit = time.perf_counter() + check_seconds(timeout)
+            # The one that was offered its version last is likely to answer last: fewer wake-ups.
+            for delivery in reversed(self._waited.values()):
+                delivery.wait(max(0.0, limit - time.perf_counter()))
+        report = self._end(waited=True)
+        if report.failed:
+            raise SendError(report)
+        return report
+
+    def abandon(self, reason: str | None = None) -> None:
+        """End the send now; whoever has not answered counts as failed, but is not dropped.
+
+        Args:
+            reason: why, for the report; None where the workers are late.
+        """
+        self._end(waited=False, reason=reason)
+
+    def _end(self, *, waited: bool, reason: str | None = None) -> SendReport:
+        with self._ending:
+            if self._report is None:
+                # Ended once, even if Ctrl-C comes while others are told of it.
+                self._report = self._make_report(reason)
+                self._report = self._finish(self._report, waited=waited)
+            return self._report
+
+    def _make_report(self, reason: str | None) -> SendReport:
+        now = time.perf_counter()
+        for worker_id, delivery in self._waited.items():
+            if not delivery.wait(0):
+                late = self._late(worker_id, delivery, now - self._started)
+                delivery.fail(WorkerError(worker_id, reason) if reason else late)
+        results = {i: self._result(d, now) for i, d in self._deliveries.items()}
+        for worker_id, remedy in self._unwaited.items():
+            delivery = self._deliveries[worker_id]
+            if delivery.error is not None or not delivery.wait(0):
+                results[worker_id] = WorkerResult(None, 0.0, 0, delivery.error, remedy=remedy)
+        for worker_id in self._skipped:
+            results[worker_id] = WorkerResult(None, 0.0, 0, skipped=True)
+        ordered = {worker_id: results[worker_id] for worker_id in sorted(results)}
+        return SendReport(
+            self.version,
+            now - self._started,
+            ordered,
+            prepare_seconds=self._prepare_seconds,
+            publish_seconds=self._publish_seconds,
+            pack_seconds=self._packing.seconds,
+        )
+
+    def _late(self, worker_id: int, delivery: Delivery, seconds: float) -> WorkerTimeoutError:
+        remark = f" ({delivery.remark})" if delivery.remark else ""
+        return WorkerTimeoutError(
+            worker_id,
+            f"did not confirm version {self.version} within {seconds:.1f} s; is it alive, and does "
+            f"it call receive() or, if the sender calls it, take calls in time?{remark}",
+        )
+
+    def _result(self, delivery: Delivery, now: float) -> WorkerResult:
+        error = delivery.error
+        ended = delivery.ended_at or now
+        answer = delivery.answer or Answer(version=self.version)
+        deliver, acknowledge = self._transit(answer, ended)
+        return WorkerResult(
+            version=None if error else self.version,
+            seconds=ended - self._started,
+            nbytes=0 if error else delivery.nbytes,
+            error=error,
+            stage_seconds=answer.stage_seconds,
+            commit_seconds=answer.commit_seconds,
+            deliver_seconds=deliver,
+            acknowledge_seconds=acknowledge,
+            pause_seconds=answer.pause_seconds,
+        )
+
+    def _transit(self, answer: Answer, ended: float) -> tuple[float | None, float]:
+        """How long the version took to the worker, if that is known, and its answer back."""
+        published = self._started + self._prepare_seconds + self._publish_seconds
+        known, answered = answer.known_at, answer.answered_at
+        # The order is looked at too: a virtual machine that was copied has the same clock by name.
+        if (
+            answer.clock is not None
+            and answer.clock == clock_id()
+            and known is not None
+            and answered is not None
+            and self._started <= known <= answered <= ended
+        ):
+            # A worker may begin before all of it is published.
+            return max(0.0, known - published), ended - answered
+        rest = ended - published - answer.stage_seconds - answer.commit_seconds
+        return None, max(0.0, rest)

@@ -1,0 +1,364 @@
+"""The trainer's side: sends a model's weights to workers, as versions that only grow."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, Self
+
+from sync_core.errors import ClosedError, PendingSendError
+from sync_core.models.extract import Strategy
+from sync_core.models.several import either
+from sync_core.plugins.address import Address
+from sync_core.plugins.verify import Verify
+from sync_core.release import release_with
+from sync_core.report import SendReport
+from sync_core.seconds import check_seconds
+from sync_core.sending.cadence import Cadence
+from sync_core.sending.outlet import Outlet
+from sync_core.sending.pending import PendingSend
+from sync_core.sending.remedies import OnFailure, Remedies
+from sync_core.sending.send_log import tell
+from sync_core.sending.source import Source
+from sync_core.sending.terms import Terms
+from sync_core.sending.updater import Updater
+from sync_core.stopwatch import Stopwatch
+from sync_core.weights.update import Update
+from sync_core.workers.membership import Membership, MembershipEvent
+from sync_core.workers.worker_group import WorkerGroup
+from sync_core.workers.worker_ids import as_id, check_handle, count_workers, normalize
+from sync_core.workers.worker_status import WorkerStatus
+
+_CLOSED = "the sender was closed"
+
+
+class Sender(Updater):
+    """Sends a model's weights to workers.
+
+    Args:
+        scheme: the name of an installed scheme, or a plugin object.
+        model: what is sent when `send` is given nothing: a module, a TensorDict, a state_dict,
+            a string such as ``"env.transform[0]"``, looked up in ``context`` at every send, or
+            a mapping from names to such models, which are one version: all committed, or none.
+            None means ``model_id`` in ``context``, or a model registered later.
+        num_workers: how many workers there are; their ids are ``0 … num_workers - 1``.
+        workers: handles of the workers, for a scheme that calls into them.
+        model_id: the model's name.
+        context: the object in which string references are looked up.
+        layers: names or objects of layers; each changes the update after the one before it, or
+            is called with every report (`Reporter`).
+        strategy: how a module is read and written: ``"tensordict"`` or ``"state_dict"``.
+        zero_copy: let the workers' parameters be views of what arrives; they are read-only then,
+            and after a write to one in place, where that is possible at all, `receive` raises.
+        partial: accept updates that lack some of the model's tensors.
+        on_failure: what is done about a worker that failed, after the others were updated:
+            ``"raise"`` a `SendError`; ``"drop"`` it; ``"quarantine"``, do not wait for it for a
+            time that doubles, though it gets every version, until it has committed the newest;
+            ``"restart"`` it in ``group``; or a function of a `WorkerFailure` that says which.
+        group: the worker group in which the workers run, for ``"restart"``.
+        on_restart: run in the worker started anew, ``on_restart(hosted, address)``, to make its
+            `Receiver`; None where the group's factory does.
+        verify: ``"checksum"``: checksums travel with the weights, and a worker applies nothing
+            that does not match them. ``"readback"``: also, after the commit, the worker reads its
+            model and compares it with what was written, and the sender with what it sent where no
+            layer changes values. Needs ``pip install "sync-core[verify]"``, here and there.
+        on_report: called with the report at the end of every send, also where workers failed;
+            what it raises is logged, and changes nothing.
+        timeout: deadline of blocking calls, in seconds.
+        **options: options of the scheme.
+
+    Raises:
+        PluginError: the scheme or a layer cannot be found or used.
+        OptionError: an option that the scheme does not have.
+        ModelError: the model is lazy, empty, or holds something that cannot travel.
+        CapacityError: not enough memory for the model.
+
+    Example:
+        >>> policy, copy = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+        >>> with Sender("thread", policy, num_workers=1) as sender:
+        ...     pending = sender.send_async()
+        ...     version = Receiver(sender.address(0), copy).receive()
+        ...     report = pending.wait()
+        >>> version, report.updated, torch.equal(policy.weight, copy.weight)
+        (1, (0,), True)
+    """
+
+    def __init__(
+        self,
+        scheme: Any,
+        model: Any = None,
+        *,
+        num_workers: int | None = None,
+        workers: Sequence[Any] | None = None,
+        model_id: str = "policy",
+        context: Any = None,
+        layers: Sequence[Any] = (),
+        strategy: Strategy = "tensordict",
+        zero_copy: bool = False,
+        partial: bool = False,
+        on_failure: OnFailure = "raise",
+        group: WorkerGroup | None = None,
+        on_restart: Callable[[Any, Address], object] | None = None,
+        verify: Verify | None = None,
+        on_report: Callable[[SendReport], object] | None = None,
+        timeout: float = 60.0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        timeout = check_seconds(timeout)
+        self.model_id = model_id
+        self._terms = Terms(
+            scheme=scheme,
+            layers=layers,
+            options=options,
+            model_id=model_id,
+            strategy=strategy,
+            zero_copy=zero_copy,
+            partial=partial,
+            verify=verify,
+            timeout=timeout,
+        )
+        self._members = Membership(range(count_workers(num_workers, workers)), timeout)
+        self._handles = dict(enumerate(workers or ()))
+        self._remedies = Remedies(
+            on_failure, group, on_restart, called=bool(workers), timeout=timeout
+        )
+        self._outlet = Outlet(self._terms)
+        self._reporters: list[Callable[[SendReport], object]] = [*self._outlet.reporters]
+        if on_report is not None:
+            self._reporters.append(on_report)
+        self._source = Source(context, strategy, partial=partial)
+        self._cadence = Cadence(self._outlet.stack, model_id)
+        self._version = 0
+        self._starting = threading.Lock()
+        self._pending: PendingSend | None = None
+        self._close_members = release_with(self, self._members.close)
+        self._closed = False
+        if model is None and context is not None:
+            model = model_id
+        if model is not None:
+            self.register_model(model)
+
+    def register_model(self, model: Any) -> None:
+        """Say what is sent when `send` is given nothing; see the argument ``model``."""
+        self._source.model = model
+        self._open(self._source.read(), model)
+
+    @property
+    def version(self) -> int:
+        """The newest version sent; 0 before the first."""
+        return self._version
+
+    def all_worker_ids(self) -> tuple[int, ...]:
+        """The ids of the workers."""
+        return self._members.ids
+
+    @property
+    def workers(self) -> Mapping[int, WorkerStatus]:
+        """What is known of each worker now, by id."""
+        return self._members.statuses
+
+    def subscribe(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
+        """Be told of every worker that comes into another state.
+
+        Args:
+            callback: called with each event, in order, in a thread of the sender's and without
+                locks; what it raises is logged.
+
+        Returns:
+            What ends that when it is called.
+        """
+        return self._members.subscribe(callback)
+
+    def address(self, worker_id: int) -> Address:
+        """The address that worker ``worker_id`` gives to its `Receiver`; it pickles.
+
+        Raises:
+            UnknownWorkerError: no such worker.
+            ModelError: the sender knows no model yet.
+        """
+        (worker_id,) = normalize(worker_id, self._members.ids)
+        self._check_open()
+        return self._outlet.address(worker_id)
+
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+    ) -> SendReport:
+        """Send the weights as a new version, and wait until every worker has committed it.
+
+        Args:
+            weights: a module, a TensorDict, a state_dict, a string reference, or a mapping from
+                names to these; None for the sender's model.
+            worker_ids: one worker or several; None for all. No ids: nothing is sent.
+            timeout: deadline in seconds; None for the sender's.
+            weights_dict: the weights of several models by name, instead of ``weights``.
+
+        Raises:
+            SendError: some workers failed; the others have the new version.
+            PendingSendError: another send is pending.
+            LayoutMismatchError: the weights do not fit the model; nothing was sent.
+            UnknownWorkerError: no such worker; nothing was sent.
+        """
+        pending = self.send_async(weights, worker_ids, timeout=timeout, weights_dict=weights_dict)
+        try:
+            return pending.wait()
+        finally:
+            pending.abandon()
+
+    def send_async(
+        self,
+        weights: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        *,
+        timeout: float | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+    ) -> PendingSend:
+        """Like `send`, but do not wait. The weights were read when this returns."""
+        started = time.perf_counter()
+        seconds = self._terms.timeout if timeout is None else check_seconds(timeout)
+        with self._starting:
+            self._check_ready()
+            addressed = normalize(worker_ids, self._members.ids)
+            given = either(weights, weights_dict)
+            update = self._source.read(given)
+            self._open(update, given)
+            due = self._cadence.due(addressed, self._version)
+            if due:
+                update = self._outlet.prepare(update, self._version + 1, due)
+                self._version += 1
+            prepared = time.perf_counter()
+            packing = Stopwatch()
+            deliveries = self._outlet.send(update, self._version, due, packing) if due else {}
+            self._pending = pending = PendingSend(
+                self._version,
+                deliveries,
+                [worker_id for worker_id in addressed if worker_id not in due],
+                started=started,
+                timeout=seconds,
+                finish=self._end,
+                unwaited=self._members.sent(self._version, deliveries),
+                prepare_seconds=prepared - started,
+                publish_seconds=time.perf_counter() - prepared,
+                packing=packing,
+            )
+            if self._closed:
+                # By another thread, which did not see it yet.
+                pending.abandon(_CLOSED)
+            return pending
+
+    def check(self, weights: Any = None) -> None:
+        """Raise what `send` would raise about these weights, and send nothing."""
+        self._check_open()
+        self._source.read(weights)
+
+    def wait_async(self, timeout: float | None = None) -> SendReport:
+        """Wait for the pending send; see `PendingSend.wait`.
+
+        Raises:
+            PendingSendError: none is pending.
+        """
+        pending = self._pending
+        if pending is None:
+            raise PendingSendError("no send is pending; call send_async() first")
+        return pending.wait(timeout)
+
+    def add_worker(self, worker_id: int | None = None, *, worker: Any = None) -> int:
+        """Serve one more worker, which gets the newest version as soon as it can be reached.
+
+        Args:
+            worker_id: its id; None for the next one that was never used.
+            worker: its handle, if the sender was given ``workers``.
+
+        Raises:
+            OptionError: a handle where the others have none, or none where they have one.
+            ValueError: there is such a worker already, or that is no id.
+        """
+        self._check_open()
+        check_handle(worker, needed=bool(self._handles))
+        worker_id = self._members.next_id if worker_id is None else as_id(worker_id)
+        if worker_id in self._members:
+            raise ValueError(f"there is a worker {worker_id} already")
+        self._members.add(worker_id)
+        if self._outlet.transport is not None:
+            try:
+                self._outlet.transport.add_worker(worker_id, worker)
+            except BaseException:
+                self._members.remove(worker_id)
+                raise
+        if worker is not None:
+            self._handles[worker_id] = worker
+        return worker_id
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Stop serving a worker.
+
+        Raises:
+            UnknownWorkerError: no such worker.
+        """
+        self._check_open()
+        (worker_id,) = normalize(worker_id, self._members.ids)
+        self._members.remove(worker_id)
+        self._cadence.forget(worker_id)
+        self._handles.pop(worker_id, None)
+        if self._outlet.transport is not None:
+            self._outlet.transport.remove_worker(worker_id)
+
+    def close(self) -> None:
+        """End a pending send and release everything; receivers learn that the sender is gone."""
+        if self._closed:
+            return
+        self._closed = True
+        pending = self._pending
+        if pending is not None:
+            pending.abandon(_CLOSED)
+        self._close_members()
+        self._outlet.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Sender stays in the process that made it; "
+            "give workers their addresses: sender.address(worker_id)"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the sender is closed")
+
+    def _check_ready(self) -> None:
+        self._check_open()
+        if self._pending is not None:
+            raise PendingSendError("a send is pending; call wait_async() before the next one")
+
+    def _open(self, update: Update, model: Any) -> None:
+        workers, members = tuple(self._handles.values()), self._members
+        self._outlet.open(update, model, members.ids, workers, members.notify)
+
+    def _end(self, report: SendReport, *, waited: bool) -> SendReport:
+        report = replace(report, scheme=self._outlet.scheme, model_id=self.model_id)
+        report = self._finish(report, waited=waited)
+        tell(report, self._reporters)
+        return report
+
+    def _finish(self, report: SendReport, *, waited: bool) -> SendReport:
+        self._pending = None
+        self._cadence.reached(report.updated)
+        if report.failed and waited and not self._closed:
+            report = self._remedies.apply(report, self._members, self.remove_worker, self.address)
+        if returned := self._members.take_returned(report.updated):
+            report = report.with_returned(returned)
+        if not report.failed:
+            self._run_post_hooks()
+        return report

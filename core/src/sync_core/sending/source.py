@@ -1,0 +1,86 @@
+"""What a sender sends: finds the weights, and holds them to the layout that was agreed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from sync_core.errors import ModelError
+from sync_core.models.binding import Binding
+from sync_core.models.conform import conform
+from sync_core.models.extract import Strategy, named_tensors
+from sync_core.models.several import look_up, refers, same
+from sync_core.weights.layout import Layout
+from sync_core.weights.update import Update
+
+
+class Source:
+    """Where a sender's weights come from.
+
+    Args:
+        context: the object in which string references are looked up.
+        strategy: how a module is read.
+        partial: whether weights given by hand may lack some of the model's tensors.
+    """
+
+    def __init__(self, context: Any, strategy: Strategy, *, partial: bool) -> None:
+        self.model: Any = None
+        self.layout: Layout | None = None
+        self._context = context
+        self._strategy = strategy
+        self._partial = partial
+        self._own: Binding | None = None
+        self._given: Binding | None = None
+
+    def read(self, weights: Any = None) -> Update:
+        """The weights given, or else the model's, as an update that aliases them.
+
+        The first weights read fix the layout; later ones must fit it.
+
+        Raises:
+            ModelError: there are none, or they cannot travel.
+            ModelPathError: a string reference leads nowhere.
+            LayoutMismatchError: a name, dtype or shape differs from the layout.
+        """
+        update = self._read(self.model if weights is None else weights)
+        if self.layout is None:
+            if not update.layout.specs:
+                raise ModelError("the weights hold no tensors, so there is nothing to send")
+            self.layout = update.layout
+        if update.layout is self.layout:
+            return update
+        if update.layout == self.layout:
+            return Update(self.layout, update.source)
+        return conform(dict(update.items()), self.layout, partial=self._partial)
+
+    def _read(self, weights: Any) -> Update:
+        own = weights is self.model
+        if weights is None:
+            raise ModelError("nothing to send: give weights, or register a model")
+        if refers(weights):
+            if self._context is None:
+                raise ModelError(f"{weights!r} is looked up in a context: Sender(…, context=…)")
+            weights = look_up(weights, self._context)
+        if own:
+            self._own = _bound(self._own, weights, self._strategy)
+            return self._own.read()
+        if _holds_modules(weights):
+            self._given = _bound(self._given, weights, self._strategy)
+            return self._given.read()
+        return Update.of(named_tensors(weights, self._strategy))
+
+
+def _holds_modules(weights: Any) -> bool:
+    if isinstance(weights, nn.Module):
+        return True
+    return isinstance(weights, Mapping) and any(
+        isinstance(value, nn.Module) for value in weights.values()
+    )
+
+
+def _bound(binding: Binding | None, model: Any, strategy: Strategy) -> Binding:
+    if binding is not None and same(binding.model, model):
+        return binding
+    return Binding(model, strategy)

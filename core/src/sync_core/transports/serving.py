@@ -1,0 +1,270 @@
+"""A sender's transport for schemes whose workers connect to it and ask for versions."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from sync_core.transports.channel import MAX_MESSAGE, Channel, Message
+from sync_core.transports.publisher import Publisher
+from sync_core.transports.transport import SenderTransport
+
+# Nobody is asked for more than this, or waited for in greater number, before a hello.
+_MAX_HELLO = 4096
+_MAX_STRANGERS = 128
+
+
+@dataclass(eq=False)
+class Peer:
+    """A connection: nobody's until its hello, a worker's after it.
+
+    Args:
+        channel: the connection.
+        expected: the only worker that may say hello on it; None for any.
+        worker_id: the worker that did.
+        pid: the worker's process.
+        seen: the newest version that it has answered about.
+        since: when it has connected (`time.monotonic`).
+    """
+
+    channel: Channel
+    expected: int | None = None
+    worker_id: int | None = None
+    pid: int | None = None
+    seen: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"worker {self.worker_id} (process {self.pid})"
+
+
+PeerT = TypeVar("PeerT", bound=Peer)
+
+
+class ServingTransport(SenderTransport, Generic[PeerT]):
+    """Serves workers that connect over sockets, in a thread of its own.
+
+    A connection begins with the worker's `hello`, which shows that it knows the token, and ends
+    with ``{"type": "gone", "reason": …}`` from the sender, or by hanging up. What is said between
+    is a subclass's. The publisher's lock is held whenever a method of a subclass is called.
+
+    Args:
+        token: what a worker must know.
+        publisher: the versions, and the workers that they are for.
+        peer: makes a peer of a channel and the only worker that may say hello on it, if any.
+        listener: a listening socket, when workers connect by themselves.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        publisher: Publisher,
+        peer: type[PeerT],
+        listener: socket.socket | None = None,
+    ) -> None:
+        self._token = token
+        self._publisher = publisher
+        self._make_peer = peer
+        self._listener = listener
+        self._peers: dict[int, PeerT] = {}
+        self._connections: set[PeerT] = set()
+        self._wake_up, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        if listener is not None:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="sync-sender", daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    def welcome(self, peer: PeerT) -> None:
+        """Answer the hello of a worker, by a first message."""
+
+    @abstractmethod
+    def offer(self, peer: PeerT) -> None:
+        """Let the worker know of the newest version meant for it, if it has not seen that."""
+
+    @abstractmethod
+    def handle(self, peer: PeerT, message: Message) -> None:
+        """Act on a message other than a hello.
+
+        Raises:
+            Exception: it is no message of this scheme; the worker is lost.
+        """
+
+    def withdraw(self, peer: PeerT) -> None:
+        """Take back what was offered, as the sender has nothing more for this worker."""
+
+    def left(self, peer: PeerT) -> None:
+        """Release what the connection held, which is closed already."""
+
+    def describe_loss(self, peer: PeerT, cause: Exception) -> str:
+        """What became of a worker whose connection ended by itself."""
+        return f"its process {peer.pid} is gone: {cause}"
+
+    def connect(self, connection: socket.socket, worker_id: int | None = None) -> None:
+        """Serve one more connection; only ``worker_id`` may say hello on it, if that is given."""
+        with self._publisher.changed:
+            peer = self._make_peer(Channel(connection, _MAX_HELLO), worker_id)
+            self._connections.add(peer)
+            self._selector.register(peer.channel, selectors.EVENT_READ, peer)
+            self._wake_up.send(b"\0")
+
+    def offer_to(self, worker_ids: Sequence[int]) -> None:
+        """Offer the newest version to those of these workers that are connected."""
+        with self._publisher.changed:
+            for worker_id in worker_ids:
+                peer = self._peers.get(worker_id)
+                if peer is not None:
+                    self.offer(peer)
+
+    def tell(self, peer: PeerT, message: Message, descriptors: Sequence[int] = ()) -> bool:
+        """Send a message; False when the worker is gone, which is then known."""
+        try:
+            peer.channel.send(message, descriptors)
+        except ConnectionError as error:
+            self._lose(peer, self.describe_loss(peer, error))
+            return False
+        return True
+
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more worker."""
+        del worker
+        self._publisher.add_worker(worker_id)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget a worker, and let it know."""
+        with self._publisher.changed:
+            self._publisher.remove_worker(worker_id)
+            peer = self._peers.pop(worker_id, None)
+            if peer is not None:
+                self._say_gone(peer, f"worker {worker_id} was removed from the sender")
+
+    def close(self) -> None:
+        """Let the workers know, and end the thread."""
+        with self._publisher.changed:
+            if self._publisher.closed:
+                return
+            self._publisher.close()
+            self._wake_up.send(b"\0")
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._publisher.closed:
+            for key, _ in self._selector.select():
+                with self._publisher.changed:
+                    if key.fileobj is self._woken:
+                        self._woken.recv(4096)
+                    elif key.fileobj is self._listener:
+                        self._accept(self._listener)
+                    elif key.data in self._connections:
+                        self._listen_to(key.data)
+        self._tear_down()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # the worker has given up already
+        if not _same_user(connection):
+            connection.close()
+            return
+        strangers = [p for p in self._connections if p.worker_id is None and p.expected is None]
+        if len(strangers) >= _MAX_STRANGERS:
+            self._lose(min(strangers, key=lambda peer: peer.since), "it has not said hello")
+        self.connect(connection)
+
+    def _listen_to(self, peer: PeerT) -> None:
+        try:
+            peer.channel.read()
+            while (message := peer.channel.pop_message()) is not None:
+                if peer.worker_id is None:
+                    self._admit(peer, message)
+                else:
+                    self.handle(peer, message)
+        except Exception as error:
+            # Whatever it has sent: the thread lives for the other workers.
+            self._lose(peer, self.describe_loss(peer, error))
+
+    def _admit(self, peer: PeerT, message: Message) -> None:
+        if message["type"] != "hello" or not hmac.compare_digest(
+            str(message["token"]).encode(), self._token.encode()
+        ):
+            raise ConnectionError("it does not know the token")
+        worker_id = int(message["worker"])
+        if peer.expected not in (None, worker_id) or not self._publisher.joined(worker_id, peer):
+            self._say_gone(peer, f"the sender has no worker {worker_id} any more")
+            return
+        peer.worker_id = worker_id
+        peer.channel.limit = MAX_MESSAGE
+        peer.pid = int(message["pid"])
+        replaced = self._peers.get(worker_id)
+        if replaced is not None:
+            self._say_gone(replaced, "another receiver was given the same address")
+        self._peers[worker_id] = peer
+        self.welcome(peer)
+        self.offer(peer)
+
+    def _say_gone(self, peer: PeerT, reason: str) -> None:
+        # What it reads stays lent until it hangs up: it may still look at those weights.
+        self.withdraw(peer)
+        self.tell(peer, {"type": "gone", "reason": reason})
+
+    def _lose(self, peer: PeerT, reason: str) -> None:
+        if peer not in self._connections:
+            return
+        self._connections.discard(peer)
+        self._selector.unregister(peer.channel)
+        peer.channel.close()
+        if peer.worker_id is not None and self._peers.get(peer.worker_id) is peer:
+            del self._peers[peer.worker_id]
+        self.left(peer)
+        if peer.worker_id is not None:
+            self._publisher.lost(peer.worker_id, peer, reason)
+
+    def _tear_down(self) -> None:
+        with self._publisher.changed:
+            for peer in tuple(self._connections):
+                self._say_gone(peer, "the sender was closed")
+                self._lose(peer, "the sender was closed")
+            self._selector.close()
+            self._wake_up.close()
+            self._woken.close()
+            if self._listener is not None:
+                self._listener.close()
+            self.torn_down()
+
+    def torn_down(self) -> None:
+        """Release the rest; the thread ends after this."""
+
+
+def hello(token: str, worker_id: int) -> Message:
+    """The first message of a worker to a `ServingTransport`."""
+    return {"type": "hello", "token": token, "worker": worker_id, "pid": os.getpid()}
+
+
+def _same_user(connection: socket.socket) -> bool:
+    """Whether a unix socket leads to a process of this user, or of root.
+
+    Sockets with abstract names have no permissions of their own.
+    """
+    if sys.platform != "linux" or connection.family != socket.AF_UNIX:
+        return True
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, user, _ = struct.unpack("3i", credentials)
+    return user in (0, os.getuid())

@@ -1,0 +1,172 @@
+"""The two sides of a transport, and the delivery that a sender waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sync_core.errors import WorkerError, WorkerLostError
+from sync_core.transports.answer import Answer
+from sync_core.weights.payload import Payload
+
+
+class Delivery:
+    """One version on its way to one worker; it ends once, with an answer or an error.
+
+    Args:
+        worker_id: the worker.
+        version: the version.
+        nbytes: the size of what is delivered, in bytes.
+
+    Example:
+        >>> delivery = Delivery(worker_id=0, version=3, nbytes=1024)
+        >>> delivery.acknowledge()
+        >>> delivery.wait(timeout=0), delivery.error
+        (True, None)
+    """
+
+    def __init__(self, worker_id: int, version: int, nbytes: int) -> None:
+        self.worker_id = worker_id
+        self.version = version
+        self.nbytes = nbytes
+        self.error: WorkerError | None = None
+        self.answer: Answer | None = None
+        self.ended_at: float | None = None
+        #: What a transport knows of a worker that is late, for the report; a clause.
+        self.remark = ""
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._check: Callable[[Delivery, Answer | None], WorkerError | None] = _accept
+        self._watcher: Callable[[Delivery, WorkerError | None], None] | None = None
+
+    def acknowledge(self, answer: Answer | None = None) -> None:
+        """The worker has answered: it has committed the version, or says why it could not.
+
+        Args:
+            answer: what it said; None where the transport knows of the commit and no more.
+        """
+        self._end(None if answer is None else answer.to_error(self.worker_id), answer)
+
+    def settle(self, message: object) -> None:
+        """The worker has answered by a message, which `Answer.to_message` made in it.
+
+        A message that is no answer means a worker that does not keep to the protocol: it is lost.
+        One about another version changes nothing.
+        """
+        try:
+            answer = Answer.from_message(message)
+        except ValueError as error:
+            self.fail(WorkerLostError(self.worker_id, f"does not answer as agreed: {error}"))
+            return
+        if answer.version == self.version:
+            self.acknowledge(answer)
+
+    def fail(self, error: WorkerError) -> None:
+        """The worker does not have the version, and will not get it by this delivery."""
+        self._end(error, None)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for the end, at most ``timeout`` seconds; whether it has ended."""
+        return self._ended.wait(timeout)
+
+    def require(self, check: Callable[[Delivery, Answer | None], WorkerError | None]) -> None:
+        """Take no acknowledgement that ``check`` has an error for, not one that came before."""
+        with self._lock:
+            self._check = check
+            if self._ended.is_set() and self.error is None:
+                self.error = check(self, self.answer)
+
+    def watch(self, watcher: Callable[[Delivery, WorkerError | None], None]) -> None:
+        """Tell ``watcher`` of every outcome, also of one that comes after the end and changes none.
+
+        Args:
+            watcher: called with this delivery and the error, if any; it must not block.
+        """
+        with self._lock:
+            self._watcher = watcher
+            ended = self._ended.is_set()
+        if ended:
+            watcher(self, self.error)
+
+    def _end(self, error: WorkerError | None, answer: Answer | None) -> None:
+        with self._lock:
+            if error is None:
+                error = self._check(self, answer)
+            if not self._ended.is_set():
+                self.error, self.answer = error, answer
+                self.ended_at = time.perf_counter()
+                self._ended.set()
+            watcher = self._watcher
+        if watcher is not None:
+            watcher(self, error)
+
+
+def _accept(delivery: Delivery, answer: Answer | None) -> None:
+    del delivery, answer
+
+
+class SenderTransport(ABC):
+    """The sender's side of a transport; one serves all workers of a sender.
+
+    Methods are called by one thread at a time. A worker that joins late or comes back is given,
+    without a further call, the newest version that was meant for it or for all.
+    """
+
+    @abstractmethod
+    def address(self, worker_id: int) -> Any:
+        """What a worker needs to reach this transport; it must pickle."""
+
+    @abstractmethod
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
+        """Start delivering a version to some workers, and wait for none of them.
+
+        The payload's tensors are the trainer's own: they must have been read when this returns.
+        A worker that is known to be dead gets a failed delivery at once.
+        """
+
+    @abstractmethod
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more worker.
+
+        Args:
+            worker_id: its id.
+            worker: its handle, where the sender was given ``workers``.
+        """
+
+    @abstractmethod
+    def remove_worker(self, worker_id: int) -> None:
+        """Stop serving a worker and forget it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; receivers learn that the sender is gone. Closing again is allowed."""
+
+
+class ReceiverTransport(ABC):
+    """A receiver's side of a transport.
+
+    Methods are called by one thread at a time; but while one is in `receive`, another may call
+    `acknowledge`, or release a payload.
+    """
+
+    @abstractmethod
+    def receive(self, timeout: float) -> Payload | None:
+        """The newest version that this worker has not seen, or None when ``timeout`` is over.
+
+        Args:
+            timeout: seconds to wait for one; with 0 it answers at once.
+
+        Raises:
+            SenderLostError: the sender has closed or died.
+        """
+
+    @abstractmethod
+    def acknowledge(self, answer: Answer) -> None:
+        """Tell the sender what became of a version; `Delivery.acknowledge` is where it ends."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Closing again is allowed."""

@@ -1,0 +1,129 @@
+"""A version of the weights on its way: the layout, and the tensors that it lays out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from sync_core.stopwatch import Stopwatch
+from sync_core.weights.block import Block, bodies_of, tensors_of
+from sync_core.weights.copying import copy
+from sync_core.weights.layout import Layout
+
+
+def _nothing_to_release() -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A version of the weights on its way.
+
+    On the sender's side the tensors are the trainer's own, which the trainer changes as soon as
+    the transport's `send` returns: read them before that. On the receiver's side they are views
+    of what arrived, good until ``release`` is called.
+
+    Args:
+        version: the version of the weights.
+        layout: the layout of the tensors.
+        source: the tensors, in the order of ``layout.specs``; or the block that they lie in.
+        release: called by the receiver when it no longer reads the tensors.
+        known_at: (receiver) when the transport knew of the version (`time.perf_counter`); None
+            where it does not tell.
+        stage_seconds: (receiver) how long the version took to come from then on.
+        packing: (sender) how long `pack` took, all its calls together.
+
+    Example:
+        >>> layout = Layout.of({"bias": torch.ones(3)})
+        >>> data = Payload(1, layout, (torch.ones(3),)).to_bytes()
+        >>> Payload.from_bytes(data, version=1).tensors
+        (tensor([1., 1., 1.]),)
+    """
+
+    version: int
+    layout: Layout
+    source: Sequence[Tensor] | Block
+    release: Callable[[], None] = _nothing_to_release
+    known_at: float | None = None
+    stage_seconds: float = 0.0
+    packing: Stopwatch = field(default_factory=Stopwatch, compare=False)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of ``layout.specs``."""
+        return tensors_of(self.source, self.layout)
+
+    @property
+    def bodies(self) -> tuple[Tensor, ...]:
+        """The bytes that all tensors are views of, in stretches; none when they lie anywhere."""
+        return bodies_of(self.source, self.layout)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes when packed, header and body."""
+        return self.layout.nbytes
+
+    def pack(self, block: Block, positions: Sequence[int] | None = None) -> None:
+        """Copy header and tensors into a block.
+
+        Args:
+            block: what is written to.
+            positions: which tensors; None for all.
+        """
+        with self.packing:
+            block.write_header(self.layout)
+            targets, sources = block.bodies(self.layout), self.bodies
+            if positions is not None or list(map(len, targets)) != list(map(len, sources)):
+                targets, sources = block.views(self.layout), self.tensors
+            if positions is not None:
+                targets = tuple(targets[position] for position in positions)
+                sources = tuple(sources[position] for position in positions)
+            copy(targets, sources)
+
+    def to_bytes(self) -> bytes:
+        """The payload as the bytes of a ``.safetensors`` file."""
+        block = Block.allocate(self.nbytes)
+        block.memory.zero_()
+        self.pack(block)
+        return block.memory.numpy().tobytes()
+
+    @classmethod
+    def unpack(
+        cls,
+        block: Block,
+        version: int,
+        *,
+        digest: str | None = None,
+        known: Layout | None = None,
+        release: Callable[[], None] = _nothing_to_release,
+        since: float | None = None,
+    ) -> Payload:
+        """The payload that stands in a block, as views of it.
+
+        Args:
+            block: where it stands.
+            version: the version that it is.
+            digest: what the digest of its layout must be, or begin with.
+            known: a layout that need not be read again if it has that digest.
+            release: see the class.
+            since: when the version became known (`time.perf_counter`); staging ends with this.
+
+        Raises:
+            PayloadError: the block holds no payload, or not the one with this digest.
+        """
+        layout = block.read_layout(digest, known)
+        block.check_holds(layout)
+        seconds = 0.0 if since is None else time.perf_counter() - since
+        return cls(version, layout, block, release, since, seconds)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview, version: int) -> Payload:
+        """The payload that ``data`` holds, in memory of its own.
+
+        Raises:
+            PayloadError: the bytes are no payload.
+        """
+        return cls.unpack(Block.of_bytes(data), version)
