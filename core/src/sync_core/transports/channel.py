@@ -132,11 +132,12 @@ class Channel:
 
     def close(self) -> None:
         """Close the connection and what came over it unused."""
-        self._socket.close()
         for descriptor in self._descriptors:
             if descriptor is not None:
                 os.close(descriptor)
         self._descriptors.clear()
+        # The last thing, as the peer sees it.
+        self._socket.close()
 
     def _parse(self) -> None:
         while len(self._received) >= 4:
