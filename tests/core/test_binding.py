@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
 
-from sync_core import Block, LayoutMismatchError, ModelError, Payload, Update
+from sync_core import Block, Layout, LayoutMismatchError, ModelError, Payload, Update
 from sync_core.models.binding import Binding
+from sync_core.models.conform import conform
 from sync_core.models.extract import Strategy
 
 STRATEGIES: list[Strategy] = ["tensordict", "state_dict"]
@@ -241,6 +242,19 @@ def test_a_tie_that_is_undone_is_noticed() -> None:
     assert binding.layout.aliases == (("b", "a"),)
     other.data = torch.zeros(2)
     assert not binding.layout.aliases
+
+
+def test_a_tied_tensor_that_was_transposed_is_tied_no_more() -> None:
+    shared = nn.Parameter(torch.arange(4.0).view(2, 2))
+    source = nn.ParameterDict({"a": shared, "b": nn.Parameter(shared.detach())})
+    binding = Binding(source)
+    assert binding.layout.aliases == (("b", "a"),)
+    source["b"].data = shared.data.t()
+    update = binding.read()
+    assert torch.equal(dict(update.items())["b"], shared.t())
+    tied = Layout.of({"a": shared, "b": shared})
+    with pytest.raises(LayoutMismatchError, match="hold different values"):
+        conform(dict(update.items()), tied, partial=False)
 
 
 @pytest.mark.parametrize(

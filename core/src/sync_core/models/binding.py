@@ -167,6 +167,8 @@ class Binding:
             return False
         return all(
             named[name].data_ptr() == named[owner].data_ptr()
+            # A transposed view of the same memory has other values.
+            and named[name].stride() == named[owner].stride()
             for name, owner in self._layout.aliases
         )
 
