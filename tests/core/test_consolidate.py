@@ -187,6 +187,14 @@ def test_one_that_was_changed_is_read_as_it_is(
     assert packed(update) == packed(Binding(copy.deepcopy(policy)).read())
 
 
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view])
+def test_a_view_that_negates_is_sent_as_what_it_shows(view: Any) -> None:
+    policy = consolidate(nn.ParameterList([torch.ones(3) + 2j]))
+    policy[0].data = view(policy[0].data)
+    shown = policy[0].detach().resolve_conj().resolve_neg()
+    assert torch.equal(received(policy).tensors[0], shown)
+
+
 def test_what_a_relay_received_is_passed_on_as_bytes() -> None:
     source, relay = nn.Linear(600, 600), nn.Linear(600, 600)
     binding, reading = Binding(relay), Binding(relay)

@@ -40,6 +40,8 @@ class Flat:
         self._layout = layout
         self._named = named
         self._tensors = [named[spec.name] for spec in layout.specs]
+        # Only these can become views that negate without moving: their bytes are not their values.
+        self._complex = [tensor for tensor in self._tensors if tensor.is_complex()]
         self._pointers = self._current_pointers()
 
     @classmethod
@@ -86,6 +88,7 @@ class Flat:
             and named is self._named
             and self._current_pointers() == self._pointers
             and all(map(Tensor.is_contiguous, self._tensors))
+            and not any(tensor.is_conj() or tensor.is_neg() for tensor in self._complex)
         )
 
     def write(self, bodies: Sequence[Tensor]) -> None:
