@@ -195,6 +195,7 @@ class Collector(Life, Updates):
                     frames_per_batch=frames_per_batch // num_workers if sync else frames_per_batch,
                     track_policy_version=track_policy_version,
                     owns_process="cross_process" in group_class.capabilities,
+                    parallel="parallel" in group_class.capabilities,
                     deliver=output.in_worker if extend_in_workers else None,
                 ),
                 num_workers,

@@ -25,10 +25,12 @@ class Refresher:
 
     Args:
         policy: the worker's policy.
+        rests: whether to rest after weights that came between two steps.
     """
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: Any, *, rests: bool) -> None:
         self._policy = policy
+        self._rests = rests
         self._receiver: Receiver | None = None
         self._lost: SenderLostError | None = None
         self._error: Exception | None = None
@@ -94,8 +96,9 @@ class Refresher:
         self._due = 0.0
         try:
             if self._receiver.receive(timeout=0) is not None:
-                took = time.monotonic() - began
-                time.sleep(min(max(took, _SHORTEST_REST), _LONGEST_REST))
+                if self._rests:
+                    took = time.monotonic() - began
+                    time.sleep(min(max(took, _SHORTEST_REST), _LONGEST_REST))
                 return
         except SenderLostError as error:
             self._lost = error

@@ -40,6 +40,7 @@ class RolloutOptions:
             together, rounded up to a multiple of their number.
         track_policy_version: record the version that acted in each frame.
         owns_process: the worker has a process to itself, whose random state it may seed.
+        parallel: the worker runs while the trainer and the others do.
         deliver: what to give instead of a batch that was made; None for the batch itself.
         max_frames_per_traj: truncate episodes after so many steps; -1 for never.
         reset_at_each_iter: begin every batch with a reset and new trajectories.
@@ -51,6 +52,7 @@ class RolloutOptions:
     frames_per_batch: int
     track_policy_version: bool = True
     owns_process: bool = False
+    parallel: bool = False
     deliver: Callable[[TensorDictBase], TensorDictBase] | None = None
     max_frames_per_traj: int = -1
     reset_at_each_iter: bool = False
@@ -77,7 +79,7 @@ class Rollout:
     """
 
     def __init__(self, env: Env, policy: Any, seat: int, options: RolloutOptions) -> None:
-        self.refresher = Refresher(policy)
+        self.refresher = Refresher(policy, rests=options.parallel)
         if options.max_frames_per_traj > 0:
             env = limit_frames(env, options.max_frames_per_traj)
         self._env = env
