@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -133,51 +134,46 @@ def test_a_receiver_in_the_driver_polls() -> None:
         receiver.receive()
 
 
+@contextmanager
+def standing_still(sender: Sender) -> Iterator[None]:
+    """Stop the sender's mailbox."""
+    mailbox = sender.address(0).endpoint.mailbox
+    pid = ray.get(mailbox.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_a_mailbox_that_stands_still_holds_up_no_look() -> None:
-    with Sender("ray", linear(1.0), num_workers=1) as sender:
-        address = sender.address(0)
-        pid = ray.get(address.endpoint.mailbox.__ray_call__.remote(lambda _: os.getpid()))
-        with Receiver(address, linear()) as receiver:
-            assert receiver.receive(timeout=0) is None
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                assert [receiver.receive(timeout=0) for _ in range(100)] == [None] * 100
-            finally:
-                os.kill(pid, signal.SIGCONT)
-            pending = sender.send_async()
-            assert eventually(lambda: receiver.receive(timeout=0) == 1)
-            assert pending.wait().updated == (0,)
+    sender = Sender("ray", linear(1.0), num_workers=1)
+    with sender, Receiver(sender.address(0), linear()) as receiver:
+        assert receiver.receive(timeout=0) is None
+        with standing_still(sender):
+            assert [receiver.receive(timeout=0) for _ in range(100)] == [None] * 100
+        pending = sender.send_async()
+        assert eventually(lambda: receiver.receive(timeout=0) == 1)
+        assert pending.wait().updated == (0,)
 
 
 def test_a_send_that_has_returned_is_what_the_mailbox_offers() -> None:
-    with Sender("ray", linear(1.0), num_workers=1) as sender:
-        mailbox = sender.address(0).endpoint.mailbox
-        pid = ray.get(mailbox.__ray_call__.remote(lambda _: os.getpid()))
-        os.kill(pid, signal.SIGSTOP)
-        with ThreadPoolExecutor(1) as threads:
-            try:
-                sending = threads.submit(sender.send_async)
-                assert not wait([sending], timeout=0.2).done
-            finally:
-                os.kill(pid, signal.SIGCONT)
-            pending = sending.result(20)
+    with Sender("ray", linear(1.0), num_workers=1) as sender, ThreadPoolExecutor(1) as threads:
+        with standing_still(sender):
+            sending = threads.submit(sender.send_async)
+            assert not wait([sending], timeout=0.2).done
+        pending = sending.result(20)
         with Receiver(sender.address(0), linear()) as receiver:
             assert receiver.receive(timeout=1) == 1
         assert pending.wait().updated == (0,)
 
 
 def test_a_mailbox_that_stands_still_keeps_no_send() -> None:
-    with Sender("ray", linear(1.0), num_workers=1) as sender:
-        mailbox = sender.address(0).endpoint.mailbox
-        pid = ray.get(mailbox.__ray_call__.remote(lambda _: os.getpid()))
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            begin = time.monotonic()
-            with pytest.raises(SendError, match="did not confirm"):
-                sender.send(timeout=0.1)
-            assert time.monotonic() - begin < 10
-        finally:
-            os.kill(pid, signal.SIGCONT)
+    with Sender("ray", linear(1.0), num_workers=1) as sender, standing_still(sender):
+        begin = time.monotonic()
+        with pytest.raises(SendError, match="did not confirm"):
+            sender.send(timeout=0.1)
+        assert time.monotonic() - begin < 10
 
 
 @pytest.mark.parametrize("width", [3, 300])
