@@ -9,11 +9,12 @@ over RPC have processes of their own, since whoever is in a world of RPC polls i
 which would take the cores from the others. The limit, measured in both, is the faster of two ways
 that use the default gloo group and nothing else: ``gloo tensors``, every tensor by a send of its
 own, all in flight at once and received into the model, and ``gloo flat``, as many bytes in one
-buffer, with nothing to pack. In both, the workers wait in their receives when the clock starts, and
+buffer, with nothing to pack. There, the workers wait in their receives when the clock starts, and
 it stops when all have said over a pipe that they have everything. ``gloo staged`` is ``gloo flat``
 with workers that copy the bytes over others once all of them are there, after trainer and workers
 have made sure that no tensor is another than in the round before: without that, a worker is left
-with half a version when the trainer dies, or with tensors that nobody reads.
+with half a version when the trainer dies, or with tensors that nobody reads. ``over gloo`` are ours
+where the workers do not share the trainer's memory, as those of other machines cannot.
 Prints medians in milliseconds, for each kind of processes.
 
 All ways of ``large`` together take 21 GB with four workers; ``--only`` chooses some. What torch
@@ -55,23 +56,30 @@ _DIST, _ZERO_COPY, _RPC = "dist, copy", "dist, zero-copy", "rpc, copy"
 _DIST_OPTIONS: dict[str, dict[str, Any]] = {
     _DIST: {},
     _ZERO_COPY: {"zero_copy": True},
-    "dist, broadcast": {"topology": "broadcast"},
     "dist, consolidated": {},
+    "dist over gloo": {"shared_memory": False},
+    "dist over gloo, zero-copy": {"shared_memory": False, "zero_copy": True},
+    "dist, broadcast": {"topology": "broadcast"},
+}
+_RPC_OPTIONS: dict[str, dict[str, Any]] = {
+    _RPC: {},
+    "rpc, consolidated": {},
+    "rpc over gloo": {"shared_memory": False},
 }
 _GLOO = ["gloo tensors", "gloo flat"]
 _STAGED = "gloo staged"
 _BY_GLOO = [*_GLOO, _STAGED]
 _TORCHRL_DIST, _TORCHRL_RPC = ["torchrl dist", "torchrl dist, sync=False"], "torchrl rpc"
 _TORCHRL = [*_TORCHRL_DIST, _TORCHRL_RPC]
-_RPC_CONSOLIDATED = "rpc, consolidated"
-_OVER_RPC = [_RPC, _RPC_CONSOLIDATED, _TORCHRL_RPC]
-_WAYS = [*_DIST_OPTIONS, _RPC, _RPC_CONSOLIDATED, *_BY_GLOO, *_TORCHRL]
+_OVER_RPC = [*_RPC_OPTIONS, _TORCHRL_RPC]
+_WAYS = [*_DIST_OPTIONS, *_RPC_OPTIONS, *_BY_GLOO, *_TORCHRL]
 # The median of the fastest of some ways over another's.
 _RATIOS = {
     "torchrl dist / dist": (_TORCHRL_DIST, _DIST),
     "torchrl rpc / rpc": ([_TORCHRL_RPC], _RPC),
     "limit / dist": (_GLOO, _DIST),
     "limit / dist, zero-copy": (_GLOO, _ZERO_COPY),
+    "limit / dist over gloo": (_GLOO, "dist over gloo"),
     "limit / rpc": (_GLOO, _RPC),
     "limit / staged": (_GLOO, _STAGED),
 }
@@ -278,7 +286,10 @@ def _ours(stack: ExitStack, world: World, name: str, model: str, source: nn.Modu
     if name in _OVER_RPC:
         world.ask(Worker.make_net, name, model)
         workers = list(zip(world.infos, world.rrefs(_here), strict=True))
-        sender = sync_core.Sender("rpc", source, workers=workers, model_id=f"nets[{name!r}]")
+        options = _RPC_OPTIONS[name]
+        sender = sync_core.Sender(
+            "rpc", source, workers=workers, model_id=f"nets[{name!r}]", **options
+        )
         return Way(stack.enter_context(sender).send)
     sender = sync_core.Sender("dist", source, num_workers=len(world.ranks), **_DIST_OPTIONS[name])
     stack.enter_context(sender)

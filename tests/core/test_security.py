@@ -187,9 +187,9 @@ def test_headers_of_any_content(content: dict[str, Any], metadata: Any, has_meta
 class Served(ServingTransport[Peer]):
     """A transport whose workers say nothing of use."""
 
-    def __init__(self, listener: socket.socket | None = None) -> None:
+    def __init__(self, *listeners: socket.socket) -> None:
         self.publisher = Publisher(Block.allocate, 64, 2, [0], timeout=1.0)
-        super().__init__("the token", self.publisher, Peer, listener)
+        super().__init__("the token", self.publisher, Peer, listeners)
 
     def address(self, worker_id: int) -> None: ...
 

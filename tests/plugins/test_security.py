@@ -25,10 +25,10 @@ from sync_core import (
     Receiver,
     Sender,
     SenderLostError,
+    SharedMemory,
     SyncError,
     TransportContext,
 )
-from sync_plugin_std import memory
 from sync_plugin_std.protocol import Board
 from sync_plugin_std.shared_receiver import SharedReceiver
 
@@ -87,32 +87,24 @@ def test_no_pickle_on_the_data_path(scheme: str) -> None:
 @linux
 @pytest.mark.parametrize("directory", [None, "/dev/shm"])
 def test_memory_is_nobody_elses(directory: str | None) -> None:
-    descriptor = memory.create(4096, directory)
-    try:
-        assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
-        assert not os.get_inheritable(descriptor)
-    finally:
-        os.close(descriptor)
+    memory = SharedMemory.create(4096, directory)
+    assert stat.S_IMODE(os.fstat(memory.descriptor).st_mode) == 0o600
+    assert not os.get_inheritable(memory.descriptor)
     assert not [name for name in os.listdir("/dev/shm") if "sync" in name]
 
 
 @linux
 def test_a_worker_cannot_write_to_slots_or_cut_them_short() -> None:
-    descriptor = memory.create(4096)
-    try:
-        block = memory.Mapping(descriptor, writable=True).block
-        memory.seal(descriptor)
-        block.memory.fill_(7)
-        assert int(memory.Mapping(descriptor, writable=False).block.memory[5]) == 7
+    memory = SharedMemory.create(4096)
+    memory.block.memory.fill_(7)
+    assert int(SharedMemory(memory.descriptor).block.memory[5]) == 7
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.descriptor, 4096)
+    for size in (0, 8192):
         with pytest.raises(PermissionError):
-            mmap.mmap(descriptor, 4096)
-        for size in (0, 8192):
-            with pytest.raises(PermissionError):
-                os.ftruncate(descriptor, size)
-        with pytest.raises(PermissionError):
-            os.pwrite(descriptor, b"x", 0)
-    finally:
-        os.close(descriptor)
+            os.ftruncate(memory.descriptor, size)
+    with pytest.raises(PermissionError):
+        os.pwrite(memory.descriptor, b"x", 0)
 
 
 @linux
@@ -174,11 +166,10 @@ class FalseSender:
 
     def slot(self, content: bytes) -> None:
         """Offer a version that is whatever is given."""
-        descriptor = memory.create(max(1, len(content)))
-        os.pwrite(descriptor, content, 0)
+        memory = SharedMemory.create(max(1, len(content)))
+        memory.buffer[: len(content)] = content
         message = framed({"type": "slot", "index": 1, "live": [1]})
-        socket.send_fds(self.mine, [message], [descriptor])
-        os.close(descriptor)
+        socket.send_fds(self.mine, [message], [memory.descriptor])
         self.board._cells[0:3] = memoryview(bytearray(24)).cast("Q")
         self.board._cells[0], self.board._cells[1] = 1, 1
         os.write(self.writer, b"\1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -46,10 +47,14 @@ def wait_for(version: int, receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize("zero_copy", [False, True])
-def test_it_stages_the_newest_and_commits_when_asked(policy: nn.Linear, zero_copy: bool) -> None:
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_it_stages_the_newest_and_commits_when_asked(
+    policy: nn.Linear, zero_copy: bool, shared_memory: bool
+) -> None:
     copy = nn.Linear(8, 8)
+    options: dict[str, Any] = {"zero_copy": zero_copy, "shared_memory": shared_memory}
     with (
-        Sender("dist", policy, num_workers=1, timeout=20, zero_copy=zero_copy) as sender,
+        Sender("dist", policy, num_workers=1, timeout=20, **options) as sender,
         Receiver(sender.address(0), copy, background=True) as receiver,
     ):
         fill(copy, 0.0)

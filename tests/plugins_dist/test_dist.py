@@ -14,8 +14,17 @@ from sync_core.testing.schemes.faults import FaultCases
 pytestmark = pytest.mark.timeout(90)
 
 
-class TestDist(SchemeConformance):
+class TestDist(DeliveryCases, FaultCases):
+    """Workers of this machine, as those of `rpc` in all other cases."""
+
     scheme = "dist"
+
+
+class TestDistOverGloo(SchemeConformance):
+    """Workers as on another machine."""
+
+    scheme = "dist"
+    options: ClassVar[Mapping[str, Any]] = {"shared_memory": False}
 
 
 class TestDistBroadcast(DeliveryCases, FaultCases):

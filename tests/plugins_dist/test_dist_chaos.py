@@ -7,7 +7,7 @@ from sync_core.testing.chaos.plan import Plan
 
 
 class TestFaults(ChaosConformance):
-    counts = {"dist": 5, "dist-broadcast": 4, "rpc": 2}
+    counts = {"dist": 2, "dist-gloo": 4, "dist-broadcast": 4, "rpc": 2}
 
     def test_all_workers_of_a_world_that_is_fixed_die(self, runners: dict[str, Runner]) -> None:
         plan = Plan.of(Case("rpc", "kill before answer", "blocking", 3))

@@ -120,7 +120,7 @@ class HurtCases(SchemeCases):
         """Of this process's own, however a case ends."""
         pool.make_ready()
         # What is made once and kept, such as torch's threads, must be there before.
-        with dist(weights_of(1.0), "p2p") as sender, receiver_of(sender) as receiver:
+        with dist(weights_of(1.0), **self.options) as sender, receiver_of(sender) as receiver:
             pending = sender.send_async()
             receiver.receive()
             pending.wait()
@@ -170,6 +170,28 @@ class HurtCases(SchemeCases):
         assert workers.pool.call(1, held) == {2.0}
         assert workers.send(weights_of(3.0), worker_ids=[1]).updated == (1,)
 
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+    def test_a_trainer_in_the_middle(self, pool: Pool, number: signal.Signals) -> None:
+        address = pool.call(0, train, self.options)
+        target = weights_of(0.0)
+        with Receiver(address, target, timeout=3.0) as receiver:
+            sending = pool.submit(0, send, 1.0, None)
+            assert receiver.receive(20.0) == 1
+            sending.result(30)
+            sending = pool.submit(0, send, 2.0, number)
+            begin = time.monotonic()
+            with pytest.raises(SenderLostError):
+                serve(receiver)
+            # One receive() may wait for an offer, and then has its own deadline.
+            assert time.monotonic() - begin < 8
+        if number == signal.SIGSTOP:
+            pool.signal(0, signal.SIGKILL)
+        assert all((tensor == 1).all() for tensor in target.values())
+
+
+class WireCases(HurtCases):
+    """Workers to whom weights are sent, for which either end needs descriptors."""
+
     @pytest.mark.parametrize("left", [0, 5])
     def test_a_trainer_without_descriptors_waits_for_some(
         self, start: Start, left: int, caplog: pytest.LogCaptureFixture
@@ -195,33 +217,34 @@ class HurtCases(SchemeCases):
         assert calls[1].result(30) == 1
         assert workers.send(weights_of(3.0)).updated == (0, 1)
 
-    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-    def test_a_trainer_in_the_middle(self, pool: Pool, number: signal.Signals) -> None:
-        address = pool.call(0, train, self.options)
-        target = weights_of(0.0)
-        with Receiver(address, target, timeout=3.0) as receiver:
-            sending = pool.submit(0, send, 1.0, None)
-            assert receiver.receive(20.0) == 1
-            sending.result(30)
-            sending = pool.submit(0, send, 2.0, number)
-            begin = time.monotonic()
-            with pytest.raises(SenderLostError):
-                serve(receiver)
-            # One receive() may wait for an offer, and then has its own deadline.
-            assert time.monotonic() - begin < 8
-        if number == signal.SIGSTOP:
-            pool.signal(0, signal.SIGKILL)
-        assert all((tensor == 1).all() for tensor in target.values())
+
+class TestInMemory(HurtCases):
+    timeout = 4.0
+    patience = 0.5
+    late = "in time?"
+    loss = "is gone: the other side closed the connection"
+
+    def test_a_worker_without_descriptors_says_so(self, start: Start) -> None:
+        workers = start(weights_of(1.0), make=lambda: weights_of(0.0), timeout=self.timeout)
+        calls = [workers.pool.submit(0, starved, 0), workers.submit(1, 20.0)]
+        with pytest.raises(SendError, match="ulimit -n") as failure:
+            workers.sender.send()
+        assert failure.value.report.updated == (1,)
+        with pytest.raises(Exception, match="ulimit -n"):
+            calls[0].result(30)
+        assert calls[1].result(30) == 1
+        assert workers.send(weights_of(3.0)).updated == (0, 1)
 
 
-class TestP2p(HurtCases):
+class TestOverGloo(WireCases):
+    options: ClassVar[Mapping[str, Any]] = {"shared_memory": False}
     timeout = 4.0
     patience = 0.5
     late = "in time?"
     loss = "is gone: the other side closed the connection"
 
 
-class TestBroadcast(HurtCases):
+class TestBroadcast(WireCases):
     options: ClassVar[Mapping[str, Any]] = {"topology": "broadcast"}
     timeout = 8.0
     patience = 1.0
@@ -266,23 +289,26 @@ def resources() -> tuple[str, ...]:
     return *map(str, listening), *threads, *(f"fd {i}" for i in range(process.num_fds()))
 
 
-def dist(model: Any, topology: str) -> Sender:
-    return Sender("dist", model, num_workers=1, topology=topology)
+def dist(model: Any, **options: Any) -> Sender:
+    return Sender("dist", model, num_workers=1, **options)
 
 
 def receiver_of(sender: Sender) -> Receiver:
     return Receiver(sender.address(0), weights_of(0.0))
 
 
-@pytest.mark.parametrize("topology", ["p2p", "broadcast"])
+SENT: list[dict[str, Any]] = [{"shared_memory": False}, {"topology": "broadcast"}]
+
+
+@pytest.mark.parametrize("options", [{}, *SENT], ids=str)
 class TestPacking:
-    def test_weights_that_cannot_be_packed(self, topology: str) -> None:
+    def test_weights_that_cannot_be_packed(self, options: dict[str, Any]) -> None:
         def fail() -> None:
             raise RuntimeError("cannot be read")
 
         target = weights_of(0.0)
         with (
-            dist(weights_of(1.0), topology) as sender,
+            dist(weights_of(1.0), **options) as sender,
             Receiver(sender.address(0), target) as receiver,
         ):
             pending = sender.send_async()
@@ -304,40 +330,10 @@ class TestPacking:
                 sender.send(weights_of(8.0, once(fail)))
             assert receiver.receive(0) is None
 
-    def test_what_was_given_up_has_its_memory_to_itself(
-        self, topology: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A collective may go on writing to it, while a later version comes."""
-        allocated: list[int] = []
-        allocate = Link.allocate
-
-        def noted(link: Link, nbytes: int) -> Block:
-            allocated.append(threading.get_ident())
-            return allocate(link, nbytes)
-
-        def fail() -> None:
-            raise RuntimeError("cannot be read")
-
-        monkeypatch.setattr(Link, "allocate", noted)
-        with (
-            dist(weights_of(1.0), topology) as sender,
-            Receiver(sender.address(0), weights_of(0.0)) as receiver,
-        ):
-            serving = threading.Thread(target=serve_until_the_end, args=(receiver,))
-            serving.start()
-            sender.send()
-            assert allocated.count(serving.ident or 0) == 1
-            with pytest.raises(RuntimeError, match="cannot be read"):
-                sender.send(weights_of(8.0, once(fail)))
-            sender.send(weights_of(3.0))
-            assert allocated.count(serving.ident or 0) == 2
-            sender.close()
-            serving.join()
-
-    def test_closed_meanwhile(self, topology: str) -> None:
+    def test_closed_meanwhile(self, options: dict[str, Any]) -> None:
         target = weights_of(0.0)
         with (
-            dist(weights_of(1.0), topology) as sender,
+            dist(weights_of(1.0), **options) as sender,
             Receiver(sender.address(0), target) as receiver,
         ):
             lost: list[BaseException] = []
@@ -355,3 +351,35 @@ class TestPacking:
             serving.join()
             assert "the sender was closed" in str(lost)
         assert all((tensor == 0).all() for tensor in target.values())
+
+
+@pytest.mark.parametrize("options", SENT, ids=str)
+def test_what_was_given_up_has_its_memory_to_itself(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective may go on writing to it, while a later version comes."""
+    allocated: list[int] = []
+    allocate = Link.allocate
+
+    def noted(link: Link, nbytes: int) -> Block:
+        allocated.append(threading.get_ident())
+        return allocate(link, nbytes)
+
+    def fail() -> None:
+        raise RuntimeError("cannot be read")
+
+    monkeypatch.setattr(Link, "allocate", noted)
+    with (
+        dist(weights_of(1.0), **options) as sender,
+        Receiver(sender.address(0), weights_of(0.0)) as receiver,
+    ):
+        serving = threading.Thread(target=serve_until_the_end, args=(receiver,))
+        serving.start()
+        sender.send()
+        assert allocated.count(serving.ident or 0) == 1
+        with pytest.raises(RuntimeError, match="cannot be read"):
+            sender.send(weights_of(8.0, once(fail)))
+        sender.send(weights_of(3.0))
+        assert allocated.count(serving.ident or 0) == 2
+        sender.close()
+        serving.join()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from sync_core import Receiver, Sender
+from sync_core import Receiver, Sender, SharedMemory
 from sync_core.testing.worker_groups import count_threads, eventually
 from sync_plugin_dist.lane import Lane
+from sync_plugin_dist.memory_lane import MemoryLane
 from sync_plugin_dist.rendezvous import Rendezvous
 from sync_plugin_dist.wire import Wire
 
@@ -24,7 +26,7 @@ import os, sys, threading, torch
 from sync_core import Receiver, Sender
 
 target = {"w": torch.zeros(4)}
-sender = Sender("dist", {"w": torch.ones(4)}, num_workers=1)
+sender = Sender("dist", {"w": torch.ones(4)}, num_workers=1, shared_memory=False)
 receiver = Receiver(sender.address(0), target)
 
 def exchange():
@@ -86,10 +88,12 @@ def test_nothing_is_freed_while_the_process_ends() -> None:
     assert (ended.stdout.split(), ended.stderr) == (["freed", "ends"], "")
 
 
-@pytest.mark.parametrize("topology", ["p2p", "broadcast"])
-def test_workers_that_come_and_go_leave_nothing(topology: str) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"shared_memory": False}, {"topology": "broadcast"}], ids=str
+)
+def test_workers_that_come_and_go_leave_nothing(options: dict[str, Any]) -> None:
     weights = {"w": torch.ones(4)}
-    with Sender("dist", weights, num_workers=0, topology=topology) as sender:
+    with Sender("dist", weights, num_workers=0, **options) as sender:
 
         def come_and_go() -> None:
             worker_id = sender.add_worker()
@@ -116,6 +120,6 @@ def no_more_than(before: tuple[int, ...]) -> bool:
 def held() -> tuple[int, ...]:
     """How many there are of what a worker takes."""
     gc.collect()
-    kinds = (Lane, Wire, Rendezvous)
+    kinds = (Lane, MemoryLane, SharedMemory, Wire, Rendezvous)
     objects = [sum(type(o) is kind for o in gc.get_objects()) for kind in kinds]
     return *objects, count_threads(), psutil.Process().num_fds()

@@ -23,12 +23,17 @@ from sync_core.testing.worker_groups import count_threads, eventually
 
 pytestmark = pytest.mark.timeout(60)
 
-TOPOLOGIES = ("p2p", "broadcast")
+WAYS: dict[str, dict[str, Any]] = {
+    "memory": {},
+    "gloo": {"shared_memory": False},
+    "broadcast": {"topology": "broadcast"},
+}
 
 
-@pytest.fixture(params=TOPOLOGIES)
-def topology(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Options by which weights go to workers in one way or another."""
+    return WAYS[request.param]
 
 
 def dist(model: Any, num_workers: int = 1, **options: Any) -> Sender:
@@ -48,9 +53,9 @@ def exchange(sender: Sender, *receivers: Receiver, weights: Any = None) -> SendR
             thread.join()
 
 
-def test_a_deadline_may_be_infinite(topology: str) -> None:
+def test_a_deadline_may_be_infinite(way: dict[str, Any]) -> None:
     endless = float("inf")
-    with dist(nn.Linear(1, 1), topology=topology, timeout=endless) as sender:
+    with dist(nn.Linear(1, 1), **way, timeout=endless) as sender:
         receiver = Receiver(sender.address(0), nn.Linear(1, 1))
         with receiver:
             assert exchange(sender, receiver).updated == (0,)
@@ -79,6 +84,7 @@ def is_filled(model: nn.Module, value: float) -> bool:
             for size in (0, -1, 1e-9, float("inf"), float("nan"))
         ),
         ({"bucket_mb": "4"}, r"scheme 'dist' takes bucket_mb: float, not '4'"),
+        ({"shared_memory": 1}, r"scheme 'dist' takes shared_memory: bool, not 1"),
         ({"rank": 0}, r"has no option 'rank'; its options are: "),
     ],
 )
@@ -114,8 +120,8 @@ def test_a_port_may_be_used_again() -> None:
         Receiver(old, make_policy())
 
 
-def test_a_wrong_token_gets_nothing(topology: str) -> None:
-    with dist(make_policy(1.0), topology=topology, timeout=2.0) as sender:
+def test_a_wrong_token_gets_nothing(way: dict[str, Any]) -> None:
+    with dist(make_policy(1.0), **way, timeout=2.0) as sender:
         address = sender.address(0)
         sender.send_async()
         target = make_policy()
@@ -169,31 +175,31 @@ def stepped(seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("bucket_mb", [1e-4, 1.0], ids=["smaller", "larger"])
 @pytest.mark.parametrize("make", [lazy, wide, stepped, models.of_odd_shapes, models.not_contiguous])
 def test_parts_smaller_and_larger_than_tensors(
-    make: Callable[[int], dict[str, Tensor]], bucket_mb: float, topology: str
+    make: Callable[[int], dict[str, Tensor]], bucket_mb: float, way: dict[str, Any]
 ) -> None:
     weights, target = make(1), make(0)
     with (
-        dist(weights, bucket_mb=bucket_mb, topology=topology) as sender,
+        dist(weights, bucket_mb=bucket_mb, **way) as sender,
         Receiver(sender.address(0), target) as receiver,
     ):
         assert exchange(sender, receiver).updated == (0,)
     assert fingerprints(target) == fingerprints(plain(weights))
 
 
-def test_parts_of_one_byte(topology: str) -> None:
+def test_parts_of_one_byte(way: dict[str, Any]) -> None:
     weights, target = {"weight": torch.arange(50.0)}, {"weight": torch.zeros(50)}
     with (
-        dist(weights, bucket_mb=1e-6, topology=topology) as sender,
+        dist(weights, bucket_mb=1e-6, **way) as sender,
         Receiver(sender.address(0), target) as receiver,
     ):
         assert exchange(sender, receiver).updated == (0,)
     assert torch.equal(target["weight"], weights["weight"])
 
 
-def test_a_tied_module_in_half_precision(topology: str) -> None:
+def test_a_tied_module_in_half_precision(way: dict[str, Any]) -> None:
     source, target = (models.Tied(seed).bfloat16() for seed in (3, 0))
     with (
-        dist(source, 1, bucket_mb=1e-5, topology=topology) as sender,
+        dist(source, 1, bucket_mb=1e-5, **way) as sender,
         Receiver(sender.address(0), target) as receiver,
     ):
         exchange(sender, receiver)
@@ -201,7 +207,7 @@ def test_a_tied_module_in_half_precision(topology: str) -> None:
     assert fingerprints(target) == fingerprints(source)
 
 
-def test_other_names_for_this_machine(topology: str) -> None:
+def test_other_names_for_this_machine(way: dict[str, Any]) -> None:
     hosts = ["localhost"]
     if socket.has_ipv6:
         with closing(socket.socket(socket.AF_INET6)) as probe:
@@ -210,17 +216,17 @@ def test_other_names_for_this_machine(topology: str) -> None:
     for host in hosts:
         target = make_policy()
         with (
-            dist(make_policy(2.0), host=host, topology=topology) as sender,
+            dist(make_policy(2.0), host=host, **way) as sender,
             Receiver(sender.address(0), target) as receiver,
         ):
             exchange(sender, receiver)
         assert is_filled(target, 2.0)
 
 
-def test_it_listens_on_loopback_alone(topology: str) -> None:
+def test_it_listens_on_loopback_alone(way: dict[str, Any]) -> None:
     before = listening()
     with (
-        dist(make_policy(), 2, topology=topology) as sender,
+        dist(make_policy(), 2, **way) as sender,
         Receiver(sender.address(0), make_policy()) as first,
         Receiver(sender.address(1), make_policy()) as second,
     ):
@@ -238,9 +244,9 @@ def listening() -> set[tuple[str, int]]:
     return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
 
 
-def test_receive_without_waiting(topology: str) -> None:
+def test_receive_without_waiting(way: dict[str, Any]) -> None:
     with (
-        dist(make_policy(), topology=topology) as sender,
+        dist(make_policy(), **way) as sender,
         Receiver(sender.address(0), make_policy()) as receiver,
     ):
         for _ in range(2):
@@ -260,7 +266,7 @@ def default_group() -> Iterator[Any]:
 def test_beside_the_users_process_group_and_another_sender(default_group: Any) -> None:
     source, targets = make_policy(), [make_policy(), make_policy()]
     with (
-        dist(source, model_id="actor") as first,
+        dist(source, model_id="actor", shared_memory=False) as first,
         dist(source, model_id="critic", topology="broadcast") as second,
         Receiver(first.address(0), targets[0]) as to_first,
         Receiver(second.address(0), targets[1]) as to_second,
@@ -278,9 +284,9 @@ def test_beside_the_users_process_group_and_another_sender(default_group: Any) -
         assert list(distributed.distributed_c10d._world.pg_map) == [default_group]
 
 
-def test_a_sender_that_is_forgotten_leaves_nothing() -> None:
+def test_a_sender_that_is_forgotten_leaves_nothing(way: dict[str, Any]) -> None:
     def use() -> None:
-        sender = dist(make_policy(1.0), timeout=2.0)
+        sender = dist(make_policy(1.0), timeout=2.0, **way)
         with Receiver(sender.address(0), make_policy()) as receiver:
             exchange(sender, receiver)
 

@@ -125,6 +125,9 @@ OFFER = {"type": "offer", "version": 1}
         (WELCOME, OFFER, {"type": "wire"}),
         (WELCOME, OFFER, {"type": "data"}),
         (WELCOME, OFFER, {"type": "data", "number": 1, "version": 1, "nbytes": -1}),
+        (WELCOME, OFFER, {"type": "slot", "index": 1, "live": [1]}),
+        (WELCOME, OFFER, {"type": "live"}),
+        (WELCOME, OFFER, {"type": "here"}),
     ],
     ids=repr,
 )

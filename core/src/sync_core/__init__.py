@@ -50,10 +50,13 @@ from sync_core.sending.sender import Sender
 from sync_core.stores import Store, StoreOptions, store_transport
 from sync_core.transports.answer import Answer
 from sync_core.transports.channel import Channel, Message
+from sync_core.transports.local_socket import LocalListener, connect_locally, same_user
 from sync_core.transports.notice import Notice
 from sync_core.transports.point_to_point import PointToPointTransport
 from sync_core.transports.publisher import Publisher, Slot
 from sync_core.transports.serving import Peer, ServingTransport, hello
+from sync_core.transports.shared_memory import SharedMemory
+from sync_core.transports.shared_slots import MappedSlots, SharedSlots
 from sync_core.transports.transport import Delivery, ReceiverTransport, SenderTransport
 from sync_core.weights.block import Block
 from sync_core.weights.layout import Layout
@@ -102,6 +105,8 @@ __all__ = [
     "Launcher",
     "Layout",
     "LayoutMismatchError",
+    "LocalListener",
+    "MappedSlots",
     "MembershipEvent",
     "Message",
     "ModelError",
@@ -136,6 +141,8 @@ __all__ = [
     "SenderLostError",
     "SenderTransport",
     "ServingTransport",
+    "SharedMemory",
+    "SharedSlots",
     "SkipContext",
     "Slot",
     "Store",
@@ -156,10 +163,12 @@ __all__ = [
     "WorkerStatus",
     "WorkerTimeoutError",
     "__version__",
+    "connect_locally",
     "consolidate",
     "hello",
     "hookimpl",
     "pickle_factory",
+    "same_user",
     "start_process",
     "store_transport",
 ]

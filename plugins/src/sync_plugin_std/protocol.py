@@ -24,15 +24,15 @@ sender    ``gone``, reason                       refused, replaced, removed, or 
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
 from dataclasses import dataclass
 
-from sync_plugin_std import memory
+from sync_core import SharedMemory
 
 _FIELDS = 4  # three are used; a cell is 32 bytes, so that none crosses a cache line
 _WORKERS = 1 << 16
+_NBYTES = _WORKERS * _FIELDS * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,31 @@ class Board:
     token reads a cell that nobody writes.
     """
 
-    def __init__(self, descriptor: int, *, writable: bool) -> None:
-        self.descriptor = descriptor
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._mapping = mmap.mmap(descriptor, _WORKERS * _FIELDS * 8, prot=protection)
-        self._cells = memoryview(self._mapping).cast("Q")
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._cells = memory.buffer.cast("Q")
 
     @classmethod
     def create(cls) -> Board:
         """A board without offers."""
-        board = cls(memory.create_sparse(_WORKERS * _FIELDS * 8), writable=True)
-        memory.seal(board.descriptor)
-        return board
+        return cls(SharedMemory.create(_NBYTES, sparse=True))
+
+    @classmethod
+    def of(cls, descriptor: int) -> Board:
+        """The board that a sender has made.
+
+        Raises:
+            ValueError: it is none.
+        """
+        memory = SharedMemory(descriptor, populate=False)
+        if memory.block.nbytes != _NBYTES:
+            raise ValueError(f"a board of {memory.block.nbytes} bytes")
+        return cls(memory)
+
+    @property
+    def descriptor(self) -> int:
+        """By which workers map the board."""
+        return self._memory.descriptor
 
     def __getitem__(self, worker_id: int) -> Offer:
         start = worker_id * _FIELDS
@@ -84,8 +97,7 @@ class Board:
     def close(self) -> None:
         """Release the memory."""
         self._cells.release()
-        self._mapping.close()
-        os.close(self.descriptor)
+        del self._memory
 
 
 class TokenPipe:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import select
 import time
-from functools import partial
 
 from sync_core import (
     Answer,
     CapacityError,
     Channel,
+    MappedSlots,
     Message,
     Payload,
     PayloadError,
@@ -19,7 +19,6 @@ from sync_core import (
     TransportContext,
     hello,
 )
-from sync_plugin_std import memory
 from sync_plugin_std.protocol import Board, Offer, take_token
 
 
@@ -39,8 +38,7 @@ class SharedReceiver(ReceiverTransport):
         self._timeout = context.timeout
         self._channel = channel
         self._layout = context.layout
-        self._slots: dict[int, memory.Mapping] = {}
-        self._held: set[int] = set()
+        self._slots = MappedSlots()
         # Accepted, and not answered about: until that is known, the sender offers nothing more.
         self._unanswered = 0
         self._closed = False
@@ -59,7 +57,7 @@ class SharedReceiver(ReceiverTransport):
         """The newest version, once there is one that was not seen."""
         deadline = time.monotonic() + timeout
         if self._unanswered:
-            self._send({"type": "on", "version": self._unanswered, "held": list(self._held)})
+            self._send({"type": "on", "version": self._unanswered, "held": self._slots.held})
             self._unanswered = 0
         while not take_token(self._tokens):
             left = max(0.0, deadline - time.monotonic())
@@ -72,8 +70,8 @@ class SharedReceiver(ReceiverTransport):
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer, and say which slots are still read."""
-        held = list(self._held)
         self._unanswered = 0
+        held = self._slots.held
         self._send({"type": "answer", "answer": answer.to_message(), "held": held})
 
     def close(self) -> None:
@@ -93,12 +91,11 @@ class SharedReceiver(ReceiverTransport):
         except CapacityError as error:
             self.acknowledge(Answer.refusal(offer.version, error))
             raise
-        self._held.add(offer.slot)
+        block, release = self._slots.hold(offer.slot)
         self._unanswered = offer.version
-        release = partial(self._held.discard, offer.slot)
         try:
             payload = Payload.unpack(
-                self._slots[offer.slot].block,
+                block,
                 offer.version,
                 digest=offer.layout,
                 known=self._layout,
@@ -125,10 +122,10 @@ class SharedReceiver(ReceiverTransport):
         try:
             if message["type"] == "gone":
                 raise SenderLostError(str(message["reason"]))
-            if message["type"] == "slot":
-                self._map_slot(message)
-            elif message["type"] == "live":
-                self._keep(set(message["live"]))
+            self._slots.hear(message, self._channel)
+        except CapacityError:
+            self._send({"type": "lacks", "index": message["index"]})
+            raise
         except (LookupError, TypeError, ValueError, OSError) as error:
             if isinstance(error, SenderLostError):
                 raise
@@ -139,31 +136,12 @@ class SharedReceiver(ReceiverTransport):
         try:
             tokens = -1
             descriptor, tokens = channel.pop_descriptor(), channel.pop_descriptor()
-            return Board(descriptor, writable=False), tokens
+            try:
+                return Board.of(descriptor), tokens
+            finally:
+                os.close(descriptor)
         except (OSError, ValueError) as error:
             raise SenderLostError(f"the sender does not keep to the protocol: {error}") from error
-
-    def _map_slot(self, message: Message) -> None:
-        try:
-            mapping = self._map(self._channel.pop_descriptor())
-        except CapacityError:
-            self._send({"type": "lacks", "index": message["index"]})
-            raise
-        self._keep(set(message["live"]))
-        self._slots[message["index"]] = mapping
-
-    def _keep(self, live: set[int]) -> None:
-        """Let go of the slots that there are no longer."""
-        self._slots = {index: known for index, known in self._slots.items() if index in live}
-
-    @staticmethod
-    def _map(descriptor: int) -> memory.Mapping:
-        try:
-            return memory.Mapping(descriptor, writable=False)
-        except OSError as error:
-            raise CapacityError(f"a slot cannot be mapped: {error}") from error
-        finally:
-            os.close(descriptor)
 
     def _send(self, message: Message) -> None:
         try:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sync_core import (
     Answer,
-    Block,
     Delivery,
     Message,
     Payload,
     Peer,
     Publisher,
     ServingTransport,
+    SharedSlots,
     Slot,
     TransportContext,
 )
-from sync_plugin_std import memory
 from sync_plugin_std.protocol import Board, Offer, TokenPipe
 
 
@@ -45,8 +42,8 @@ class SharedSender(ServingTransport[SharedPeer]):
     Args:
         context: what the sender gave to `create_transport`.
         slots: how many versions may lie in shared memory at a time; see `ShmOptions`.
-        directory: see `sync_plugin_std.memory.create`.
-        listener: a listening unix socket, when workers connect by themselves.
+        directory: see `sync_core.SharedMemory.create`.
+        listeners: listening unix sockets, where workers connect by themselves.
     """
 
     def __init__(
@@ -55,15 +52,14 @@ class SharedSender(ServingTransport[SharedPeer]):
         *,
         slots: int | None,
         directory: str | None,
-        listener: socket.socket | None = None,
+        listeners: Sequence[socket.socket] = (),
     ) -> None:
         assert context.layout is not None
-        self._directory = directory
-        self._descriptors: weakref.WeakKeyDictionary[Block, int] = weakref.WeakKeyDictionary()
+        self._slots = SharedSlots(directory)
         self._board = Board.create()
         try:
             publisher = Publisher(
-                self._allocate,
+                self._slots.allocate,
                 context.layout.nbytes,
                 slots,
                 context.worker_ids,
@@ -75,7 +71,7 @@ class SharedSender(ServingTransport[SharedPeer]):
         except BaseException:
             self._board.close()
             raise
-        super().__init__(context.token, publisher, SharedPeer, listener)
+        super().__init__(context.token, publisher, SharedPeer, listeners)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Pack once for all, and offer the slot to the workers that wait for it."""
@@ -142,15 +138,8 @@ class SharedSender(ServingTransport[SharedPeer]):
 
     def _tell_of_slots(self, peer: SharedPeer, offered: Slot) -> bool:
         """Let the worker know which slots there are; False when it is gone."""
-        live = {slot.index for slot in self._publisher.slots}
-        if offered.index in peer.knows:
-            if peer.knows <= live:
-                return True
-            peer.knows &= live
-            return self.tell(peer, {"type": "live", "live": list(peer.knows)})
-        peer.knows = (peer.knows & live) | {offered.index}
-        message = {"type": "slot", "index": offered.index, "live": list(peer.knows)}
-        return self.tell(peer, message, [self._descriptors[offered.block]])
+        news = self._slots.news(peer.knows, offered, self._publisher.slots)
+        return news is None or self.tell(peer, *news)
 
     def _revoke(self, peer: SharedPeer) -> bool:
         """Take back what the worker has not accepted; False when it reads that already."""
@@ -165,11 +154,3 @@ class SharedSender(ServingTransport[SharedPeer]):
     def _revoke_all(self) -> None:
         for peer in self._peers.values():
             self._revoke(peer)
-
-    def _allocate(self, nbytes: int) -> Block:
-        descriptor = memory.create(nbytes, self._directory)
-        block = memory.Mapping(descriptor, writable=True).block
-        memory.seal(descriptor)
-        self._descriptors[block] = descriptor
-        weakref.finalize(block, os.close, descriptor)
-        return block

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
-import socket
-import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from sync_core import (
     Channel,
+    LocalListener,
     ReceiverTransport,
     SenderLostError,
     SenderTransport,
     TransportContext,
+    connect_locally,
     hookimpl,
 )
 from sync_plugin_std.protocol import check_platform
@@ -49,7 +46,7 @@ class ShmScheme:
         """The sender's or a receiver's side."""
         check_platform()
         if context.side == "receiver":
-            return SharedReceiver(context, Channel(_connect(context.endpoint)))
+            return SharedReceiver(context, _channel(context.endpoint))
         return ShmSender(context)
 
 
@@ -58,44 +55,34 @@ class ShmSender(SharedSender):
 
     def __init__(self, context: TransportContext) -> None:
         options = context.parse_options(ShmOptions)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._name = f"sync-core-{secrets.token_hex(16)}"
-        if sys.platform == "linux":
-            self._name = f"\0{self._name}"  # abstract: it is in no directory to be left behind
-        else:
-            self._folder = tempfile.TemporaryDirectory()
-            self._name = str(Path(self._folder.name) / "socket")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = LocalListener()
         try:
-            listener.bind(self._name)
-            listener.listen(128)
             super().__init__(
-                context, slots=options.slots, directory=options.directory, listener=listener
+                context,
+                slots=options.slots,
+                directory=options.directory,
+                listeners=[self._listener.socket],
             )
         except BaseException:
-            listener.close()
+            self._listener.close()
             raise
 
     def address(self, worker_id: int) -> str:
         """The socket's name, the same for every worker."""
         del worker_id
-        return self._name
+        return self._listener.name
 
-    def close(self) -> None:
+    def torn_down(self) -> None:
         """Also remove the socket where it is a file."""
-        super().close()
-        if self._folder is not None:
-            self._folder.cleanup()
+        super().torn_down()
+        self._listener.close()
 
 
-def _connect(name: str) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _channel(name: str) -> Channel:
     try:
-        connection.connect(name)
+        return Channel(connect_locally(name))
     except OSError as error:
-        connection.close()
         raise SenderLostError(
             "the sender is not there: it has closed or died, or runs on another host or in "
             "another network namespace, which scheme 'shm' does not reach"
         ) from error
-    return connection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sync_core import Message, Peer, Publisher, Slot
 from sync_plugin_dist.rendezvous import Rendezvous
@@ -13,15 +13,17 @@ from sync_plugin_dist.wire import Wire
 
 @dataclass(eq=False)
 class DistPeer(Peer):
-    """A worker that receives over a wire.
+    """A worker.
 
     Args:
         served: whether there is a lane for it: it is known who it is, and it was not replaced.
         offered: the newest version that it was told of.
+        knows: the slots that it has mapped, on this machine.
     """
 
     served: bool = False
     offered: int = 0
+    knows: set[int] = field(default_factory=set)
 
     @property
     def id(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from dataclasses import dataclass
 from ipaddress import ip_address
 from math import inf
@@ -25,6 +26,8 @@ class DistOptions:
         host: the address of this machine that workers connect to.
         port: the port that they connect to; 0 for a free one.
         bucket_mb: the size in MB of the parts in which a version is packed and sent.
+        shared_memory: whether workers on this machine, of the same user, read a version where it
+            was packed; the others, and with ``nccl`` or ``broadcast`` all of them, are sent it.
     """
 
     backend: str = "gloo"
@@ -32,6 +35,7 @@ class DistOptions:
     host: str = "127.0.0.1"
     port: int = 0
     bucket_mb: float = 4.0
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         _check_one_of("topology", self.topology, ("p2p", "broadcast"))
@@ -53,6 +57,12 @@ class DistOptions:
             )
         if self.backend == "gloo" and not distributed.is_gloo_available():
             raise OptionError("this build of torch has no gloo; install another one")
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether a worker need not be sent what lies in memory of its own machine."""
+        sent_alone = self.backend == "gloo" and self.topology == "p2p"
+        return self.shared_memory and sent_alone and sys.platform != "win32"
 
     @property
     def part_nbytes(self) -> int:

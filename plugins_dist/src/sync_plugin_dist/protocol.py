@@ -1,7 +1,8 @@
 """How the sender and the receivers of ``dist`` talk.
 
-Control goes over a TCP connection that the worker opens; the weights over process groups that the
-sender opens and names by numbers. The sender is at rank 0 of each.
+Control goes over a connection that the worker opens, by TCP or, on the sender's machine, by a unix
+socket. In that case the worker reads a version in the slot where it was packed. To the others the
+weights go over process groups that the sender opens and names by numbers; it is at rank 0 of each.
 
 ========  ======================================  ==============================================
 from      message                                 meaning
@@ -9,15 +10,18 @@ from      message                                 meaning
 worker    ``hello``, token, worker, pid           the first message of a connection
 sender    ``welcome``                             accepted
 sender    ``offer``, version                      there is a newer version for this worker
-worker    ``take``                                it waits for the newest version now
+worker    ``take``, held                          it waits for the newest version now
 sender    ``wire``, number, rank, size            join this process group
 both      ``key``, number, key, value             how to find an end of it; the sender passes it on
 sender    ``data``, number, version, digest, …    the version follows, in so many bytes, over it
+sender    ``slot``, ``live``                      see `sync_core.SharedSlots`
+sender    ``here``, slot, version, digest         the version lies in that slot
 sender    ``again``                               leave the process group; ``take`` if need be
 sender    ``nothing``                             there is nothing newer any more
 worker    ``received``, version                   it has come whole, and is staged
 worker    ``broken``, number                      the process group failed here
-worker    ``answer``, answer                      committed, or not
+worker    ``lacks``, index                        it could not map a slot that it was told of
+worker    ``answer``, answer, held                committed, or not; it reads only ``held``
 worker    ``leave``, reason                       it hangs up, and not because it dies
 sender    ``gone``, reason                        refused, replaced, removed, or the sender closes
 ========  ======================================  ==============================================
@@ -92,11 +96,13 @@ class Endpoint:
     Args:
         host: its name or address.
         port: of the connections for control.
+        local: the name of a socket for those on this machine; empty for none.
         farewell: shared with whoever closes the receiver.
     """
 
     host: str
     port: int
+    local: str = ""
     farewell: Farewell | None = None
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -13,6 +13,7 @@ from sync_core import (
     Block,
     CapacityError,
     Channel,
+    MappedSlots,
     Message,
     Payload,
     PayloadError,
@@ -22,6 +23,7 @@ from sync_core import (
     TransportContext,
     hello,
 )
+from sync_plugin_dist.connecting import connect
 from sync_plugin_dist.descriptors import advice, enough_descriptors
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.parts import cut
@@ -31,7 +33,7 @@ from sync_plugin_dist.wire import Wire
 
 
 class DistReceiver(ReceiverTransport):
-    """Receives versions into memory of its own.
+    """Receives versions into memory of its own, or reads them where they were packed.
 
     Args:
         context: what the receiver gave to `create_transport`.
@@ -53,9 +55,13 @@ class DistReceiver(ReceiverTransport):
         self._offered = 0
         self._seen = 0
         self._asked = 0.0
-        connection = _connect(context)
-        self._link = options.link(context, connection.getsockname()[0])
+        connection = connect(context)
         self._channel = Channel(connection)
+        local = self._channel.passes_descriptors
+        # What comes over a wire is in no slot.
+        self._slots = MappedSlots()
+        interface = context.endpoint.host if local else connection.getsockname()[0]
+        self._link = options.link(context, interface)
         try:
             self._send(hello(context.token, context.worker_id))
             self._next(context.timeout)
@@ -78,7 +84,8 @@ class DistReceiver(ReceiverTransport):
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer."""
-        self._send({"type": "answer", "answer": answer.to_message()})
+        held = self._slots.held
+        self._send({"type": "answer", "answer": answer.to_message(), "held": held})
 
     def close(self) -> None:
         """Hang up."""
@@ -88,6 +95,7 @@ class DistReceiver(ReceiverTransport):
                 self._channel.send({"type": "leave", "reason": self._farewell.reason})
         self._channel.close()
         self._blocks.clear()
+        self._slots.clear()
 
     def fileno(self) -> int:
         """The connection to the sender, as a wire's `Control`."""
@@ -118,7 +126,7 @@ class DistReceiver(ReceiverTransport):
     def _fetch(self) -> Payload | None:
         """What was offered; None when that was taken back, or did not come in time."""
         self._asked = time.perf_counter()
-        self._send({"type": "take"})
+        self._take()
         deadline = time.monotonic() + self._timeout
         while True:
             # A process that was stopped for longer finds a sender that lives, and may tell.
@@ -136,9 +144,28 @@ class DistReceiver(ReceiverTransport):
                 self._end_wire()
                 if time.monotonic() > deadline:
                     return None
-                self._send({"type": "take"})
-            else:
+                self._take()
+            elif message["type"] == "here" and message["slot"] in self._slots:
+                return self._look(message)
+            elif not self._hear_of_slots(message):
                 self._note(message)
+
+    def _take(self) -> None:
+        self._send({"type": "take", "held": self._slots.held})
+
+    def _hear_of_slots(self, message: Message) -> bool:
+        try:
+            return self._slots.hear(message, self._channel)
+        except CapacityError as error:
+            self._send({"type": "lacks", "index": message["index"]})
+            self.acknowledge(Answer.refusal(self._offered, error))
+            raise
+        except ConnectionError as error:
+            raise SenderLostError(f"the sender does not keep to the protocol: {error}") from error
+
+    def _look(self, message: Message) -> Payload:
+        block, release = self._slots.hold(message["slot"])
+        return self._unpack(block, message["version"], message["digest"], release)
 
     def _open_wire(self, message: Message) -> None:
         self._end_wire()
@@ -180,14 +207,18 @@ class DistReceiver(ReceiverTransport):
             self._end_wire()
             self._send({"type": "broken", "number": transfer.number})
             return None
-        self._seen = version
-        release = partial(self._blocks.append, block)
         self._send({"type": "received", "version": version})
+        return self._unpack(block, version, transfer.digest, partial(self._blocks.append, block))
+
+    def _unpack(
+        self, block: Block, version: int, digest: str, release: Callable[[], None]
+    ) -> Payload:
+        self._seen = version
         try:
             payload = Payload.unpack(
                 block,
                 version,
-                digest=transfer.digest,
+                digest=digest,
                 known=self._layout,
                 release=release,
                 since=self._asked,
@@ -248,17 +279,3 @@ class DistReceiver(ReceiverTransport):
         if self._wire is not None:
             self._wire.close()
             self._wire = None
-
-
-def _connect(context: TransportContext) -> socket.socket:
-    endpoint = context.endpoint
-    try:
-        connection = socket.create_connection((endpoint.host, endpoint.port), context.timeout)
-    except OSError as error:
-        raise SenderLostError(
-            f"nobody answers at {endpoint.host}, port {endpoint.port}: the sender has closed or "
-            "died, or its host cannot be reached from here; for other hosts, type "
-            'Sender("dist", …, host=<an address of the trainer that they reach>)'
-        ) from error
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection

@@ -30,11 +30,13 @@ class RpcOptions:
         host: the address of this machine that workers connect to for the weights.
         port: the port; 0 for a free one.
         bucket_mb: the size in MB of the parts in which a version is packed and sent.
+        shared_memory: whether workers on this machine read a version where it was packed.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     bucket_mb: float = 4.0
+    shared_memory: bool = True
 
 
 class RpcScheme:
@@ -50,7 +52,7 @@ class RpcScheme:
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
         """The sender's or a receiver's side."""
         given = context.parse_options(RpcOptions)
-        options = DistOptions(host=given.host, port=given.port, bucket_mb=given.bucket_mb)
+        options = DistOptions(**vars(given))
         if context.side == "receiver":
             return DistReceiver(context, options)
         if not initialised():

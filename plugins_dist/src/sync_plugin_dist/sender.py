@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from sync_core import (
     Answer,
     Delivery,
+    LocalListener,
     Message,
     OptionError,
     Payload,
     Publisher,
     ServingTransport,
+    SharedSlots,
     Slot,
     TransportContext,
 )
 from sync_plugin_dist.lane import Lane
+from sync_plugin_dist.memory_lane import MemoryLane
 from sync_plugin_dist.office import DistPeer, Office
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.parts import pack
@@ -27,7 +31,7 @@ from sync_plugin_dist.wire import Wire
 
 
 class DistSender(ServingTransport[DistPeer], Office):
-    """Serves workers over process groups of its own; see `sync_plugin_dist.protocol`.
+    """Serves workers over process groups of its own, or in memory; see `sync_plugin_dist.protocol`.
 
     Args:
         context: what the sender gave to `create_transport`.
@@ -47,23 +51,33 @@ class DistSender(ServingTransport[DistPeer], Office):
         self._numbers = itertools.count(1)
         self._packing: Slot | None = None
         self._packed = 0
-        listener = _listen(options.host, options.port)
-        host, port = listener.getsockname()[:2]
-        self._endpoint = Endpoint(options.host, port)
-        self._link = options.link(context, host)
-        self.timeout = self._link.timeout
-        self.publisher = Publisher(
-            self._link.allocate,
-            context.layout.nbytes,
-            None,
-            context.worker_ids,
-            timeout=context.timeout,
-            notify=context.notify,
-            revoke=self._revoke_old,
-        )
-        self._lanes: dict[int, Lane] = {}
-        self._common_lane = Lane(self) if self.collective else None
-        super().__init__(context.token, self.publisher, DistPeer, listener)
+        self._slots = SharedSlots() if options.shares_memory else None
+        self._lanes: dict[int, Lane | MemoryLane] = {}
+        with ExitStack() as opened:
+            listeners = [opened.enter_context(_listen(options.host, options.port))]
+            host, port = listeners[0].getsockname()[:2]
+            self._link = options.link(context, host)
+            self.timeout = self._link.timeout
+            local = ""
+            if options.shares_memory:
+                local_listener = LocalListener()
+                opened.callback(local_listener.close)
+                listeners.append(local_listener.socket)
+                local = local_listener.name
+            self._endpoint = Endpoint(options.host, port, local)
+            self.publisher = Publisher(
+                self._link.allocate if self._slots is None else self._slots.allocate,
+                context.layout.nbytes,
+                None,
+                context.worker_ids,
+                timeout=context.timeout,
+                views=context.zero_copy and self._slots is not None,
+                notify=context.notify,
+                revoke=self._revoke_old,
+            )
+            self._common_lane = Lane(self) if self.collective else None
+            super().__init__(context.token, self.publisher, DistPeer, listeners)
+            self._opened = opened.pop_all()
 
     def address(self, worker_id: int) -> Endpoint:
         """Where to connect, the same for every worker."""
@@ -105,8 +119,11 @@ class DistSender(ServingTransport[DistPeer], Office):
     def welcome(self, peer: DistPeer) -> None:
         """Let the worker know that it is served."""
         peer.served = True
-        if self._common_lane is None and peer.id not in self._lanes:
-            self._lanes[peer.id] = Lane(self)
+        if self._common_lane is None:
+            before = self._lanes.get(peer.id)
+            if before is not None:
+                before.close()
+            self._lanes[peer.id] = self._new_lane(peer)
         self.tell(peer, {"type": "welcome"})
 
     def offer(self, peer: DistPeer) -> None:
@@ -121,24 +138,32 @@ class DistSender(ServingTransport[DistPeer], Office):
         if not peer.served:
             return  # another receiver has its place
         lane, kind = self._lane(peer), message["type"]
+        if isinstance(lane, MemoryLane) and kind in ("take", "answer"):
+            self.publisher.give_back(peer, message["held"])
         if kind == "take":
             lane.ask(peer)
-        elif kind == "key":
-            lane.hear(peer, message)
-        elif kind == "broken":
-            lane.broken(int(message["number"]))
-        elif kind == "received":
-            peer.seen = int(message["version"])
-            self.publisher.give_back(peer)
-            lane.received(peer)
-            self.offer(peer)
         elif kind == "answer":
             answer = Answer.from_message(message["answer"])
             self.publisher.answer(peer.id, answer, peer)
+        elif isinstance(lane, Lane) and kind in ("key", "broken", "received"):
+            self._handle_transfer(lane, peer, message)
+        elif kind == "lacks":
+            peer.knows.discard(int(message["index"]))
         elif kind == "leave":
             raise LeftError(str(message["reason"]))
         else:
             raise ValueError(f"{kind!r} is no message")
+
+    def _handle_transfer(self, lane: Lane, peer: DistPeer, message: Message) -> None:
+        if message["type"] == "key":
+            lane.hear(peer, message)
+        elif message["type"] == "broken":
+            lane.broken(int(message["number"]))
+        else:
+            peer.seen = int(message["version"])
+            self.publisher.give_back(peer)
+            lane.received(peer)
+            self.offer(peer)
 
     def withdraw(self, peer: DistPeer) -> None:
         """Serve the worker no longer."""
@@ -172,6 +197,7 @@ class DistSender(ServingTransport[DistPeer], Office):
         for lane in self._all_lanes():
             lane.close()
         self._lanes.clear()
+        self._opened.close()
 
     def packed(self, slot: Slot) -> int:
         """How many bytes of the slot may be sent already."""
@@ -189,10 +215,15 @@ class DistSender(ServingTransport[DistPeer], Office):
         """The workers that are connected, and have not the newest version meant for them."""
         return {i for i, peer in self._peers.items() if self.publisher.newest(i) > peer.seen}
 
-    def _lane(self, peer: DistPeer) -> Lane:
+    def _new_lane(self, peer: DistPeer) -> Lane | MemoryLane:
+        if self._slots is not None and peer.channel.passes_descriptors:
+            return MemoryLane(self, self._slots)
+        return Lane(self)
+
+    def _lane(self, peer: DistPeer) -> Lane | MemoryLane:
         return self._common_lane or self._lanes[peer.id]
 
-    def _all_lanes(self) -> list[Lane]:
+    def _all_lanes(self) -> Sequence[Lane | MemoryLane]:
         if self._common_lane is not None:
             return [self._common_lane]
         return list(self._lanes.values())

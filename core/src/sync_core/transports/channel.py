@@ -6,6 +6,7 @@ import json
 import os
 import select
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -49,6 +50,11 @@ class Channel:
     def fileno(self) -> int:
         """The socket's descriptor, for a selector."""
         return self._socket.fileno()
+
+    @property
+    def passes_descriptors(self) -> bool:
+        """Whether both ends are on one machine, and connected by a unix socket."""
+        return sys.platform != "win32" and self._socket.family == socket.AF_UNIX
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message, with descriptors that the other side gets duplicates of.

@@ -6,8 +6,6 @@ import hmac
 import os
 import selectors
 import socket
-import struct
-import sys
 import threading
 import time
 from abc import abstractmethod
@@ -16,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from sync_core.transports.channel import MAX_MESSAGE, Channel, Message
+from sync_core.transports.local_socket import same_user
 from sync_core.transports.publisher import Publisher
 from sync_core.transports.transport import SenderTransport
 
 # Nobody is asked for more than this, or waited for in greater number, before a hello.
 _MAX_HELLO = 4096
 _MAX_STRANGERS = 128
+_ROOT = 0
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         token: what a worker must know.
         publisher: the versions, and the workers that they are for.
         peer: makes a peer of a channel and the only worker that may say hello on it, if any.
-        listener: a listening socket, when workers connect by themselves.
+        listeners: listening sockets, where workers connect by themselves; closed at the end.
     """
 
     def __init__(
@@ -72,20 +72,20 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         token: str,
         publisher: Publisher,
         peer: type[PeerT],
-        listener: socket.socket | None = None,
+        listeners: Sequence[socket.socket] = (),
     ) -> None:
         self._token = token
         self._publisher = publisher
         self._make_peer = peer
-        self._listener = listener
+        self._listeners = tuple(listeners)
         self._peers: dict[int, PeerT] = {}
         self._connections: set[PeerT] = set()
         self._wake_up, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        if listener is not None:
+        for listener in self._listeners:
             listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ)
+            self._selector.register(listener, selectors.EVENT_READ, listener)
         self._thread = threading.Thread(target=self._serve, name="sync-sender", daemon=True)
         self._thread.start()
 
@@ -169,8 +169,8 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
                 with self._publisher.changed:
                     if key.fileobj is self._woken:
                         self._woken.recv(4096)
-                    elif key.fileobj is self._listener:
-                        self._accept(self._listener)
+                    elif isinstance(key.data, socket.socket):
+                        self._accept(key.data)
                     elif key.data in self._connections:
                         self._listen_to(key.data)
         self._tear_down()
@@ -180,7 +180,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             connection, _ = listener.accept()
         except OSError:
             return  # the worker has given up already
-        if not _same_user(connection):
+        if not same_user(connection, _ROOT):
             connection.close()
             return
         strangers = [p for p in self._connections if p.worker_id is None and p.expected is None]
@@ -244,8 +244,8 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             self._selector.close()
             self._wake_up.close()
             self._woken.close()
-            if self._listener is not None:
-                self._listener.close()
+            for listener in self._listeners:
+                listener.close()
             self.torn_down()
 
     def torn_down(self) -> None:
@@ -255,16 +255,3 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 def hello(token: str, worker_id: int) -> Message:
     """The first message of a worker to a `ServingTransport`."""
     return {"type": "hello", "token": token, "worker": worker_id, "pid": os.getpid()}
-
-
-def _same_user(connection: socket.socket) -> bool:
-    """Whether a unix socket leads to a process of this user, or of root.
-
-    Sockets with abstract names have no permissions of their own.
-    """
-    if sys.platform != "linux" or connection.family != socket.AF_UNIX:
-        return True
-    size = struct.calcsize("3i")
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, user, _ = struct.unpack("3i", credentials)
-    return user in (0, os.getuid())

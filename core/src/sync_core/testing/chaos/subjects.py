@@ -62,13 +62,16 @@ class Subject:
 # Small parts, so that a version of the model here takes several.
 _PARTS = {"bucket_mb": 0.2}
 
-#: The schemes of this project, by name; `dist` twice, as it has two topologies.
+#: The schemes of this project, by name; `dist` thrice, as there are three ways to a worker.
 SUBJECTS: Mapping[str, Subject] = MappingProxyType(
     {
         "thread": Subject(scheme="thread", group="thread", shares=True),
         "shm": Subject(scheme="shm", group="process", shares=True),
         "mp": Subject(scheme="mp", group="process", shares=True),
-        "dist": Subject(scheme="dist", group="process", options=_PARTS),
+        "dist": Subject(scheme="dist", group="process", shares=True, options=_PARTS),
+        "dist-gloo": Subject(
+            scheme="dist", group="process", options={**_PARTS, "shared_memory": False}
+        ),
         # It lets those who are late have an eighth of the deadline, three times at worst.
         "dist-broadcast": Subject(
             scheme="dist",
@@ -78,7 +81,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             deadline=4.0,
             collective=True,
         ),
-        "rpc": Subject(scheme="rpc", group="rpc", options=_PARTS),
+        "rpc": Subject(scheme="rpc", group="rpc", shares=True, options=_PARTS),
         "ray": Subject(scheme="ray", group="ray", shares=True, deadline=2.5, alone=True),
     }
 )

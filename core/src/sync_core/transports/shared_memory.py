@@ -1,0 +1,198 @@
+"""Shared memory that leaves nothing behind: it goes with the last process that maps it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import sys
+import tempfile
+import warnings
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from sync_core.errors import CapacityError, OptionError
+from sync_core.weights.block import Block
+
+# https://man7.org/linux/man-pages/man2/F_GET_SEALS.2const.html; fcntl knows it by name since 3.13.
+_F_SEAL_FUTURE_WRITE = 0x10
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+
+
+class SharedMemory:
+    """Memory that processes of one machine share, mapped here for as long as anything views it.
+
+    Args:
+        descriptor: of the memory, which another process has made; it may be closed after this.
+        populate: whether all its pages are mapped at once.
+
+    Raises:
+        CapacityError: there is no room for it here.
+        ValueError: the descriptor is of something else.
+
+    Example:
+        >>> memory = SharedMemory.create(4096)
+        >>> memory.block.memory[7] = 1
+        >>> elsewhere = SharedMemory(memory.descriptor)
+        >>> int(elsewhere.block.memory[7])
+        1
+    """
+
+    _pages: mmap.mmap
+    _block: Block
+    _address: int
+
+    def __init__(self, descriptor: int, *, populate: bool = True) -> None:
+        self._map(descriptor, mmap.PROT_READ, populate=populate)
+
+    @classmethod
+    def create(
+        cls, nbytes: int, directory: str | None = None, *, sparse: bool = False
+    ) -> SharedMemory:
+        """New memory of mode 0600, which only this process can write to.
+
+        Its descriptor is closed with its block.
+
+        Args:
+            nbytes: its size.
+            directory: a directory in memory, such as ``/dev/shm``, to hold it; None for anonymous
+                memory, which needs no room anywhere (containers give ``/dev/shm`` 64 MB).
+            sparse: whether its pages come as they are written to, and are not reserved.
+
+        Raises:
+            CapacityError: there is not enough memory, and what is needed and what there is; or
+                this process can open no file more.
+            OptionError: the directory cannot hold it.
+        """
+        descriptor = _create(nbytes, directory, sparse=sparse)
+        memory = cls.__new__(cls)
+        try:
+            memory._map(descriptor, mmap.PROT_READ | mmap.PROT_WRITE, populate=not sparse)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        _seal(descriptor)
+        weakref.finalize(memory._block, os.close, descriptor)
+        return memory
+
+    @property
+    def block(self) -> Block:
+        """A block that lies there: the same one, unless torch has moved that elsewhere.
+
+        It does so when a tensor that views it is shared: `share_memory_`, `torch.multiprocessing`.
+        """
+        if self._block.memory.data_ptr() != self._address:
+            self._block = self._lay_block()
+        return self._block
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes themselves."""
+        return memoryview(self._pages)
+
+    def _map(self, descriptor: int, protection: int, *, populate: bool) -> None:
+        flags = mmap.MAP_SHARED | (_POPULATE if populate else 0)
+        size = os.fstat(descriptor).st_size
+        try:
+            self._pages = mmap.mmap(descriptor, size, flags=flags, prot=protection)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise ValueError(f"the descriptor is of no memory: {error}") from error
+            raise CapacityError(f"{size} bytes of memory cannot be mapped: {error}") from error
+        #: By which others map it.
+        self.descriptor = descriptor
+        self._block = self._lay_block()
+        self._address = self._block.memory.data_ptr()
+
+    def _lay_block(self) -> Block:
+        with warnings.catch_warnings():
+            # torch warns that it does not know of read-only memory; nothing here writes to it.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return Block(torch.frombuffer(self._pages, dtype=torch.uint8))
+
+
+def _create(nbytes: int, directory: str | None, *, sparse: bool) -> int:
+    try:
+        available = _available(directory)
+        if nbytes > available and not sparse:
+            raise CapacityError(_shortage(nbytes, available, directory))
+        descriptor = _open(directory)
+    except OSError as error:
+        if error.errno not in _TOO_MANY_FILES:
+            raise
+        raise CapacityError(
+            "this process can open no more file descriptors, one of which a slot takes; "
+            "type: ulimit -n 4096"
+        ) from error
+    try:
+        if sys.platform == "linux" and not sparse:
+            # Reserved now, since a page that cannot be had later is a bus error.
+            os.posix_fallocate(descriptor, 0, nbytes)
+        else:
+            os.ftruncate(descriptor, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise CapacityError(_shortage(nbytes, available, directory)) from error
+    return descriptor
+
+
+def _seal(descriptor: int) -> None:
+    """Let nobody who is given the descriptor write to the memory from now on, or cut it short.
+
+    What is mapped already stays writable: by the sender. Only anonymous memory can be sealed, and
+    only since Linux 5.1 against being written to.
+    """
+    if sys.platform != "linux":
+        return
+    fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    for seals in (fixed, _F_SEAL_FUTURE_WRITE):
+        with suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+
+
+def _open(directory: str | None) -> int:
+    if directory is None and sys.platform == "linux":
+        descriptor = os.memfd_create("sync-core", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(descriptor, 0o600)
+        return descriptor
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return os.dup(file.fileno())
+
+
+def _available(directory: str | None) -> int:
+    if directory is not None:
+        try:
+            space = os.statvfs(directory)
+        except OSError as error:
+            raise OptionError(f"directory={directory!r} cannot hold slots: {error}") from error
+        return space.f_bavail * space.f_frsize
+    if sys.platform != "linux":
+        return sys.maxsize
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, _cgroup_room())
+    return _cgroup_room()
+
+
+def _cgroup_room() -> int:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+    except OSError:
+        return sys.maxsize
+    return sys.maxsize if limit == "max" else int(limit) - int(used)
+
+
+def _shortage(nbytes: int, available: int, directory: str | None) -> str:
+    where = "memory" if directory is None else directory
+    remedy = (
+        "use a layer such as 'bf16', or fewer slots= where the scheme has them"
+        if directory is None
+        else "leave out directory= to use anonymous memory, or give it more room"
+    )
+    return f"a slot needs {nbytes} bytes of {where}, {available} are available; {remedy}"

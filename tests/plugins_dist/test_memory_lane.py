@@ -1,0 +1,106 @@
+"""Workers of the sender's machine beside those of others."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+from torch import Tensor
+
+from sync_core import Address, CapacityError, Receiver, Sender, SendError
+from sync_core.testing.faults import few_descriptors
+from sync_plugin_dist.lane import Lane
+from sync_plugin_dist.memory_lane import MemoryLane
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def weights_of(value: float) -> dict[str, Tensor]:
+    return {"w": torch.full((300_000,), value), "b": torch.full((3,), value)}
+
+
+def elsewhere(address: Address, local: str = "\0no such socket") -> Address:
+    """As it is to a worker of another machine, which finds no such socket there."""
+    return dataclasses.replace(address, endpoint=dataclasses.replace(address.endpoint, local=local))
+
+
+def lanes(sender: Sender) -> list[type[Any]]:
+    transport: Any = sender._outlet.transport
+    return [type(transport._lanes[worker_id]) for worker_id in sorted(transport._lanes)]
+
+
+def deliver(sender: Sender, value: float, *receivers: Receiver) -> None:
+    pending = sender.send_async(weights_of(value))
+    threads = [threading.Thread(target=receiver.receive, args=(20.0,)) for receiver in receivers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pending.wait().updated == sender.all_worker_ids()
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_each_gets_a_version_in_its_own_way(zero_copy: bool) -> None:
+    targets = [weights_of(0.0) for _ in range(3)]
+    with (
+        Sender("dist", weights_of(0.0), num_workers=3, timeout=20, zero_copy=zero_copy) as sender,
+        Receiver(sender.address(0), targets[0]) as here,
+        Receiver(elsewhere(sender.address(1)), targets[1]) as there,
+        Receiver(elsewhere(sender.address(2), ""), targets[2]) as nowhere,
+    ):
+        for value in (1.0, 2.0, 3.0, 4.0):
+            deliver(sender, value, here, there, nowhere)
+            for target in targets:
+                assert all((tensor == value).all() for tensor in target.values())
+        assert lanes(sender) == [MemoryLane, Lane, Lane]
+
+
+def test_a_worker_that_comes_back_from_another_machine() -> None:
+    with Sender("dist", weights_of(1.0), num_workers=1, timeout=20) as sender:
+        address = sender.address(0)
+        for way, lane in ((address, MemoryLane), (elsewhere(address), Lane), (address, MemoryLane)):
+            target = weights_of(0.0)
+            with Receiver(way, target) as receiver:
+                deliver(sender, 5.0, receiver)
+                assert lanes(sender) == [lane]
+            assert all((tensor == 5).all() for tensor in target.values())
+
+
+def test_one_that_is_late_reads_the_newest() -> None:
+    target = weights_of(0.0)
+    with Sender("dist", weights_of(1.0), num_workers=1, timeout=20) as sender:
+        for value in (1.0, 2.0):
+            sender.send_async(weights_of(value)).abandon()
+        with Receiver(sender.address(0), target) as receiver:
+            assert receiver.receive(20) == 2
+    assert all((tensor == 2).all() for tensor in target.values())
+
+
+def test_a_model_that_is_too_large_for_memory_leaves_nothing_open() -> None:
+    model = {"weight": torch.zeros(1, dtype=torch.uint8).expand(2**44)}
+    process = psutil.Process()
+    before = process.num_fds()
+    with pytest.raises(CapacityError, match=r"a slot needs \d{14} bytes of memory, \d+ are"):
+        Sender("dist", model, num_workers=1)
+    assert process.num_fds() == before
+
+
+def test_a_worker_that_can_open_no_more_descriptors() -> None:
+    target = weights_of(0.0)
+    with (
+        Sender("dist", weights_of(1.0), num_workers=1, timeout=20) as sender,
+        Receiver(sender.address(0), target) as receiver,
+    ):
+        pending = sender.send_async()
+        with few_descriptors(), pytest.raises(CapacityError, match="ulimit -n"):
+            receiver.receive(5.0)
+        with pytest.raises(SendError, match="ulimit -n"):
+            pending.wait()
+        assert all((tensor == 0).all() for tensor in target.values())
+        for value in (2.0, 3.0):
+            deliver(sender, value, receiver)
+            assert all((tensor == value).all() for tensor in target.values())
