@@ -14,14 +14,15 @@ from sync_core.errors import ModelError
 from sync_core.models import commit
 from sync_core.models.compare import check_match
 from sync_core.models.extra_state import is_extra_state
-from sync_core.models.extract import Strategy, check_strategy
+from sync_core.models.extract import Strategy, check_strategy, named_tensors
 from sync_core.models.finder import finder
 from sync_core.models.flat import Flat
 from sync_core.models.lent import Lent, lend
 from sync_core.models.pointing import Pointing
 from sync_core.models.several import modules_in
+from sync_core.models.writable import Places, check_writable
 from sync_core.weights.copying import copy
-from sync_core.weights.layout import Layout
+from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.update import Update
 
 _kind = operator.attrgetter("dtype", "shape")
@@ -55,7 +56,7 @@ class Binding:
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
         self._layout = Layout(())
         self._modules: commit.Modules = ()
-        self._writable = False
+        self._places = Places(())
         self._extra_state = False
         self._flat: Flat | None = None
         self._tried_flat = False
@@ -75,7 +76,7 @@ class Binding:
         if not self._fits_layout(named):
             self._layout = Layout.of(named)
             self._kinds = list(map(_kind, named.values()))
-            self._writable = False
+            self._places = Places(())
             self._extra_state = any(map(is_extra_state, named))
         self._named = named
         return self._layout
@@ -137,10 +138,10 @@ class Binding:
         mine, theirs = self.layout, update.layout
         if mine != theirs:
             check_match(theirs, mine, partial=partial)
-        if not self._writable:
-            commit.check_writable(self._named)
-            self._writable = True
-        _check_memory(self._named)
+        if zero_copy and not self._loads_state_dicts():
+            self._prepare_pointing(theirs)
+        else:
+            self._check_places()
         if self._extra_state:
             with commit.extra_state_set(self._modules, dict(update.items())):
                 self._write_tensors(update, zero_copy=zero_copy, version=version)
@@ -166,17 +167,38 @@ class Binding:
         if not all(map(operator.eq, map(_kind, named.values()), self._kinds)):
             return False
         return all(
-            named[name].data_ptr() == named[owner].data_ptr()
-            # A transposed view of the same memory has other values.
-            and named[name].stride() == named[owner].stride()
-            for name, owner in self._layout.aliases
+            place_of(named[name]) == place_of(named[owner]) for name, owner in self._layout.aliases
         )
 
+    def _check_places(self) -> None:
+        """Raise `ModelError` unless every tensor can be written where it lies."""
+        named = self._named
+        if self._loads_state_dicts():
+            # What the state_dict shows is not always what is written.
+            named = named_tensors(self.model, "tensordict")
+        if self._extra_state:
+            named = {name: tensor for name, tensor in named.items() if not is_extra_state(name)}
+        if not self._places.hold(named.values()):
+            _check_memory(self._named)
+            check_writable(named)
+            self._places = Places(named.values())
+
+    def _prepare_pointing(self, layout: Layout) -> None:
+        """Find what is pointed and what is copied into; see `_check_places`."""
+        _check_memory(self._named)
+        if self._pointing is None or not self._pointing.is_for(self._named, layout):
+            check_writable(self._named)
+            self._pointing = Pointing(self._named, layout, self._module_prefixes())
+
+    def _loads_state_dicts(self) -> bool:
+        return self._strategy == "state_dict" and bool(self._modules)
+
     def _write_tensors(self, update: Update, *, zero_copy: bool, version: int) -> None:
-        if self._strategy == "state_dict" and self._modules:
+        if self._loads_state_dicts():
             self._load_state_dicts(update)
-        elif zero_copy:
-            self._write_zero_copy(update, version)
+        elif zero_copy and self._pointing is not None:
+            self._pointing.apply(update.tensors)
+            self._lent = lend(self._pointing.pointed, version) if version else None
         elif self._layout == update.layout:
             self._write_whole(update)
         else:
@@ -224,12 +246,6 @@ class Binding:
 
     def _module_prefixes(self) -> tuple[str, ...]:
         return tuple(prefix for prefix, _ in self._modules)
-
-    def _write_zero_copy(self, update: Update, version: int) -> None:
-        if self._pointing is None or not self._pointing.is_for(self._named, update.layout):
-            self._pointing = Pointing(self._named, update.layout, self._module_prefixes())
-        self._pointing.apply(update.tensors)
-        self._lent = lend(self._pointing.pointed, version) if version else None
 
 
 def _check_memory(named: Mapping[str, Tensor]) -> None:

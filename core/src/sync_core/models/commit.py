@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sync_core.errors import ModelError
 from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state, rebuild
 from sync_core.models.extract import non_persistent_buffers
 
@@ -25,17 +24,6 @@ def own_memory(named: Mapping[str, Tensor], lent: Sequence[Tensor]) -> None:
         for tensor in named.values():
             if tensor.untyped_storage().data_ptr() in memory:
                 tensor.data = tensor.data.clone()
-
-
-def check_writable(named: Mapping[str, Tensor]) -> None:
-    """Raise `ModelError` for a tensor whose elements share memory."""
-    for name, tensor in named.items():
-        sizes = zip(tensor.shape, tensor.stride(), strict=True)
-        if tensor.numel() > 1 and any(size > 1 and stride == 0 for size, stride in sizes):
-            raise ModelError(
-                f"{name!r} was made by expand(): its elements share memory and cannot be written "
-                "one by one; clone() it first"
-            )
 
 
 @contextmanager

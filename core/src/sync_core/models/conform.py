@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sync_core.errors import LayoutMismatchError
 from sync_core.models.compare import check_match
-from sync_core.weights.layout import Layout
+from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.update import Update
 
 
@@ -43,6 +43,4 @@ def conform(named: Mapping[str, Tensor], layout: Layout, *, partial: bool) -> Up
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    if left.data_ptr() == right.data_ptr() and left.stride() == right.stride():
-        return True
-    return torch.equal(left, right)
+    return place_of(left) == place_of(right) or torch.equal(left, right)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_core.errors import ModelError
+from sync_core.models.writable import Places
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout
 
@@ -41,12 +42,13 @@ class Pointing:
             if isinstance(tensor, nn.Parameter) or not name.startswith(prefixes)
         }
         self._copied = [tensor for name, tensor in matched.items() if name not in self.pointed]
+        self._places = Places(self._copied)
         self._order = [index[name] for name in self.pointed]
         self._order += [index[name] for name in matched if name not in self.pointed]
 
     def is_for(self, named: Mapping[str, Tensor], layout: Layout) -> bool:
-        """Whether it was made for these."""
-        return named is self._named and layout == self._layout
+        """Whether it was made for these, and what is copied into lies where it did."""
+        return named is self._named and layout == self._layout and self._places.hold(self._copied)
 
     def apply(self, tensors: Sequence[Tensor]) -> None:
         """Point and copy.

@@ -27,7 +27,7 @@ from sync_core.weights.checksums import (
     to_tensor,
     unsealed,
 )
-from sync_core.weights.layout import Layout
+from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.update import Update
 
 #: What is proved of a send: see `Sender`, and docs/decisions/0011-verify.md.
@@ -219,6 +219,6 @@ def _untied(layout: Layout, named: Mapping[str, Tensor]) -> list[str]:
         name
         for name, owner in layout.aliases
         if not is_extra_state(name)
-        and named[name].data_ptr() != named[owner].data_ptr()
+        and place_of(named[name]) != place_of(named[owner])
         and checksum([named[name]]) != checksum([named[owner]])
     ]

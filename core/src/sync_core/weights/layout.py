@@ -49,7 +49,7 @@ class Layout:
         owners: dict[object, str] = {}
         for name, tensor in named.items():
             check_tensor(name, tensor)
-            owner = owners.setdefault(_memory_of(tensor), name)
+            owner = owners.setdefault(place_of(tensor), name)
             if owner != name:
                 aliases.append((name, owner))
                 continue
@@ -124,6 +124,20 @@ class Layout:
         return layout
 
 
+def place_of(tensor: Tensor) -> object:
+    """What two names have in common that are tied: the same elements, seen in the same way.
+
+    Example:
+        >>> weight = torch.ones(2, 2)
+        >>> place_of(weight) == place_of(weight.detach()), place_of(weight) == place_of(weight.t())
+        (True, False)
+    """
+    if tensor.numel() == 0:
+        return id(tensor)
+    signs = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), signs
+
+
 def check_tensor(name: object, tensor: object) -> None:
     """Raise `ModelError`, naming the tensor, unless it can travel."""
     if not isinstance(name, str):
@@ -145,12 +159,6 @@ def check_tensor(name: object, tensor: object) -> None:
         raise ModelError(f"{name!r} is sparse, quantized or on the meta device; it cannot travel")
     if not has_place(tensor.dtype):
         raise ModelError(f"{name!r} has dtype {tensor.dtype}, which has no place in a payload")
-
-
-def _memory_of(tensor: Tensor) -> object:
-    if tensor.numel() == 0:
-        return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _place(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[TensorSpec, ...]:

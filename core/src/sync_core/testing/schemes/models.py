@@ -77,13 +77,13 @@ def of_odd_shapes(seed: int) -> dict[str, Tensor]:
 
 def not_contiguous(seed: int) -> dict[str, Tensor]:
     """Tensors whose elements lie in memory in another order, or with gaps."""
-    base = _random_bits(seed, (8, 6, 4))
+    shape = (8, 6, 4)
     return {
-        "transposed": base[0].t(),
-        "sliced": base[1:, ::2, 1:3],
-        "permuted": base.permute(2, 0, 1),
-        "with an offset": base.flatten()[5:],
-        "every third": base.flatten()[1::3],
+        "transposed": _random_bits(seed, shape)[0].t(),
+        "sliced": _random_bits(seed, shape)[1:, ::2, 1:3],
+        "permuted": _random_bits(seed, shape).permute(2, 0, 1),
+        "with an offset": _random_bits(seed, shape).flatten()[5:],
+        "every third": _random_bits(seed, shape).flatten()[1::3],
         "channels_last": _random_bits(seed, (2, 3, 4, 5)).to(memory_format=torch.channels_last),
     }
 
