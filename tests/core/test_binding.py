@@ -486,3 +486,32 @@ def test_memory_that_was_taken_away() -> None:
         binding.read()
     with pytest.raises(ModelError, match="'weight' has no memory"):
         binding.write(Binding(nn.Linear(3, 2)).read())
+
+
+NEGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "conjugated": lambda data: torch.complex(data, data + 1).conj(),
+    "imaginary": lambda data: torch.complex(data, data + 1).conj().imag,
+    "negated": torch._neg_view,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("zero_copy", [False, True])
+@pytest.mark.parametrize("width", [2, 200])
+@pytest.mark.parametrize("view", NEGATED.values(), ids=NEGATED)
+def test_a_view_that_negates_is_written(
+    view: Callable[[torch.Tensor], torch.Tensor], width: int, zero_copy: bool, strategy: Strategy
+) -> None:
+    def model(value: float) -> nn.Module:
+        module = nn.ParameterDict({"plain": torch.full((width,), value)})
+        module["view"] = nn.Parameter(view(torch.full((width, width), value)))
+        module.register_buffer("buffer", view(torch.full((width, width), value)))
+        return module
+
+    source, target = model(2.0), model(1.0)
+    binding = Binding(target, strategy)
+    for _ in range(2):
+        binding.write(received(source), zero_copy=zero_copy)
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(target.state_dict()[name], tensor)
+    assert target["view"].is_leaf  # type: ignore[index]

@@ -187,9 +187,16 @@ def test_one_that_was_changed_is_read_as_it_is(
     assert packed(update) == packed(Binding(copy.deepcopy(policy)).read())
 
 
-@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view])
-def test_a_view_that_negates_is_sent_as_what_it_shows(view: Any) -> None:
-    policy = consolidate(nn.ParameterList([torch.ones(3) + 2j]))
+@pytest.mark.parametrize(
+    ("values", "view"),
+    [
+        (torch.ones(3) + 2j, torch.Tensor.conj),
+        (torch.ones(3) + 2j, torch._neg_view),
+        (torch.ones(3), torch._neg_view),
+    ],
+)
+def test_a_view_that_negates_is_sent_as_what_it_shows(values: torch.Tensor, view: Any) -> None:
+    policy = consolidate(nn.ParameterList([values.clone()]))
     policy[0].data = view(policy[0].data)
     shown = policy[0].detach().resolve_conj().resolve_neg()
     assert torch.equal(received(policy).tensors[0], shown)

@@ -40,7 +40,6 @@ class Flat:
         self._layout = layout
         self._named = named
         self._tensors = [named[spec.name] for spec in layout.specs]
-        # Only these can become views that negate without moving: their bytes are not their values.
         self._complex = [tensor for tensor in self._tensors if tensor.is_complex()]
         self._pointers = self._current_pointers()
 
@@ -88,7 +87,9 @@ class Flat:
             and named is self._named
             and self._current_pointers() == self._pointers
             and all(map(Tensor.is_contiguous, self._tensors))
-            and not any(tensor.is_conj() or tensor.is_neg() for tensor in self._complex)
+            # What became a view that negates did not move, but its bytes are not its values.
+            and not any(map(Tensor.is_conj, self._complex))
+            and not any(map(Tensor.is_neg, self._tensors))
         )
 
     def write(self, bodies: Sequence[Tensor]) -> None:

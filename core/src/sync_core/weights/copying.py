@@ -48,7 +48,15 @@ def _copy_fused(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     # What was made in inference mode can be written to in that mode only.
     inference = any(map(Tensor.is_inference, targets))
     with torch.inference_mode() if inference else torch.no_grad():
-        torch._foreach_copy_(list(targets), list(sources))
+        try:
+            torch._foreach_copy_(list(targets), list(sources))
+        except RuntimeError:
+            # It takes no views that negate for targets, and says so before it writes to any; to
+            # look for them in every copy would cost more.
+            if not any(target.is_conj() or target.is_neg() for target in targets):
+                raise
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
 
 
 def _copy_pieces(pieces: deque[_Piece]) -> None:
