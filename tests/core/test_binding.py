@@ -158,13 +158,16 @@ def test_zero_copy_points_parameters_and_copies_buffers() -> None:
     assert all(b.data_ptr() != pointers[n] for n, b in target.named_buffers())
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("zero_copy", [False, True])
 @pytest.mark.parametrize("width", [4, 300])
-def test_a_model_that_was_made_in_inference_mode_in_part(width: int, zero_copy: bool) -> None:
+def test_a_model_that_was_made_in_inference_mode_in_part(
+    width: int, zero_copy: bool, strategy: Strategy
+) -> None:
     target, source = nn.Linear(width, width), filled(nn.Linear(width, width), 3.0)
     with torch.inference_mode():
         target.bias = nn.Parameter(torch.zeros(width))
-    binding = Binding(target)
+    binding = Binding(target, strategy)
     for _ in range(2):
         binding.write(Binding(source).read(), zero_copy=zero_copy)
     assert {v for t in values(target).values() for v in t.flatten().tolist()} == {3.0}
@@ -255,6 +258,24 @@ def test_a_tied_tensor_that_was_transposed_is_tied_no_more() -> None:
     tied = Layout.of({"a": shared, "b": shared})
     with pytest.raises(LayoutMismatchError, match="hold different values"):
         conform(dict(update.items()), tied, partial=False)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([float("nan"), 1.0]),
+        torch.arange(8, dtype=torch.uint8).view(torch.complex32),
+        torch.tensor([1 + 2j, 3j]).conj(),
+        torch.tensor(2.0),
+        torch.zeros(0, 2),
+    ],
+    ids=lambda values: f"{values.dtype} {list(values.shape)}",
+)
+def test_tied_tensors_given_twice_are_compared_by_their_bits(values: torch.Tensor) -> None:
+    tied = Layout.of({"a": values, "b": values})
+    twice = {"a": values.clone(), "b": values.clone()}
+    assert conform(twice, tied, partial=False).layout == tied
 
 
 @pytest.mark.parametrize(
@@ -515,3 +536,17 @@ def test_a_view_that_negates_is_written(
     for name, tensor in source.state_dict().items():
         assert torch.equal(target.state_dict()[name], tensor)
     assert target["view"].is_leaf  # type: ignore[index]
+
+
+def test_a_model_of_inference_mode_whose_hook_raises_keeps_its_weights() -> None:
+    with torch.inference_mode():
+        target = filled(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 1.0)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no weights for me")
+
+    target[1].register_load_state_dict_post_hook(fail)  # type: ignore[index]
+    source = filled(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 3.0)
+    with pytest.raises(RuntimeError, match="no weights for me"):
+        Binding(target, "state_dict").write(Binding(source).read())
+    assert {v for t in values(target).values() for v in t.flatten().tolist()} == {1.0}

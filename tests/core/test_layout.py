@@ -184,6 +184,13 @@ def test_what_cannot_travel_is_named(named: dict[str, object], message: str) -> 
         Layout.of(named)  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_a_nested_tensor_cannot_travel() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    with pytest.raises(ModelError, match=r"'a' is .* nested"):
+        Layout.of({"a": nested})
+
+
 names = st.text(string.ascii_letters + "._", min_size=1, max_size=12).filter(
     lambda name: not name.startswith("__filler__.") and name != "__metadata__"
 )

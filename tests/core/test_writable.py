@@ -1,13 +1,14 @@
-"""A model whose tensors share memory: refused where writing one would change another."""
+"""A model into which weights cannot be written: its tensors share memory, or are not held."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import nn
 
 from sync_core import LayoutMismatchError, ModelError, Receiver, Sender, SendError, Update
@@ -228,3 +229,33 @@ def test_one_that_was_expanded_where_it_lies() -> None:
     with pytest.raises(ModelError, match="'b' was made by expand"):
         binding.write(ones)
     assert not model["a"].any()
+
+
+class MadeAnew(Mapping[str, torch.Tensor]):
+    """Weights that somebody computes whenever they are asked for."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a"])
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.zeros(2, 3)
+
+
+def stacked() -> TensorDictBase:
+    parts = [TensorDict({"a": torch.zeros(3)}) for _ in range(2)]
+    return LazyStackedTensorDict.lazy_stack(parts)
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+@pytest.mark.parametrize("make", [MadeAnew, stacked])
+def test_a_model_that_makes_its_tensors_anew(make: Callable[[], Any], zero_copy: bool) -> None:
+    model = make()
+    for target, name in ((model, "a"), ({"policy": model}, "policy.a")):
+        binding = Binding(target)
+        for _ in range(2):
+            with pytest.raises(ModelError, match=f"'{name}' is made anew"):
+                binding.write(Update.of({name: torch.ones(2, 3)}), zero_copy=zero_copy)
+    assert Binding(model).read().layout.names == ("a",)

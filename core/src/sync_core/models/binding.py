@@ -20,7 +20,7 @@ from sync_core.models.flat import Flat
 from sync_core.models.lent import Lent, lend
 from sync_core.models.pointing import Pointing
 from sync_core.models.several import modules_in
-from sync_core.models.writable import Places, check_writable
+from sync_core.models.writable import Places, check_held, check_writable
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.update import Update
@@ -180,15 +180,19 @@ class Binding:
             named = {name: tensor for name, tensor in named.items() if not is_extra_state(name)}
         if not self._places.hold(named.values()):
             _check_memory(self._named)
-            check_writable(named)
+            self._check_writable(named)
             self._places = Places(named.values())
 
     def _prepare_pointing(self, layout: Layout) -> None:
         """Find what is pointed and what is copied into; see `_check_places`."""
         _check_memory(self._named)
         if self._pointing is None or not self._pointing.is_for(self._named, layout):
-            check_writable(self._named)
+            self._check_writable(self._named)
             self._pointing = Pointing(self._named, layout, self._module_prefixes())
+
+    def _check_writable(self, named: Mapping[str, Tensor]) -> None:
+        check_writable(named)
+        check_held(named, named_tensors(self.model, "tensordict"))
 
     def _loads_state_dicts(self) -> bool:
         return self._strategy == "state_dict" and bool(self._modules)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state, rebuild
 from sync_core.models.extract import non_persistent_buffers
+from sync_core.weights.copying import writing_to
 
 #: Modules, each with the prefix that the names of its tensors have.
 Modules = Sequence[tuple[str, nn.Module]]
@@ -59,23 +60,27 @@ def load_state_dicts(modules: Modules, named: Mapping[str, Tensor]) -> None:
 
 
 def _load_state_dict(module: nn.Module, named: Mapping[str, Tensor]) -> None:
-    state = module.state_dict()
-    with torch.no_grad():
-        for name, buffer in non_persistent_buffers(module).items():
+    state, others = module.state_dict(), non_persistent_buffers(module)
+    with writing_to(_tensors(state | others).values()):
+        for name, buffer in others.items():
             if name in named:
                 buffer.copy_(named[name])
-    module.load_state_dict({k: v for k, v in named.items() if k in state}, strict=False)
+        module.load_state_dict({k: v for k, v in named.items() if k in state}, strict=False)
 
 
 @contextmanager
 def _put_back_on_error(module: nn.Module) -> Iterator[None]:
-    state = module.state_dict() | non_persistent_buffers(module)
-    backup = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+    state = _tensors(module.state_dict() | non_persistent_buffers(module))
+    backup = {name: value.clone() for name, value in state.items()}
     try:
         yield
     except BaseException:
-        with torch.no_grad():
-            current = module.state_dict() | non_persistent_buffers(module)
+        current = _tensors(module.state_dict() | non_persistent_buffers(module))
+        with writing_to(current.values()):
             for name, value in backup.items():
                 current[name].copy_(value)
         raise
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -43,4 +43,15 @@ def conform(named: Mapping[str, Tensor], layout: Layout, *, partial: bool) -> Up
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    return place_of(left) == place_of(right) or torch.equal(left, right)
+    if place_of(left) == place_of(right):
+        return True
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    # NaN is equal to nothing, and torch compares not all dtypes.
+    return torch.equal(_bits(left), _bits(right.to(left.device)))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A single element is contiguous whatever its stride, which a view of its bytes has to lose.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

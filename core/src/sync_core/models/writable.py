@@ -1,4 +1,4 @@
-"""Whether each tensor of a model can be written without changing what another one holds."""
+"""Whether what is written into each tensor of a model stays there, and changes no other one."""
 
 from __future__ import annotations
 
@@ -43,6 +43,17 @@ def check_writable(named: Mapping[str, Tensor]) -> None:
     for places in untied.values():
         for group in _entangled(places.values()):
             _check_apart(group)
+
+
+def check_held(named: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
+    """Raise `ModelError` for a tensor that is another one when the model is read again."""
+    for name, tensor in named.items():
+        if tensor.data_ptr() != again[name].data_ptr() and not is_extra_state(name):
+            raise ModelError(
+                f"{name!r} is made anew whenever it is read, as those of a TensorDict that is "
+                "stacked lazily are, so that what is written into it is lost; give a model that "
+                "holds its tensors, such as tensordict.contiguous()"
+            )
 
 
 class Places:

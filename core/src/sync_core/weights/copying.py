@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,12 +42,17 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     increment_version([target for target, _ in apart])
 
 
+def writing_to(targets: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """The mode in which tensors can be written to, and nothing is recorded for a backward pass."""
+    # What was made in inference mode can be written to in that mode only.
+    inference = any(map(Tensor.is_inference, targets))
+    return torch.inference_mode() if inference else torch.no_grad()
+
+
 def _copy_fused(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if not targets:
         return
-    # What was made in inference mode can be written to in that mode only.
-    inference = any(map(Tensor.is_inference, targets))
-    with torch.inference_mode() if inference else torch.no_grad():
+    with writing_to(targets):
         try:
             torch._foreach_copy_(list(targets), list(sources))
         except RuntimeError:

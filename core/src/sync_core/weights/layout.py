@@ -155,8 +155,10 @@ def check_tensor(name: object, tensor: object) -> None:
             f"{name!r} is a {type(tensor).__name__}, which spans several tensors; "
             "send a plain one, such as tensor.full_tensor() of a DTensor"
         )
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise ModelError(f"{name!r} is sparse, quantized or on the meta device; it cannot travel")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        raise ModelError(
+            f"{name!r} is sparse, quantized, nested or on the meta device; it cannot travel"
+        )
     if not has_place(tensor.dtype):
         raise ModelError(f"{name!r} has dtype {tensor.dtype}, which has no place in a payload")
 
