@@ -142,12 +142,15 @@ def test_plain_tensors_and_several_models_are_watched() -> None:
         binding.write(Binding(source).read(), zero_copy=True, version=2)
 
 
-def test_a_model_of_inference_tensors_can_be_written_though_it_cannot_be_watched() -> None:
+def test_a_model_of_inference_tensors_is_copied_into_and_can_be_used() -> None:
     with torch.inference_mode():
         target = nn.Linear(2, 2)
     binding = Binding(target)
     for version in (1, 2):
-        binding.write(Binding(nn.Linear(2, 2)).read(), zero_copy=True, version=version)
+        source = nn.Linear(2, 2)
+        binding.write(Binding(source).read(), zero_copy=True, version=version)
+        with torch.no_grad():
+            assert torch.equal(target(torch.ones(2)), source(torch.ones(2)))
 
 
 @pytest.fixture

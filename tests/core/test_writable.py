@@ -174,6 +174,22 @@ def test_tied_tensors_are_one() -> None:
         Binding(tied).write(Update.of({name: torch.ones(3, 3) for name in "abc"}))
 
 
+def test_tied_tensors_stay_tied_when_a_zero_copy_receiver_leaves() -> None:
+    def tied(value: float) -> nn.ParameterDict:
+        weight = nn.Parameter(torch.full((3,), value))
+        return nn.ParameterDict({"a": weight, "b": nn.Parameter(weight.detach())})
+
+    model = tied(0.0)
+    with Sender("thread", tied(1.0), num_workers=1, zero_copy=True) as sender:
+        with Receiver(sender.address(0), model) as receiver:
+            pending = sender.send_async()
+            receiver.receive()
+            pending.wait()
+            lent = model["a"].data_ptr()
+        assert model["a"].data_ptr() == model["b"].data_ptr() != lent
+        assert model["b"].eq(1).all()
+
+
 @pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view])
 def test_a_view_that_negates_is_not_tied_to_what_it_views(
     view: Callable[[torch.Tensor], torch.Tensor],

@@ -12,19 +12,24 @@ from torch import Tensor, nn
 from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state, rebuild
 from sync_core.models.extract import non_persistent_buffers
 from sync_core.weights.copying import writing_to
+from sync_core.weights.layout import place_of
 
 #: Modules, each with the prefix that the names of its tensors have.
 Modules = Sequence[tuple[str, nn.Module]]
 
 
 def own_memory(named: Mapping[str, Tensor], lent: Sequence[Tensor]) -> None:
-    """Give every tensor that views the memory of ``lent`` a copy of its own."""
+    """Give every tensor that views the memory of ``lent`` a copy of its own, tied ones the same."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in lent}
+    copies: dict[object, Tensor] = {}
     # In inference mode they would be given memory that cannot be trained.
     with torch.inference_mode(mode=False):
         for tensor in named.values():
             if tensor.untyped_storage().data_ptr() in memory:
-                tensor.data = tensor.data.clone()
+                place = place_of(tensor)
+                if place not in copies:
+                    copies[place] = tensor.data.clone()
+                tensor.data = copies[place]
 
 
 @contextmanager

@@ -59,8 +59,7 @@ class Lent:
 
 
 def _is_counted(tensor: Tensor) -> bool:
-    # A parameter made in inference mode has no counter, and does not say so once it is pointed
-    # at memory that was not.
+    # What was made in inference mode has no counter.
     try:
         _writes(tensor)
     except RuntimeError:

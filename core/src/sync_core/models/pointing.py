@@ -25,7 +25,8 @@ class Pointing:
         named: the model's tensors.
         layout: the update's; it may lack some of them.
         prefixes: what the names of tensors of modules begin with. Their buffers are copied, since
-            modules write to them (running statistics, for example).
+            modules write to them (running statistics, for example); and so are tensors that were
+            made in inference mode.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class Pointing:
         self.pointed = {
             name: tensor
             for name, tensor in matched.items()
-            if isinstance(tensor, nn.Parameter) or not name.startswith(prefixes)
+            if (isinstance(tensor, nn.Parameter) or not name.startswith(prefixes))
+            # Pointed at other memory, it could be used by nothing but inference mode.
+            and not tensor.is_inference()
         }
         self._copied = [tensor for name, tensor in matched.items() if name not in self.pointed]
         self._places = Places(self._copied)
