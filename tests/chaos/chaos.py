@@ -152,6 +152,7 @@ def _plans(name: str, arguments: argparse.Namespace) -> Iterator[Plan]:
 def _read(name: str, arguments: argparse.Namespace) -> None:
     subject = SUBJECTS[name]
     rows = _reads(arguments)
+    can_kill = subject.processes and subject.replaces
     faulthandler.dump_traceback_later(_READ_LIMIT, exit=True)
     for kind, zero_copy, kill_every in (
         ("copy", False, None),
@@ -160,7 +161,7 @@ def _read(name: str, arguments: argparse.Namespace) -> None:
         ("zero-copy, readers killed", True, 1.0),
     ):
         key = f"{name} | {kind}"
-        if key in rows or (kill_every is not None and not subject.processes):
+        if key in rows or (kill_every is not None and not can_kill):
             continue
         count = arguments.reads if kill_every is None else arguments.reads // 10
         seen = hunt(subject, reads=count, zero_copy=zero_copy, kill_every=kill_every)
