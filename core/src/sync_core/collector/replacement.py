@@ -98,10 +98,11 @@ class Replacement:
         results = dict(error.report.workers)
         for worker_id in failed:
             self.replace(WorkerLostError(worker_id, "died"))
-            result = results.pop(worker_id)
-            if not self._crew.removed(worker_id):
+            if self._crew.removed(worker_id):
+                del results[worker_id]
+            else:
                 version = error.report.version
-                results[worker_id] = replace(result, version=version, error=None)
+                results[worker_id] = replace(results[worker_id], version=version, error=None)
         return replace(error.report, workers=results)
 
     def _has_died(self, worker_id: int, error: Exception | None, joins: Counter[int]) -> bool:

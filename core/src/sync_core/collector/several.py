@@ -55,9 +55,11 @@ class SeveralModels:
         self._timeout = timeout
         self._increments = 0
         self._pending: PendingSend | None = None
-        # The newest version of each model that every worker was to have, and what it was made of.
+        # The newest version of each model that every worker was to have; what each was sent last,
+        # and which of that went to some workers only: a new one is to have it too.
         self._of_all: dict[str, int] = {}
         self._last: dict[str, Any] = {}
+        self._of_some: set[str] = set()
         self.models = dict(models)
         self.senders: dict[str, Sender] = {}
         self.seconds = 0.0
@@ -154,10 +156,13 @@ class SeveralModels:
             for send in sends.values():
                 send.abandon()
             raise
+        sent = {name: send.version for name, send in sends.items() if send.worker_ids}
+        self._last |= {name: weights[name] for name in sent}
         if set(ids) >= set(self._crew.ids):
-            sent = {name: send.version for name, send in sends.items() if send.worker_ids}
             self._of_all |= sent
-            self._last |= {name: weights[name] for name in sent}
+            self._of_some -= sent.keys()
+        else:
+            self._of_some |= sent.keys()
         newest = max(send.version for send in sends.values())
         return PendingSend(
             sends[POLICY].version if POLICY in sends else newest,
@@ -227,18 +232,13 @@ class SeveralModels:
                 address = sender.address(worker_id)
                 call = self._crew.call(worker_id, Host.connect_model, name, address)
                 gather({worker_id: call}, self._timeout, f"connect to the sender of {name!r}")
-            if self._of_all:
-                newest = self._crew.call(
-                    worker_id, Host.receive_together, self._of_all, self._timeout
-                )
-                (received,) = gather(
-                    {worker_id: newest}, self._timeout, "commit the newest weights"
-                )
-                if not received:
-                    self._send_anew(worker_id)
+            newest = self._crew.call(worker_id, Host.receive_together, self._of_all, self._timeout)
+            (received,) = gather({worker_id: newest}, self._timeout, "commit the newest weights")
+            if self._of_some or not received:
+                self._send_anew(worker_id)
 
     def _send_anew(self, worker_id: int) -> None:
-        """Send a worker all models: some were sent by an update that could not send the others."""
+        """Send a worker what was sent last of all models: not all of it went to all, or as one."""
         pending = self._send(self._last, (worker_id,), time.perf_counter(), self._crew.call)
         try:
             pending.wait()
