@@ -62,7 +62,7 @@ class Child:
         _sockets.update((self._calls, self._lifeline))
         self._outbox = Outbox(self._calls, f"sync worker {worker_id} writer")
         startup = Startup(worker_id, bytes(current_process().authkey), torch_threads)
-        self._outbox.put([pickle.dumps(startup)])
+        self._outbox.put(0, [pickle.dumps(startup)])
         self.ready: Future[None] = self._post(RemoteCall(worker_id, factory), pickled_factory)
         self._reader = threading.Thread(
             target=self._read, name=f"sync worker {worker_id} reader", daemon=True
@@ -108,7 +108,7 @@ class Child:
 
     def _post(self, call: RemoteCall, message: list[bytearray] | None) -> Future[Any]:
         if message is not None:
-            self._pending.add(call, lambda: self._outbox.put(message))
+            self._pending.add(call, lambda number: self._outbox.put(number, message))
         return call.future
 
     def _read(self) -> None:
@@ -126,10 +126,11 @@ class Child:
         self._pending.lose(reason, running=not finished)
 
     def _read_next(self) -> bool:
-        parts = receive_message(self._calls)
-        if parts is None:
+        reply = receive_message(self._calls)
+        if reply is None:
             return False
-        self._pending.finish(CallOutcome.unpickle(parts))
+        number, parts = reply
+        self._pending.finish(number, CallOutcome.unpickle(parts))
         return True
 
 

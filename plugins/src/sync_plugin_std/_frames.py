@@ -1,4 +1,4 @@
-"""Messages of several parts over a stream socket, however long."""
+"""Numbered messages of several parts over a stream socket, however long."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ from collections.abc import Sequence
 
 Part = bytes | bytearray | memoryview
 
-# The length of the first part, and how many more there are; before each of those, its length.
-_HEAD = struct.Struct("!QQ")
+# The number, the length of the first part, and how many more there are; before each of those, its
+# length.
+_HEAD = struct.Struct("!QQQ")
 _LENGTH = struct.Struct("!Q")
 # Below this, joining head and part costs less than a second system call.
 _SHORT = 1 << 16
 
 
-def encode(parts: Sequence[Part]) -> list[Part]:
+def encode(number: int, parts: Sequence[Part]) -> list[Part]:
     """What to send, one after the other; one piece for a short message of one part."""
     first, *more = parts
-    head = _HEAD.pack(len(first), len(more))
+    head = _HEAD.pack(number, len(first), len(more))
     pieces: list[Part] = [head + first] if len(first) < _SHORT else [head, first]
     for part in more:
         pieces += [_LENGTH.pack(len(part)), part]
     return pieces
 
 
-def send_message(sock: socket.socket, parts: Sequence[Part]) -> None:
+def send_message(sock: socket.socket, number: int, parts: Sequence[Part]) -> None:
     """Send one message; blocks until the other end has taken in nearly all of it.
 
     Raises:
         OSError: the other end is gone.
     """
-    for piece in encode(parts):
+    for piece in encode(number, parts):
         sock.sendall(piece)
 
 
-def receive_message(sock: socket.socket) -> list[bytearray] | None:
+def receive_message(sock: socket.socket) -> tuple[int, list[bytearray]] | None:
     """The next message, or None when the other end is gone, be it in the middle of one."""
     try:
-        length, more = _HEAD.unpack(_receive(sock, _HEAD.size))
+        number, length, more = _HEAD.unpack(_receive(sock, _HEAD.size))
         first = _receive(sock, length)
-        return [first, *(_receive(sock, _receive_length(sock)) for _ in range(more))]
+        return number, [first, *(_receive(sock, _receive_length(sock)) for _ in range(more))]
     except (ConnectionError, EOFError):
         return None
 

@@ -30,9 +30,9 @@ class Outbox:
         self._thread = threading.Thread(target=self._write, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, parts: Sequence[_frames.Part]) -> None:
+    def put(self, number: int, parts: Sequence[_frames.Part]) -> None:
         """Send the message now, or as soon as those before it are sent."""
-        pieces = _frames.encode(parts)
+        pieces = _frames.encode(number, parts)
         with self._lock:
             if not self._behind and len(pieces) == 1:
                 unsent = pieces[0][self._send_now(pieces[0]) :]

@@ -1,9 +1,9 @@
-"""The calls of one worker that have no outcome yet, oldest first."""
+"""The calls of one worker that have no outcome yet, by number, oldest first."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import deque
 from collections.abc import Callable
 
 from sync_core import CallOutcome, RemoteCall
@@ -14,17 +14,19 @@ class PendingCalls:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: deque[RemoteCall] = deque()
+        self._numbers = itertools.count()
+        self._calls: dict[int, RemoteCall] = {}
         self._lost: str | None = None
 
-    def add(self, call: RemoteCall, post: Callable[[], None]) -> None:
-        """A call, which ``post`` hands to the worker without blocking."""
+    def add(self, call: RemoteCall, post: Callable[[int], None]) -> None:
+        """A call, which ``post`` hands to the worker by its number and without blocking."""
         # One lock around both, so that outcomes come back in the order of the calls.
         with self._lock:
             lost = self._lost
             if lost is None:
-                self._calls.append(call)
-                post()
+                number = next(self._numbers)
+                self._calls[number] = call
+                post(number)
         if lost is not None:
             advice = (
                 f"restart({call.worker_id}) of its group replaces it, and so does a Collector with "
@@ -32,13 +34,14 @@ class PendingCalls:
             )
             call.lose(f"{lost}, so it cannot run {call.name}; {advice}")
 
-    def finish(self, outcome: CallOutcome) -> None:
-        """End the oldest call, unless the worker was given up for lost in the meantime."""
+    def finish(self, number: int, outcome: CallOutcome) -> None:
+        """End a call, unless the worker was given up for lost in the meantime."""
         with self._lock:
-            if not self._calls:
-                return
-            call = self._calls.popleft()
-        call.finish(outcome)
+            call = self._calls.get(number)
+            # Ctrl-C kept those before it from the worker.
+            self._calls = {later: each for later, each in self._calls.items() if later > number}
+        if call is not None:
+            call.finish(outcome)
 
     def lose(self, reason: str, *, running: bool) -> None:
         """Fail every call, and each one that is added from now on.
@@ -51,8 +54,8 @@ class PendingCalls:
             if self._lost is not None:
                 return
             self._lost = reason
-            calls, self._calls = self._calls, deque()
+            calls, self._calls = self._calls, {}
         moment = "while running" if running else "before it could run"
-        for call in calls:
+        for call in calls.values():
             call.lose(f"{reason} {moment} {call.name}")
             moment = "before it could run"

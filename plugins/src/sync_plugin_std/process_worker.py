@@ -52,7 +52,8 @@ def main(calls_fd: int, lifeline_fd: int) -> None:
     ).start()
     startup = receive_message(calls)
     if startup is not None:
-        _serve(calls, closing, pickle.loads(startup[0]))
+        _, (pickled,) = startup
+        _serve(calls, closing, pickle.loads(pickled))
 
 
 def _watch(lifeline: socket.socket, closing: threading.Event) -> None:
@@ -66,26 +67,28 @@ def _serve(calls: socket.socket, closing: threading.Event, startup: Startup) -> 
     # OMP_NUM_THREADS may ask for fewer.
     torch.set_num_threads(min(startup.torch_threads, torch.get_num_threads()))
     # The first call is the factory's, on the id; each later one is on what that made.
-    factory = receive_message(calls)
-    if factory is None:
+    message = receive_message(calls)
+    if message is None:
         return
+    number, factory = message
     made = CallOutcome.of_pickled(factory, startup.worker_id)
-    _reply(calls, made.without_value())
+    _reply(calls, number, made.without_value())
     while not made.failed and _serve_next(calls, closing, made.value):
         pass
 
 
 def _serve_next(calls: socket.socket, closing: threading.Event, hosted: Any) -> bool:
-    call = receive_message(calls)
-    if call is None or closing.is_set():
+    message = receive_message(calls)
+    if message is None or closing.is_set():
         return False
-    _reply(calls, CallOutcome.of_pickled(call, hosted))
+    number, call = message
+    _reply(calls, number, CallOutcome.of_pickled(call, hosted))
     return True
 
 
-def _reply(calls: socket.socket, outcome: CallOutcome) -> None:
+def _reply(calls: socket.socket, number: int, outcome: CallOutcome) -> None:
     message = outcome.pickle()
     try:
-        send_message(calls, message)
+        send_message(calls, number, message)
     except OSError:
         os._exit(1)

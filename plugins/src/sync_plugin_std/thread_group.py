@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
@@ -63,15 +64,12 @@ class ThreadWorker:
 
     def __init__(self, worker_id: int, factory: Callable[[int], Any]) -> None:
         self.worker_id = worker_id
-        self._inbox: SimpleQueue[Callable[[Any], CallOutcome] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[int, Callable[[Any], CallOutcome]] | None] = SimpleQueue()
         self._ending = threading.Event()
         self._pending = PendingCalls()
-        self._thread = threading.Thread(
-            target=self._run, args=(factory,), name=f"sync worker {worker_id}", daemon=True
-        )
         call = RemoteCall(worker_id, factory)
         self.ready: Future[None] = call.future
-        self._pending.add(call, self._thread.start)
+        self._pending.add(call, partial(self._start, factory))
 
     @property
     def alive(self) -> bool:
@@ -84,7 +82,7 @@ class ThreadWorker:
             return CallOutcome.of(function, hosted, *args, **kwargs)
 
         call = RemoteCall(self.worker_id, function)
-        self._pending.add(call, lambda: self._inbox.put(run))
+        self._pending.add(call, lambda number: self._inbox.put((number, run)))
         return call.future
 
     def ask_to_end(self) -> None:
@@ -99,9 +97,16 @@ class ThreadWorker:
         if self._thread.is_alive():
             self._pending.lose("was stopped, and its thread abandoned,", running=True)
 
-    def _run(self, factory: Callable[[int], Any]) -> None:
+    def _start(self, factory: Callable[[int], Any], number: int) -> None:
+        name = f"sync worker {self.worker_id}"
+        self._thread = threading.Thread(
+            target=self._run, args=(factory, number), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, factory: Callable[[int], Any], number: int) -> None:
         made = CallOutcome.of(factory, self.worker_id)
-        self._pending.finish(made.without_value())
+        self._pending.finish(number, made.without_value())
         if made.failed:
             self._pending.lose("could not make its object", running=False)
             return
@@ -110,8 +115,9 @@ class ThreadWorker:
         self._pending.lose("was stopped", running=False)
 
     def _run_next(self, hosted: Any) -> bool:
-        run = self._inbox.get()
-        if run is None or self._ending.is_set():
+        given = self._inbox.get()
+        if given is None or self._ending.is_set():
             return False
-        self._pending.finish(run(hosted))
+        number, run = given
+        self._pending.finish(number, run(hosted))
         return True
