@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from sync_core import (
@@ -101,7 +101,7 @@ class DistSender(ServingTransport[DistPeer], Office):
         if announced is not None:
             announced(deliveries)
         try:
-            for done in pack(payload, slot.block, self.part_nbytes):
+            for done in self._pack(payload, slot):
                 with self.publisher.changed:
                     self._packed = done
                     for lane in self._all_lanes():
@@ -214,6 +214,16 @@ class DistSender(ServingTransport[DistPeer], Office):
     def expected(self) -> set[int]:
         """The workers that are connected, and have not the newest version meant for them."""
         return {i for i, peer in self._peers.items() if self.publisher.newest(i) > peer.seen}
+
+    def _pack(self, payload: Payload, slot: Slot) -> Iterator[int]:
+        with self.publisher.changed:
+            in_parts = any(isinstance(lane, Lane) for lane in self._all_lanes())
+        if in_parts:
+            yield from pack(payload, slot.block, self.part_nbytes)
+        else:
+            # Nobody is sent the first parts meanwhile, so that all threads may copy.
+            payload.pack(slot.block)
+            yield slot.nbytes
 
     def _new_lane(self, peer: DistPeer) -> Lane | MemoryLane:
         if self._slots is not None and peer.channel.passes_descriptors:
