@@ -200,14 +200,15 @@ class SharedMemoryCases(KeepsVersions):
         with pytest.raises(OptionError, match="cannot hold slots"):
             self.sender(policy, directory=str(tmp_path / "nowhere"))
 
-    def test_a_worker_that_can_open_no_more_descriptors(self) -> None:
+    @pytest.mark.parametrize("left", [0, 1])
+    def test_a_worker_that_can_open_no_more_descriptors(self, left: int) -> None:
         policy, target = make_policy(1.0), make_policy()
         with self.sender(policy) as sender, Receiver(sender.address(0), target) as receiver:
             for value in (1.0, 2.0, 3.0):
                 fill(policy, value)
                 pending = sender.send_async()
                 if value == 2.0:
-                    with few_descriptors(), pytest.raises(CapacityError, match="ulimit -n"):
+                    with few_descriptors(left), pytest.raises(CapacityError, match="ulimit -n"):
                         receiver.receive(5.0)
                     with pytest.raises(SendError, match="ulimit -n"):
                         pending.wait()
@@ -216,7 +217,8 @@ class SharedMemoryCases(KeepsVersions):
                 assert pending.wait().updated == (0,)
                 assert all((parameter == value).all() for parameter in target.parameters())
 
-    def test_a_sender_that_can_open_no_more_descriptors(self) -> None:
+    @pytest.mark.parametrize("left", [0, 1])
+    def test_a_sender_that_can_open_no_more_descriptors(self, left: int) -> None:
         policy = make_policy(1.0)
         with ExitStack() as stack:
             sender = stack.enter_context(self.sender(policy, 2, zero_copy=True, timeout=5.0))
@@ -228,7 +230,7 @@ class SharedMemoryCases(KeepsVersions):
                 pending = sender.send_async(worker_ids=worker_id)
                 receiver.receive()
                 assert pending.wait().updated == (worker_id,)
-            with few_descriptors(), pytest.raises(CapacityError, match="ulimit -n"):
+            with few_descriptors(left), pytest.raises(CapacityError, match="ulimit -n"):
                 sender.send_async()
             pending = sender.send_async()
             assert [receiver.receive() for receiver in receivers] == [4, 4]

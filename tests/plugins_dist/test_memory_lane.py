@@ -89,14 +89,15 @@ def test_a_model_that_is_too_large_for_memory_leaves_nothing_open() -> None:
     assert process.num_fds() == before
 
 
-def test_a_worker_that_can_open_no_more_descriptors() -> None:
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_worker_that_can_open_no_more_descriptors(left: int) -> None:
     target = weights_of(0.0)
     with (
         Sender("dist", weights_of(1.0), num_workers=1, timeout=20) as sender,
         Receiver(sender.address(0), target) as receiver,
     ):
         pending = sender.send_async()
-        with few_descriptors(), pytest.raises(CapacityError, match="ulimit -n"):
+        with few_descriptors(left), pytest.raises(CapacityError, match="ulimit -n"):
             receiver.receive(5.0)
         with pytest.raises(SendError, match="ulimit -n"):
             pending.wait()

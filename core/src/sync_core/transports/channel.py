@@ -131,7 +131,7 @@ class Channel:
         descriptor = self._descriptors.popleft()
         if descriptor is None:
             raise CapacityError(
-                "this process can open no more file descriptors, one of which shared memory "
+                "this process can open no more file descriptors, two of which shared memory "
                 "takes; type: ulimit -n 4096"
             )
         return descriptor
