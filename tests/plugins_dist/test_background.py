@@ -74,6 +74,22 @@ def test_it_stages_the_newest_and_commits_when_asked(
             assert copy.weight.unique().item() == committed
 
 
+def test_what_it_drops_is_free_for_the_next_version() -> None:
+    model, copy = {"w": torch.zeros(4)}, {"w": torch.zeros(4)}
+    with (
+        Sender("dist", model, num_workers=1, timeout=5, zero_copy=True) as sender,
+        Receiver(sender.address(0), copy, background=True) as receiver,
+    ):
+        pending = sender.send_async()
+        assert receiver.receive(5) == 1
+        pending.wait()
+        for version in range(2, 7):
+            sender.send_async({"w": torch.full((4,), float(version))}).abandon()
+            wait_for(version, receiver)
+        assert receiver.receive(0) == 6
+        assert copy["w"].tolist() == [6.0] * 4
+
+
 def test_it_reports_that_the_sender_has_gone(sender: Sender) -> None:
     receiver = Receiver(sender.address(0), nn.Linear(8, 8), background=True)
     sender.close()

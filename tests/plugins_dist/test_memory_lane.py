@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sync_core import Address, CapacityError, Receiver, Sender, SendError
+from sync_core import Address, Answer, CapacityError, Receiver, Sender, SendError
 from sync_core.testing.faults import few_descriptors
+from sync_core.testing.worker_groups import eventually
 from sync_plugin_dist.lane import Lane
 from sync_plugin_dist.memory_lane import MemoryLane
 
@@ -31,6 +32,12 @@ def elsewhere(address: Address, local: str = "\0no such socket") -> Address:
 def lanes(sender: Sender) -> list[type[Any]]:
     transport: Any = sender._outlet.transport
     return [type(transport._lanes[worker_id]) for worker_id in sorted(transport._lanes)]
+
+
+def readers(sender: Sender) -> dict[int, int]:
+    """How many read each of the versions that lie in slots."""
+    slots = sender._outlet.transport.publisher.slots  # type: ignore[union-attr]
+    return {slot.version: len(slot.readers) for slot in slots if slot.version}
 
 
 def deliver(sender: Sender, value: float, *receivers: Receiver) -> None:
@@ -105,3 +112,59 @@ def test_a_worker_that_can_open_no_more_descriptors(left: int) -> None:
         for value in (2.0, 3.0):
             deliver(sender, value, receiver)
             assert all((tensor == value).all() for tensor in target.values())
+
+
+def test_an_answer_does_not_give_back_what_was_shown_meanwhile() -> None:
+    model, copy = weights_of(0.0), weights_of(0.0)
+    with (
+        Sender("dist", model, num_workers=1, timeout=20, zero_copy=True) as sender,
+        Receiver(sender.address(0), copy) as receiver,
+    ):
+        transport: Any = receiver._transport
+        for value in (1.0, 2.0):
+            sender.send_async(weights_of(value)).abandon()
+            if value == 1.0:
+                first = transport.receive(20)
+        # As where a thread stages: it has asked, and then the version before that is answered.
+        transport._take()
+        assert eventually(lambda: readers(sender) == {1: 1, 2: 1})
+        first.release()
+        transport.acknowledge(Answer(version=1))
+        assert eventually(lambda: readers(sender) == {1: 0, 2: 1})
+        second = transport.receive(20)
+        for value in (3.0, 4.0, 5.0):
+            sender.send_async(weights_of(value)).abandon()
+        assert all((tensor == 2).all() for tensor in second.tensors)
+        second.release()
+
+
+def test_a_receiver_that_was_interrupted_after_it_had_asked() -> None:
+    copy = weights_of(0.0)
+    with (
+        Sender("dist", weights_of(0.0), num_workers=1, timeout=20, zero_copy=True) as sender,
+        Receiver(sender.address(0), copy) as receiver,
+    ):
+        transport: Any = receiver._transport
+        sender.send_async(weights_of(1.0)).abandon()
+        transport._take()
+        assert receiver.receive(20) == 1
+        for value in (2.0, 3.0, 4.0, 5.0):
+            sender.send_async(weights_of(value)).abandon()
+            assert all((tensor == 1).all() for tensor in copy.values())
+        assert receiver.receive(20) == 5
+        assert all((tensor == 5).all() for tensor in copy.values())
+
+
+def test_one_whose_place_was_taken_gives_back_what_it_drops() -> None:
+    with (
+        Sender("dist", weights_of(0.0), num_workers=1, timeout=20, zero_copy=True) as sender,
+        Receiver(sender.address(0), weights_of(0.0)) as replaced,
+    ):
+        deliver(sender, 1.0, replaced)
+        sender.send_async(weights_of(2.0)).abandon()
+        assert replaced.stage(20) == 2
+        with Receiver(sender.address(0), weights_of(0.0)) as receiver:
+            replaced.load()
+            replaced.confirm()
+            for value in (3.0, 4.0, 5.0):
+                deliver(sender, value, receiver)

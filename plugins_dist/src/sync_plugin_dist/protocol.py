@@ -10,7 +10,7 @@ from      message                                 meaning
 worker    ``hello``, token, worker, pid           the first message of a connection
 sender    ``welcome``                             accepted
 sender    ``offer``, version                      there is a newer version for this worker
-worker    ``take``, held                          it waits for the newest version now
+worker    ``take``                                it waits for the newest version now
 sender    ``wire``, number, rank, size            join this process group
 both      ``key``, number, key, value             how to find an end of it; the sender passes it on
 sender    ``data``, number, version, digest, …    the version follows, in so many bytes, over it
@@ -21,7 +21,8 @@ sender    ``nothing``                             there is nothing newer any mor
 worker    ``received``, version                   it has come whole, and is staged
 worker    ``broken``, number                      the process group failed here
 worker    ``lacks``, index                        it could not map a slot that it was told of
-worker    ``answer``, answer, held                committed, or not; it reads only ``held``
+worker    ``answer``, answer, held                committed, or not; reads ``held`` and newer
+worker    ``reads``, held                         no answer yet; it reads only ``held``
 worker    ``leave``, reason                       it hangs up, and not because it dies
 sender    ``gone``, reason                        refused, replaced, removed, or the sender closes
 ========  ======================================  ==============================================

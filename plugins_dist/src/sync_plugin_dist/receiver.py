@@ -55,6 +55,10 @@ class DistReceiver(ReceiverTransport):
         self._offered = 0
         self._seen = 0
         self._asked = 0.0
+        # The sender owes a reply: whoever asks once more gets two, and takes one for another.
+        self._asking = False
+        # The slots that the sender was last told are read.
+        self._told: list[int] = []
         connection = connect(context)
         self._channel = Channel(connection)
         local = self._channel.passes_descriptors
@@ -84,7 +88,7 @@ class DistReceiver(ReceiverTransport):
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer."""
-        held = self._slots.held
+        held = self._told = self._slots.held
         self._send({"type": "answer", "answer": answer.to_message(), "held": held})
 
     def close(self) -> None:
@@ -113,6 +117,11 @@ class DistReceiver(ReceiverTransport):
 
     def _receive(self, timeout: float) -> Payload | None:
         deadline = time.monotonic() + timeout
+        held = self._slots.held
+        if held != self._told:
+            # One may have been dropped for another, and no answer will ever say so.
+            self._told = held
+            self._send({"type": "reads", "held": held})
         while True:
             while self._offered <= self._seen:
                 message = self._hear(max(0.0, deadline - time.monotonic()))
@@ -138,20 +147,23 @@ class DistReceiver(ReceiverTransport):
                 if payload is not None:
                     return payload
             elif message["type"] == "nothing":
+                self._asking = False
                 self._offered = self._seen
                 return None
             elif message["type"] == "again":
-                self._end_wire()
+                self._note(message)
                 if time.monotonic() > deadline:
                     return None
                 self._take()
-            elif message["type"] == "here" and message["slot"] in self._slots:
+            elif message["type"] == "here":
                 return self._look(message)
             elif not self._hear_of_slots(message):
                 self._note(message)
 
     def _take(self) -> None:
-        self._send({"type": "take", "held": self._slots.held})
+        if not self._asking:
+            self._asking = True
+            self._send({"type": "take"})
 
     def _hear_of_slots(self, message: Message) -> bool:
         try:
@@ -163,7 +175,12 @@ class DistReceiver(ReceiverTransport):
         except ConnectionError as error:
             raise SenderLostError(f"the sender does not keep to the protocol: {error}") from error
 
-    def _look(self, message: Message) -> Payload:
+    def _look(self, message: Message) -> Payload | None:
+        self._asking = False
+        if message["slot"] not in self._slots:
+            # It could not be mapped, and was refused then.
+            self._seen = message["version"]
+            return None
         block, release = self._slots.hold(message["slot"])
         return self._unpack(block, message["version"], message["digest"], release)
 
@@ -207,6 +224,7 @@ class DistReceiver(ReceiverTransport):
             self._end_wire()
             self._send({"type": "broken", "number": transfer.number})
             return None
+        self._asking = False
         self._send({"type": "received", "version": version})
         return self._unpack(block, version, transfer.digest, partial(self._blocks.append, block))
 
@@ -241,6 +259,7 @@ class DistReceiver(ReceiverTransport):
         if message["type"] == "offer":
             self._offered = message["version"]
         elif message["type"] in ("again", "wire"):
+            self._asking = False
             self._end_wire()
 
     def _next(self, timeout: float) -> Message:

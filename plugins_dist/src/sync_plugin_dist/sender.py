@@ -135,35 +135,40 @@ class DistSender(ServingTransport[DistPeer], Office):
 
     def handle(self, peer: DistPeer, message: Message) -> None:
         """Act on what a worker says."""
-        if not peer.served:
-            return  # another receiver has its place
-        lane, kind = self._lane(peer), message["type"]
-        if isinstance(lane, MemoryLane) and kind in ("take", "answer"):
-            self.publisher.give_back(peer, message["held"])
-        if kind == "take":
-            lane.ask(peer)
-        elif kind == "answer":
+        kind = message["type"]
+        if kind == "answer":
             answer = Answer.from_message(message["answer"])
+            # What is newer may have been shown while this was on its way.
+            newer = [slot.index for slot in self.publisher.slots if slot.version > answer.version]
+            self.publisher.give_back(peer, [*message["held"], *newer])
             self.publisher.answer(peer.id, answer, peer)
-        elif isinstance(lane, Lane) and kind in ("key", "broken", "received"):
-            self._handle_transfer(lane, peer, message)
-        elif kind == "lacks":
-            peer.knows.discard(int(message["index"]))
+        elif kind == "reads":
+            self.publisher.give_back(peer, message["held"])
         elif kind == "leave":
             raise LeftError(str(message["reason"]))
-        else:
-            raise ValueError(f"{kind!r} is no message")
+        elif peer.served:
+            # Otherwise another receiver has its place.
+            self._handle_transfer(self._lane(peer), peer, message)
 
-    def _handle_transfer(self, lane: Lane, peer: DistPeer, message: Message) -> None:
-        if message["type"] == "key":
+    def _handle_transfer(self, lane: Lane | MemoryLane, peer: DistPeer, message: Message) -> None:
+        kind = message["type"]
+        if kind == "take":
+            lane.ask(peer)
+        elif kind == "lacks":
+            peer.knows.discard(int(message["index"]))
+        elif isinstance(lane, MemoryLane):
+            raise ValueError(f"{kind!r} is no message")
+        elif kind == "key":
             lane.hear(peer, message)
-        elif message["type"] == "broken":
+        elif kind == "broken":
             lane.broken(int(message["number"]))
-        else:
+        elif kind == "received":
             peer.seen = int(message["version"])
             self.publisher.give_back(peer)
             lane.received(peer)
             self.offer(peer)
+        else:
+            raise ValueError(f"{kind!r} is no message")
 
     def withdraw(self, peer: DistPeer) -> None:
         """Serve the worker no longer."""
