@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -31,6 +32,7 @@ from sync_core import (
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv
 from sync_core.testing.collectors import Scale, long_episodes
+from sync_core.testing.interrupts import interrupted
 from sync_core.testing.processes import descendants
 
 pytestmark = pytest.mark.timeout(60)
@@ -298,6 +300,21 @@ def test_an_update_of_one_worker_that_has_died(models: dict[str, Any]) -> None:
         kill(made, 0)
         assert made.update_policy_weights_(Scale(3.0)).updated == (0, 1)
         assert made.cascade_execute("policy.weight.item") == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("models", MODELS)
+def test_ctrl_c_at_any_moment_of_an_update(models: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"workers": "thread", "num_workers": 2, "sync": True, **models}
+    with collector(policy=Scale(), timeout=5.0, **options) as made:
+        for moment in itertools.count(step=2):
+            with interrupted(moment) as moments:
+                made.update_policy_weights_()
+            begin = time.monotonic()
+            assert made.update_policy_weights_(Scale(float(moment))).updated == (0, 1)
+            assert time.monotonic() - begin < 4
+            if not moments.came:
+                break
+        assert next(made)["action"].unique().tolist() == [moment]
 
 
 class Skipping:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from sync_core import PendingSendError, Receiver, Sender, SendError, SendReport
 from sync_core.sending.remedies import Remedy
+from sync_core.testing.interrupts import interrupted
 from sync_core.testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
@@ -105,3 +108,30 @@ def test_who_is_told_of_the_end_may_ask_for_it() -> None:
         receiver.receive()
         assert pending.wait().updated == (0,)
         assert asked == [(0,)]
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm", "mp"])
+def test_ctrl_c_at_any_moment_of_a_send_leaves_the_sender_ready(scheme: str) -> None:
+    def work(receiver: Receiver) -> None:
+        while not done.is_set():
+            receiver.receive(0.05)
+
+    done = threading.Event()
+    with (
+        Sender(scheme, weights(), num_workers=1, timeout=5.0) as sender,
+        Receiver(sender.address(0), weights()) as receiver,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        working = pool.submit(work, receiver)
+        try:
+            for moment in itertools.count():
+                with interrupted(moment) as moments:
+                    sender.send()
+                with suppress(PendingSendError, SendError):
+                    sender.wait_async(0)
+                assert sender.send().updated == (0,)
+                if not moments.came:
+                    break
+        finally:
+            done.set()
+        working.result(10)

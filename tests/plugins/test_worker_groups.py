@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
-from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
 from sync_core import WorkerGroup, WorkerLostError
 from sync_core.testing import WorkerGroupConformance, worker_groups
+from sync_core.testing.interrupts import interrupted
 from sync_core.testing.worker_groups import Counter
 from sync_plugin_std.inline_group import InlineGroup
 from sync_plugin_std.process_group import ProcessGroup
@@ -73,31 +69,12 @@ class TestProcessGroup(WorkerGroupConformance):
     group_class = ProcessGroup
 
 
-@contextmanager
-def interrupted(moment: int) -> Iterator[None]:
-    """Ctrl-C at one of the moments at which Python looks for it in a plugin's code."""
-    moments = iter(range(moment))
-
-    def look(frame: FrameType, event: str, arg: Any) -> None:
-        del arg
-        looks = event in ("call", "c_return") and "sync_plugin_std" in frame.f_code.co_filename
-        if looks and next(moments, None) is None:
-            raise KeyboardInterrupt
-
-    sys.setprofile(look)
-    try:
-        with suppress(KeyboardInterrupt):
-            yield
-    finally:
-        sys.setprofile(None)
-
-
 @pytest.mark.parametrize("group_class", [ThreadGroup, ProcessGroup])
 def test_a_call_that_ctrl_c_interrupts_gives_no_other_its_outcome(
     group_class: type[WorkerGroup],
 ) -> None:
     with group_class(lambda worker_id: worker_id, 1) as group:
-        for moment in range(40):
+        for moment in range(60):
             with interrupted(moment):
                 group.call(0, lambda _: "interrupted")
             assert group.call(0, lambda _, moment: moment, moment).result(10) == moment

@@ -14,6 +14,7 @@ from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.host import Host
 from sync_core.collector.schemes import POLICY
+from sync_core.collector.weights import end_interrupted
 from sync_core.errors import ModelError, SendError, WorkerError, WorkerTimeoutError
 from sync_core.report import SendReport
 from sync_core.sending.pending import PendingSend
@@ -97,15 +98,15 @@ class SeveralModels:
             pending = self._send(
                 weights or dict.fromkeys(self.models), ids, started, self._crew.request
             )
-            self._tell(pending.worker_ids)
-            if not blocking:
-                self._pending = pending
-                self.seconds = time.perf_counter() - started
-                return pending
             try:
+                self._tell(pending.worker_ids)
+                if not blocking:
+                    self._pending = pending
+                    return pending
                 return pending.wait()
             finally:
-                pending.abandon()
+                if self._pending is None:
+                    pending.abandon()
                 self.seconds = time.perf_counter() - started
 
     def restore(self, version: int) -> int:
@@ -126,6 +127,7 @@ class SeveralModels:
             with suppress(SendError):
                 self._pending.wait()
             self._pending = None
+        end_interrupted(self.senders.values())
 
     def _tell(self, worker_ids: Sequence[int]) -> None:
         for callback in self.on_update:

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from sync_core.collector.crew import Crew
 from sync_core.collector.host import Host
 from sync_core.collector.modules import module_of
 from sync_core.collector.schemes import POLICY
-from sync_core.errors import ModelError, WorkerError
+from sync_core.errors import ModelError, PendingSendError, SendError, WorkerError
 from sync_core.report import SendReport
 from sync_core.sending.pending import PendingSend
 from sync_core.sending.sender import Sender
@@ -110,20 +111,19 @@ class PolicyWeights:
                 self._tell(normalize(worker_ids, self._crew.ids))
                 return SendReport(0, time.perf_counter() - started, {})
             pending = self.sender.send_async(weights, worker_ids)
-            self._pending = pending
-            self._last = dict(given)
-            self._last_to_all = set(pending.worker_ids) >= set(self._crew.ids)
-            self._tell(pending.worker_ids)
-            self._calls = {worker_id: self._ask(worker_id) for worker_id in pending.unanswered}
-            if not blocking:
-                self.seconds = time.perf_counter() - started
-                return pending
             try:
+                self._last = dict(given)
+                self._last_to_all = set(pending.worker_ids) >= set(self._crew.ids)
+                self._tell(pending.worker_ids)
+                self._calls = {worker_id: self._ask(worker_id) for worker_id in pending.unanswered}
+                if not blocking:
+                    self._pending = pending
+                    return pending
                 self._see_through(pending)
                 return pending.wait()
             finally:
-                pending.abandon()
-                self._pending = None
+                if self._pending is None:
+                    pending.abandon()
                 self.seconds = time.perf_counter() - started
 
     def restore(self, version: int) -> int:
@@ -163,6 +163,7 @@ class PolicyWeights:
             self._see_through(self._pending)
             self._pending.abandon()
             self._pending = None
+        end_interrupted(self.senders.values())
 
     def _see_through(self, pending: PendingSend) -> None:
         """Wait until every worker has answered, or the deadline is over.
@@ -245,3 +246,10 @@ class PolicyWeights:
             # One that could not join may not be there.
             if self.sender is not None and worker_id in self.sender.all_worker_ids():
                 self.sender.remove_worker(worker_id)
+
+
+def end_interrupted(senders: Iterable[Sender]) -> None:
+    """End what senders have sent when Ctrl-C came before anybody knew of it."""
+    for sender in senders:
+        with suppress(PendingSendError, SendError):
+            sender.wait_async(timeout=0)

@@ -70,6 +70,11 @@ class PendingSend:
         self._ending = threading.RLock()
 
     @property
+    def ended(self) -> bool:
+        """Whether the send was waited for, or given up."""
+        return self._report is not None
+
+    @property
     def worker_ids(self) -> tuple[int, ...]:
         """The workers that are to get the version."""
         return tuple(self._deliveries)
@@ -86,7 +91,7 @@ class PendingSend:
 
     def done(self) -> bool:
         """Whether every worker has answered, or the send was waited for already."""
-        return self._report is not None or all(d.wait(0) for d in self._waited.values())
+        return self.ended or all(d.wait(0) for d in self._waited.values())
 
     def wait(self, timeout: float | None = None) -> SendReport:
         """Wait until every worker has committed the version, and end the send.

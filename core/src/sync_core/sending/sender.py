@@ -265,7 +265,7 @@ class Sender(Updater):
             PendingSendError: none is pending.
         """
         pending = self._pending
-        if pending is None:
+        if pending is None or pending.ended:
             raise PendingSendError("no send is pending; call send_async() first")
         return pending.wait(timeout)
 
@@ -339,7 +339,8 @@ class Sender(Updater):
 
     def _check_ready(self) -> None:
         self._check_open()
-        if self._pending is not None:
+        # One that has ended may be left here by Ctrl-C.
+        if self._pending is not None and not self._pending.ended:
             raise PendingSendError("a send is pending; call wait_async() before the next one")
 
     def _open(self, update: Update, model: Any) -> None:
@@ -353,7 +354,9 @@ class Sender(Updater):
         return report
 
     def _finish(self, report: SendReport, *, waited: bool) -> SendReport:
-        self._pending = None
+        # Another thread may have begun the next one.
+        if self._pending is not None and self._pending.ended:
+            self._pending = None
         self._cadence.reached(report.updated)
         if report.failed and waited and not self._closed:
             report = self._remedies.apply(report, self._members, self.remove_worker, self.address)

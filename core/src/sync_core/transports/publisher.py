@@ -14,6 +14,7 @@ from sync_core.errors import (
     WorkerError,
     WorkerLostError,
 )
+from sync_core.interrupts import uninterrupted
 from sync_core.transports.answer import Answer
 from sync_core.transports.notice import Notice, unheard
 from sync_core.transports.transport import Delivery
@@ -280,7 +281,8 @@ class Publisher:
                 self._reserved = None
                 slot = self._free_slot(nbytes, worker_ids)
                 if slot is None:
-                    self._revoke()
+                    with uninterrupted():
+                        self._revoke()
                     slot = self._free_slot(nbytes, worker_ids)
                 waited = time.monotonic() - started
                 patient = waited < self._patience

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from sync_core.interrupts import uninterrupted
 from sync_core.transports.channel import MAX_MESSAGE, Channel, Message
 from sync_core.transports.local_socket import same_user
 from sync_core.transports.publisher import Publisher
@@ -125,7 +126,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def offer_to(self, worker_ids: Sequence[int]) -> None:
         """Offer the newest version to those of these workers that are connected."""
-        with self._publisher.changed:
+        with self._publisher.changed, uninterrupted():
             for worker_id in worker_ids:
                 peer = self._peers.get(worker_id)
                 if peer is not None:

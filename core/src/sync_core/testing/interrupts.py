@@ -1,0 +1,45 @@
+"""Ctrl-C at a chosen moment, so that tests can try one after the other."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Moments:
+    """What became of an `interrupted` block."""
+
+    #: Whether there was such a moment.
+    came = False
+
+
+@contextmanager
+def interrupted(moment: int) -> Iterator[Moments]:
+    """For ``with``: Ctrl-C, at one of the moments at which Python looks for it in code of ours.
+
+    That is when a function begins, and when one that is not written in Python returns.
+
+    Args:
+        moment: which of them; a block may have fewer.
+    """
+    left, moments = moment, Moments()
+
+    def look(frame: FrameType, event: str, arg: object) -> None:
+        del arg
+        nonlocal left
+        if event in ("call", "c_return") and "/sync_" in frame.f_code.co_filename:
+            left -= 1
+            if left == -1:
+                moments.came = True
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        yield moments
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
