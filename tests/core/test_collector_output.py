@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -179,6 +180,26 @@ def test_in_the_background(sync: bool, writers: dict[str, bool]) -> None:
     for seen in buffer.by_worker().values():
         assert seen == [float(i) for i in range(len(seen))]
     assert sum(map(len, buffer.by_worker().values())) >= frames
+
+
+def test_the_background_rests_until_all_have_left_their_pauses() -> None:
+    def pause() -> None:
+        with made.pause():
+            paused.set()
+            assert left.wait(10)
+            frames = buffer.frames()
+            time.sleep(0.05)
+            assert buffer.frames() == frames
+
+    buffer, paused, left = Buffer(), threading.Event(), threading.Event()
+    with collector(replay_buffer=buffer) as made, ThreadPoolExecutor(1) as pool:
+        made.start()
+        with made.pause():
+            other = pool.submit(pause)
+            assert paused.wait(10)
+        left.set()
+        other.result(10)
+        wait_for(buffer, buffer.frames() + 20)
 
 
 def test_the_background_comes_to_rest_at_the_end() -> None:

@@ -22,10 +22,13 @@ class Background:
     def __init__(self, delivery: Delivery, look: Callable[[], object]) -> None:
         self._delivery = delivery
         self._look = look
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # Whether batches are wanted, and whether the thread makes them: what it decides about its
         # end under the lock, nobody can overlook.
         self._wanted = self._runs = False
+        # How many have paused it, of whom the last one lets it go on, unless an error has ended it.
+        self._pauses = 0
+        self._goes_on = True
         self._abandoned = threading.Event()
         self._ended = False
         self._error: BaseException | None = None
@@ -68,26 +71,30 @@ class Background:
         Raises:
             TimeoutError: it did not come to rest in time, and goes on.
         """
-        if not self.running:
+        with self._lock:
+            idle = not self._runs and not self._pauses
+            if not idle:
+                self._pauses += 1
+                self._wanted = False
+        if idle:
             self.check()
             yield
             return
-        self._wanted = False
-        self._join(timeout)
-        if self.running:
-            self._begin()
-            raise TimeoutError(
-                f"the batches under way were not in the replay buffer within {timeout:g} s; type "
-                "pause(timeout=…) to wait for longer, or give the collector fewer frames_per_batch"
-            )
-        # A batch that is late ends nothing; whatever else went wrong did.
-        ended = not isinstance(self._error, WorkerTimeoutError | None)
         try:
+            self._join(timeout)
+            if self.running:
+                raise TimeoutError(
+                    f"the batches under way were not in the replay buffer within {timeout:g} s; "
+                    "type pause(timeout=…) to wait for longer, or give the collector fewer "
+                    "frames_per_batch"
+                )
             self.check()
             yield
         finally:
-            if not ended:
-                self._begin()
+            with self._lock:
+                self._pauses -= 1
+                if not self._pauses and self._goes_on:
+                    self._begin()
 
     def abandon(self) -> None:
         """Make no more batches; those under way are lost."""
@@ -115,7 +122,7 @@ class Background:
         with self._lock:
             self._wanted = not self._abandoned.is_set()
             if self._wanted and not self._runs:
-                self._runs = True
+                self._runs = self._goes_on = True
                 self._thread = threading.Thread(
                     target=self._run, name="sync-core-collect", daemon=True
                 )
@@ -128,6 +135,8 @@ class Background:
                 more = self._make()
             except BaseException as error:  # the trainer's next call raises it again
                 self._error = error
+                # A batch that is late ends nothing; whatever else went wrong does.
+                self._goes_on = isinstance(error, WorkerTimeoutError)
                 more = False
             with self._lock:
                 more = self._runs = more and self._wanted
