@@ -314,7 +314,7 @@ def test_options_of_single_workers() -> None:
         ({"device": ["cpu", "cpu"]}, ValueError, "2 entries for 1 workers"),
         ({"collector_kwargs": [{}, {}]}, ValueError, "2 entries for 1 workers"),
         ({"collector_kwargs": {"frames_per_batch": 3}}, TypeError, "of its own is max_frames"),
-        ({"frames_per_trajectory": 3}, TypeError, "Collector got 'frames_per_trajectory'"),
+        ({"frames_per_trajectory": 3}, TypeError, "no argument 'frames_per_trajectory'; did you"),
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -53,6 +53,8 @@ class ProcessGroup(LaunchedGroup[Child]):
         timeout: float = 60.0,
         torch_threads: int | None = None,
     ) -> None:
+        if torch_threads is not None and not (isinstance(torch_threads, int) and torch_threads > 0):
+            raise ValueError(f"torch_threads is {torch_threads!r}; give 1 or more, or leave it out")
         launcher = _ProcessLauncher(factory, torch_threads)
         super().__init__(launcher, num_workers, timeout=timeout)
 

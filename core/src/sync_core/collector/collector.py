@@ -10,8 +10,8 @@ from typing import Any, Self, Unpack
 import torch
 from tensordict import TensorDictBase
 
+from sync_core.arguments import check_count, check_function, check_mapping
 from sync_core.collector.background import Background
-from sync_core.collector.counts import check_count
 from sync_core.collector.crew import Crew, warn_if_rounded
 from sync_core.collector.delivery import Delivery
 from sync_core.collector.feeds import make_weights
@@ -38,9 +38,9 @@ from sync_core.collector.stats import CollectorStats
 from sync_core.collector.tree import Upstream
 from sync_core.collector.updates import Updates
 from sync_core.collector.warmup import Warmup
-from sync_core.collector.worker_options import WorkerOptions, options_of_workers
+from sync_core.collector.worker_options import WorkerOptions, check_arguments, options_of_workers
 from sync_core.plugins.address import Address
-from sync_core.plugins.groups import choose_group, shares_policy
+from sync_core.plugins.groups import check_worker_options, choose_group, shares_policy
 from sync_core.seconds import check_seconds
 from sync_core.workers.worker_group import WorkerGroup
 
@@ -155,10 +155,15 @@ class Collector(Life, Updates):
         timeout: float = 60.0,
         **worker: Unpack[WorkerOptions],
     ) -> None:
+        check_arguments(worker, Collector)
         timeout = check_seconds(timeout)
+        check_mapping(scheme_options or {}, "scheme_options", "{'slots': 3}")
+        if postproc is not None:
+            check_function(postproc, "postproc")
         arguments = {"layers": layers, "zero_copy": zero_copy, **(scheme_options or {})}
         schemes = schemes_of(scheme, arguments, weight_sync_schemes, models or {})
         group_class = choose_group([each.scheme for each in schemes.values()], workers)
+        check_worker_options(group_class, worker_options or {})
         policy_scheme = schemes[POLICY].scheme if POLICY in schemes else None
         shared = policy_scheme is not None and shares_policy(policy_scheme)
         num_workers = count_workers(num_workers, create_env_fn)

@@ -39,7 +39,7 @@ class Devices:
     ) -> Self:
         """The devices, where ``device`` stands in for those that are not given."""
         given = (device if one is None else one for one in (env, policy, storing))
-        return cls(*(None if one is None else torch.device(one) for one in given))
+        return cls(*(None if one is None else _device(one) for one in given))
 
     def place_env(self, env: Env) -> Env:
         """The environment on its device."""
@@ -98,3 +98,10 @@ def _device_of(given: Any) -> torch.device:
         return _device_of(next(iter(given.values(include_nested=True, leaves_only=True))))
     device: torch.device = given.device
     return device
+
+
+def _device(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{given!r} is no device here; write it like 'cpu' or 'cuda:0'") from error

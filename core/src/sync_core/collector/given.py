@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from sync_core.arguments import check_mapping
 from sync_core.collector.schemes import POLICY
 
 
@@ -43,10 +44,15 @@ def chosen(
         Nothing if all models were meant.
 
     Raises:
+        TypeError: the weights of several models are no mapping from names.
         ValueError: several were given.
         KeyError: a model that there is not.
     """
     one_of = [weights for weights in given if weights is not None]
+    if weights_dict is not None:
+        check_mapping(weights_dict, "weights_dict", "{'policy': policy}")
+    if model_id is not None:
+        check_name(model_id, models)
     if weights_dict is not None and (one_of or model_id is not None):
         raise ValueError("weights_dict says it all; leave out model_id and other weights")
     if len(one_of) > 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sync_core.collector.counts import check_count
+from sync_core.arguments import check_count
 from sync_core.errors import OptionError
 from sync_core.workers.worker_group import WorkerGroup
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sync_core.arguments import check_mapping
 from sync_core.errors import OptionError
 from sync_core.plugins.groups import shares_policy
 
@@ -41,6 +42,7 @@ def schemes_of(
         models: what the trainer has besides the policy.
 
     Raises:
+        TypeError: schemes or models are no mapping from names.
         ValueError: the arguments do not go together.
         OptionError: a scheme that cannot be one of several.
 
@@ -48,6 +50,7 @@ def schemes_of(
         >>> schemes_of(None, {}, {"policy": {"scheme": "shm", "zero_copy": True}}, {})
         {'policy': ModelScheme(scheme='shm', arguments={'zero_copy': True})}
     """
+    check_mapping(models, "models", "{'critic': critic}")
     if weight_sync_schemes is None:
         if models:
             raise ValueError(
@@ -55,6 +58,7 @@ def schemes_of(
                 f"{next(iter(models))!r}: 'shm'}}"
             )
         return {POLICY: ModelScheme("shm" if scheme is None else scheme, arguments)}
+    check_mapping(weight_sync_schemes, "weight_sync_schemes", "{'policy': 'shm'}")
     if scheme is not None or any(arguments.values()):
         raise ValueError(
             "weight_sync_schemes says it all; leave out scheme, layers, zero_copy and "

@@ -73,7 +73,7 @@ class State:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise `ValueError` unless a state suits the workers."""
-        if "frames_per_worker" not in state:
+        if not isinstance(state, Mapping) or "frames_per_worker" not in state:
             raise ValueError("that is no state of a collector; state_dict() gives one")
         saved = state["frames_per_worker"]
         frames = [self.crew.frames[i] for i in self.crew.ids]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from sync_core.arguments import check_mapping
 from sync_core.collector.crew import Crew
 from sync_core.collector.given import check_name
 from sync_core.collector.replacement import Replacement
@@ -49,9 +50,11 @@ class Upstream:
         """Get models from these senders from now on.
 
         Raises:
+            TypeError: that is no mapping from names.
             KeyError: the collector has no such model.
             ModelError: its workers make the model, so there is none here that could be written to.
         """
+        check_mapping(addresses, "addresses", "{'policy': sender.address(0)}")
         for name in addresses:
             check_name(name, self._weights.names)
             if name not in self._weights.models:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypedDict
@@ -9,7 +11,7 @@ from typing import Any, TypeAlias, TypedDict
 import torch
 from tensordict.nn import InteractionType
 
-from sync_core.collector.counts import check_count
+from sync_core.arguments import check_count, check_mapping
 from sync_core.collector.devices import Devices
 from sync_core.collector.exploration import exploration
 from sync_core.collector.options import per_worker
@@ -72,18 +74,34 @@ def options_of_workers(
         >>> [options.max_frames_per_traj for options in both]
         [-1, 3]
     """
-    _check_names(common, "Collector")
     spread = {
         name: per_worker(value, num_workers, name) if name in _DEVICES else (value,) * num_workers
         for name, value in common.items()
     }
     own = per_worker(collector_kwargs, num_workers, "collector_kwargs")
     for given in own:
-        _check_names(given or {}, "collector_kwargs")
+        check_mapping(given or {}, "collector_kwargs", "{'max_frames_per_traj': 100}")
+        _check_names(given or {})
     return tuple(
         _options(base, {name: values[i] for name, values in spread.items()} | dict(given or {}))
         for i, given in enumerate(own)
     )
+
+
+def check_arguments(given: Mapping[str, Any], owner: type) -> None:
+    """Raise `TypeError` for an argument that neither a collector has nor its workers."""
+    known = {*inspect.signature(owner).parameters, *WorkerOptions.__annotations__}
+    for name in given.keys() - WorkerOptions.__annotations__.keys():
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = (
+            f"did you mean {near[0]!r}?"
+            if near
+            else (
+                "options of a scheme, or of its Sender, go into scheme_options={…}, and those of a "
+                "worker group into worker_options={…}"
+            )
+        )
+        raise TypeError(f"{owner.__name__} has no argument {name!r}; {meant}")
 
 
 def _options(base: RolloutOptions, given: dict[str, Any]) -> RolloutOptions:
@@ -101,11 +119,11 @@ def _options(base: RolloutOptions, given: dict[str, Any]) -> RolloutOptions:
     return replace(base, devices=devices, **given)
 
 
-def _check_names(given: Mapping[str, Any], where: str) -> None:
+def _check_names(given: Mapping[str, Any]) -> None:
     known = WorkerOptions.__annotations__
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise TypeError(
-            f"{where} got {', '.join(map(repr, unknown))}; what each worker may have of its own "
-            f"is {', '.join(known)}"
+            f"collector_kwargs got {', '.join(map(repr, unknown))}; what each worker may have of "
+            f"its own is {', '.join(known)}"
         )

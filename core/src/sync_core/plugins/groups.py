@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sync_core.arguments import check_mapping
 from sync_core.errors import OptionError
 from sync_core.plugins import registry
 from sync_core.workers.worker_group import WorkerGroup
@@ -34,6 +36,24 @@ def choose_group(schemes: Sequence[Any], workers: Any) -> type[WorkerGroup]:
         _check_together(plugin, found)
     group: type[WorkerGroup] = found.object
     return group
+
+
+def check_worker_options(group: type[WorkerGroup], options: Mapping[str, Any]) -> None:
+    """Raise unless a worker group can be given these options.
+
+    Raises:
+        TypeError: they are no mapping.
+        OptionError: one that the group does not have.
+    """
+    check_mapping(options, "worker_options", "{'torch_threads': 1}")
+    parameters = inspect.signature(group).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"timeout"}
+    for name in options:
+        if name not in known:
+            listed = ", ".join(sorted(known)) or "none"
+            raise OptionError(f"{group.__name__} has no option {name!r}; its options are: {listed}")
 
 
 def shares_policy(scheme: Any) -> bool:

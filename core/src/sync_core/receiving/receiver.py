@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sync_core.arguments import check_function
 from sync_core.errors import (
     AddressError,
     ClosedError,
@@ -78,6 +79,8 @@ class Receiver:
     ) -> None:
         if not isinstance(address, Address):
             raise AddressError(f"{address!r} is no address; get one by sender.address(worker_id)")
+        if on_commit is not None:
+            check_function(on_commit, "on_commit")
         self._address = address
         self._context = context
         self._timeout = address.timeout if timeout is None else check_seconds(timeout)
@@ -127,6 +130,7 @@ class Receiver:
             >>> torch.equal(server.weight, local.weight)
             True
         """
+        check_function(getter, "getter")
         return cls(address_of(getter, model, strategy), model)
 
     @property

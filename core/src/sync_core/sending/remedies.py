@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from sync_core.arguments import check_function
 from sync_core.errors import ClosedError, OptionError, UnknownWorkerError, WorkerError
 from sync_core.plugins.address import Address
 from sync_core.report import SendReport
@@ -70,6 +71,13 @@ class Remedies:
             raise ValueError(f"on_failure must be a function or one of {names}: {on_failure!r}")
         if on_failure == "restart" and group is None:
             raise OptionError("on_failure='restart' needs the group of the workers: group=…")
+        if on_restart is not None:
+            check_function(on_restart, "on_restart")
+        if group is not None and not isinstance(group, WorkerGroup):
+            raise OptionError(
+                f"group={group!r} is no worker group; give the one in which the workers run, such "
+                "as sync_plugin_std.process_group.ProcessGroup(…)"
+            )
         if group is not None and "restart" not in group.capabilities:
             raise OptionError(f"group={type(group).__name__} cannot restart its workers")
         if group is not None and called:

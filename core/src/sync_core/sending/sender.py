@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Self
 
+from sync_core.arguments import check_function
 from sync_core.errors import ClosedError, PendingSendError
 from sync_core.models.extract import Strategy
 from sync_core.models.several import either
@@ -28,7 +29,13 @@ from sync_core.stopwatch import Stopwatch
 from sync_core.weights.update import Update
 from sync_core.workers.membership import Membership, MembershipEvent
 from sync_core.workers.worker_group import WorkerGroup
-from sync_core.workers.worker_ids import as_id, check_handle, count_workers, normalize
+from sync_core.workers.worker_ids import (
+    as_id,
+    check_handle,
+    count_workers,
+    normalize,
+    normalize_one,
+)
 from sync_core.workers.worker_status import WorkerStatus
 
 _CLOSED = "the sender was closed"
@@ -108,6 +115,8 @@ class Sender(Updater):
     ) -> None:
         super().__init__()
         timeout = check_seconds(timeout)
+        if on_report is not None:
+            check_function(on_report, "on_report")
         self.model_id = model_id
         self._terms = Terms(
             scheme=scheme,
@@ -143,8 +152,12 @@ class Sender(Updater):
 
     def register_model(self, model: Any) -> None:
         """Say what is sent when `send` is given nothing; see the argument ``model``."""
-        self._source.model = model
-        self._open(self._source.read(), model)
+        before, self._source.model = self._source.model, model
+        try:
+            self._open(self._source.read(), model)
+        except BaseException:
+            self._source.model = before
+            raise
 
     @property
     def version(self) -> int:
@@ -170,6 +183,7 @@ class Sender(Updater):
         Returns:
             What ends that when it is called.
         """
+        check_function(callback, "callback")
         return self._members.subscribe(callback)
 
     def address(self, worker_id: int) -> Address:
@@ -179,7 +193,7 @@ class Sender(Updater):
             UnknownWorkerError: no such worker.
             ModelError: the sender knows no model yet.
         """
-        (worker_id,) = normalize(worker_id, self._members.ids)
+        worker_id = normalize_one(worker_id, self._members.ids)
         self._check_open()
         return self._outlet.address(worker_id)
 
@@ -303,7 +317,7 @@ class Sender(Updater):
             UnknownWorkerError: no such worker.
         """
         self._check_open()
-        (worker_id,) = normalize(worker_id, self._members.ids)
+        worker_id = normalize_one(worker_id, self._members.ids)
         self._members.remove(worker_id)
         self._cadence.forget(worker_id)
         self._handles.pop(worker_id, None)

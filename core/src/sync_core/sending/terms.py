@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial as bind
 from typing import Any
@@ -36,7 +36,7 @@ class Terms:
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.layers, str):
+        if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
             raise OptionError(f"layers is a list: layers=[{self.layers!r}]")
         check_strategy(self.strategy)
         if self.zero_copy and (self.partial or self.strategy != "tensordict"):

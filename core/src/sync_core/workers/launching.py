@@ -9,8 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Generic, Protocol, TypeVar
 
+from sync_core.arguments import check_count
 from sync_core.errors import ClosedError, UnknownWorkerError, WorkerTimeoutError
 from sync_core.release import release_with
+from sync_core.seconds import check_seconds
 from sync_core.workers.worker_group import WorkerGroup
 
 # Time for workers that nobody waits for any more: the group failed to start, or was forgotten.
@@ -111,10 +113,9 @@ class LaunchedGroup(WorkerGroup, Generic[Worker]):
     """
 
     def __init__(self, launcher: Launcher[Worker], num_workers: int, *, timeout: float) -> None:
-        if num_workers < 0:
-            raise ValueError(f"num_workers is {num_workers}; give 0 or more")
+        num_workers = check_count(num_workers, "num_workers", least=0)
         self._launcher = launcher
-        self._timeout = timeout
+        self._timeout = check_seconds(timeout)
         self._workers: dict[int, Worker] = {}
         self._next_id = num_workers
         self._closed = False

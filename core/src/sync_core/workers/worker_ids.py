@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from sync_core.arguments import check_count
 from sync_core.errors import OptionError, UnknownWorkerError
 
 
@@ -31,6 +32,15 @@ def normalize(worker_ids: int | Iterable[int] | None, known: Iterable[int]) -> t
     return tuple(dict.fromkeys(_normalize_one(worker_id, everybody) for worker_id in given))
 
 
+def normalize_one(worker_id: int, known: Iterable[int]) -> int:
+    """The one worker meant.
+
+    Raises:
+        UnknownWorkerError: there is no such worker.
+    """
+    return _normalize_one(worker_id, tuple(known))
+
+
 def as_id(worker_id: int) -> int:
     """The id of a worker to be added.
 
@@ -51,17 +61,20 @@ def count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int
 
     Raises:
         OptionError: the workers are no list.
-        ValueError: none is given, or two that differ.
+        TypeError: the number is none.
+        ValueError: none is given, or two that differ, or less than no workers.
     """
-    if workers is not None and not isinstance(workers, Sequence):
+    if workers is not None and (isinstance(workers, str) or not isinstance(workers, Sequence)):
         raise OptionError(f"workers is a list: workers=[{workers!r}]")
     if workers is not None:
         if num_workers not in (None, len(workers)):
             raise ValueError(f"num_workers={num_workers}, but {len(workers)} workers were given")
         return len(workers)
-    if num_workers is None or isinstance(num_workers, bool) or num_workers < 0:
-        raise ValueError(f"num_workers must be a number of workers, not {num_workers!r}")
-    return num_workers
+    if num_workers is None:
+        raise ValueError(
+            "nobody is to be sent to; give num_workers=…, or workers=[…] if the scheme calls them"
+        )
+    return check_count(num_workers, "num_workers", least=0)
 
 
 def check_handle(worker: Any, *, needed: bool) -> None:

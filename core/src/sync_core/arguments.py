@@ -1,7 +1,8 @@
-"""Checks the numbers of things that somebody gives, before anything depends on them."""
+"""Checks what somebody gives as an argument, before anything depends on it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
@@ -29,3 +30,24 @@ def check_count(value: Any, name: str, *, least: int = 1, never: str = "") -> in
     if value < least and not (never and value == -1):
         raise ValueError(f"{name} is {value}; {advice}")
     return int(value)
+
+
+def check_function(value: Any, name: str) -> None:
+    """Raise `TypeError` unless this can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} is {value!r}, which cannot be called; give a function")
+
+
+def check_mapping(value: Any, name: str, example: str) -> None:
+    """Raise `TypeError` unless this maps strings to something.
+
+    Args:
+        value: what was given.
+        name: the argument's, for messages.
+        example: what to write instead.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is {value!r}, which is no mapping; write it like {example}")
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"{name} has the key {key!r}, which is no string; write {example}")

@@ -1,0 +1,131 @@
+"""What is wrong with an argument is said before anything is started, and what to type instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+from sync_core import ModelError, OptionError, Receiver, Sender, UnknownWorkerError
+from sync_core.collector import Collector
+from sync_core.envs import CountingEnv
+from sync_core.testing.collectors import Scale
+from sync_plugin_std.process_group import ProcessGroup
+from sync_plugin_std.thread_group import ThreadGroup
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    with Sender("thread", nn.Linear(2, 1), num_workers=2) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_workers": None}, ValueError, "give num_workers=…, or workers="),
+        ({"num_workers": "2"}, TypeError, "num_workers is '2', which is no integer"),
+        ({"num_workers": 1.5}, TypeError, "num_workers is 1.5, which is no integer"),
+        ({"num_workers": None, "workers": "ab"}, OptionError, "workers is a list"),
+        ({"layers": None}, OptionError, "layers is a list"),
+        ({"layers": 3}, OptionError, "layers is a list"),
+        ({"group": "process"}, OptionError, "group='process' is no worker group; give the one"),
+        ({"on_restart": 3}, TypeError, "on_restart is 3, which cannot be called"),
+        ({"on_report": "print"}, TypeError, "on_report is 'print', which cannot be called"),
+    ],
+)
+def test_a_sender(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Sender("thread", nn.Linear(2, 1), **{"num_workers": 1, **arguments})
+
+
+def test_calls_of_a_sender(sender: Sender) -> None:
+    nobody: Any = None
+    with pytest.raises(UnknownWorkerError, match=r"no worker None; the workers are \[0, 1\]"):
+        sender.address(nobody)
+    with pytest.raises(UnknownWorkerError, match=r"no worker None; the workers are \[0, 1\]"):
+        sender.remove_worker(nobody)
+    with pytest.raises(TypeError, match="callback is None, which cannot be called"):
+        sender.subscribe(nobody)
+
+
+def test_a_model_that_cannot_be_registered_takes_the_place_of_none(sender: Sender) -> None:
+    with pytest.raises(ModelError, match="looked up in a context"):
+        sender.register_model("policy")
+    sender.send_async().abandon()
+
+
+def test_a_receiver(sender: Sender) -> None:
+    no_function: Any = 3
+    with pytest.raises(TypeError, match="on_commit is 3, which cannot be called"):
+        Receiver(sender.address(0), on_commit=no_function)
+    with pytest.raises(TypeError, match="getter is 3, which cannot be called"):
+        Receiver.from_getter(no_function, nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"total_frame": 8}, TypeError, "no argument 'total_frame'; did you mean 'total_frames'"),
+        ({"slots": 8}, TypeError, "no argument 'slots'; options of a scheme.*scheme_options="),
+        ({"scheme_options": ["slots"]}, TypeError, r"write it like {'slots': 3}"),
+        ({"scheme_options": {3: 4}}, TypeError, "scheme_options has the key 3"),
+        ({"worker_options": 3}, TypeError, "worker_options is 3, which is no mapping"),
+        ({"worker_options": {"threads": 3}}, OptionError, "no option 'threads'; its options are: "),
+        ({"worker_options": {"timeout": 3}}, OptionError, "no option 'timeout'; its options are: "),
+        ({"weight_sync_schemes": "shm", "scheme": None}, TypeError, r"like {'policy': 'shm'}"),
+        ({"weight_sync_schemes": {3: "shm"}, "scheme": None}, TypeError, "has the key 3"),
+        ({"models": [Scale()]}, TypeError, "models is .*, which is no mapping"),
+        ({"weight_recv_schemes": 3}, TypeError, r"like {'policy': sender.address\(0\)}"),
+        ({"collector_kwargs": 3}, TypeError, "collector_kwargs is 3, which is no mapping"),
+        ({"postproc": 3}, TypeError, "postproc is 3, which cannot be called"),
+        ({"device": "cud"}, ValueError, "'cud' is no device here; write it like 'cpu'"),
+    ],
+)
+def test_a_collector(arguments: Any, error: type[Exception], message: str) -> None:
+    arguments = {"scheme": "thread", "workers": "thread", "frames_per_batch": 4, **arguments}
+    with pytest.raises(error, match=message):
+        Collector(CountingEnv, Scale(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: c.update_policy_weights_(Scale(), model_id=["a"]), KeyError, "no model"),
+        (lambda c: c.update_policy_weights_(weights_dict=["policy"]), TypeError, "no mapping"),
+        (lambda c: c.update_policy_weights_(weights_dict="policy"), TypeError, "no mapping"),
+        (lambda c: c.register_scheme_receiver(None), TypeError, "addresses is None"),
+        (lambda c: c.load_state_dict(None), ValueError, "no state of a collector"),
+    ],
+)
+def test_calls_of_a_collector(
+    call: Callable[[Collector], object], error: type[Exception], message: str
+) -> None:
+    with (
+        Collector(CountingEnv, Scale(), scheme="thread", frames_per_batch=4) as made,
+        pytest.raises(error, match=message),
+    ):
+        call(made)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_workers": "2"}, TypeError, "num_workers is '2', which is no integer"),
+        ({"num_workers": None}, TypeError, "num_workers is None, which is no integer"),
+        ({"timeout": "x"}, OptionError, "timeout is a number of seconds, not 'x'"),
+    ],
+)
+def test_a_worker_group(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ThreadGroup(lambda worker_id: worker_id, **{"num_workers": 1, **arguments})
+
+
+@pytest.mark.parametrize("threads", ["x", 0])
+def test_the_threads_of_worker_processes(threads: Any) -> None:
+    with pytest.raises(ValueError, match=r"torch_threads is .*; give 1 or more"):
+        ProcessGroup(lambda worker_id: worker_id, 1, torch_threads=threads)
