@@ -76,6 +76,10 @@ class DistReceiver(ReceiverTransport):
     def receive(self, timeout: float) -> Payload | None:
         """The newest version, once there is one that was not seen.
 
+        One that is offered by then is fetched, however long that takes: to give it up would cost
+        the wire, and all who are on it. A sender that tells nothing meanwhile is given up after
+        the receiver's own timeout, or a quarter more where something was told just before.
+
         Raises:
             CapacityError: there are no descriptors for a connection.
         """
