@@ -26,7 +26,7 @@ import os, sys, threading, torch
 from sync_core import Receiver, Sender
 
 target = {"w": torch.zeros(4)}
-sender = Sender("dist", {"w": torch.ones(4)}, num_workers=1, shared_memory=False)
+sender = Sender("dist", {"w": torch.ones(4)}, num_workers=1, shared_memory=bool(sys.argv[1:]))
 receiver = Receiver(sender.address(0), target)
 
 def exchange():
@@ -62,8 +62,9 @@ sender.close()
 """
 
 
-def test_forked_children_end_and_harm_nobody() -> None:
-    script = [sys.executable, "-c", _FORK]
+@pytest.mark.parametrize("shared_memory", [[], ["shared"]])
+def test_forked_children_end_and_harm_nobody(shared_memory: list[str]) -> None:
+    script = [sys.executable, "-c", _FORK, *shared_memory]
     ended = subprocess.run(script, capture_output=True, text=True, timeout=50, check=False)
     assert (ended.stdout.split(), ended.stderr) == (["7", "7", "4.0"], "")
 
