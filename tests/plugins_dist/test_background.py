@@ -90,6 +90,24 @@ def test_what_it_drops_is_free_for_the_next_version() -> None:
         assert copy["w"].tolist() == [6.0] * 4
 
 
+def test_one_that_stands_still_with_three_versions_holds_up_nobody() -> None:
+    model, copy = {"w": torch.zeros(4)}, {"w": torch.zeros(4)}
+    with (
+        Sender("dist", model, num_workers=1, timeout=5, zero_copy=True) as sender,
+        Receiver(sender.address(0), copy) as receiver,
+    ):
+        pending = sender.send_async()
+        assert receiver.receive(5) == 1
+        pending.wait()
+        transport: Any = receiver._transport
+        # What is committed, what is staged, and what has been asked for to be staged next.
+        for ask in (lambda: transport.receive(5), transport._take):
+            sender.send_async().abandon()
+            ask()
+        for _ in range(3):
+            sender.send_async().abandon()
+
+
 def test_it_reports_that_the_sender_has_gone(sender: Sender) -> None:
     receiver = Receiver(sender.address(0), nn.Linear(8, 8), background=True)
     sender.close()

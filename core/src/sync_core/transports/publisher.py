@@ -64,7 +64,8 @@ class Publisher:
         nbytes: the size of a payload.
         limit: how many slots there may be at a time. None: three, and more only while all of
             them are read or hold what a worker may yet ask for; at most two for each worker (the
-            version that it has, and one in which it got stuck) and one to write to.
+            version that it has, and one in which it got stuck), unless more are read, and one to
+            write to.
         worker_ids: the workers.
         timeout: how long `publish` waits for a slot, in seconds.
         views: whether readers keep what they read until they have a newer one, so that it is no
@@ -340,7 +341,8 @@ class Publisher:
         """How many slots there may be at a time."""
         if self._limit is not None:
             return self._limit
-        return max(_USUAL, 2 * len(self._places) + 1)
+        read = sum(bool(slot.readers) for slot in self.slots)
+        return max(_USUAL, 2 * len(self._places) + 1, read + 1)
 
     def _freed(self) -> None:
         """Somebody has let go of a slot: let go of what is beyond the usual, but for a spare."""
