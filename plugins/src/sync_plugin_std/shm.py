@@ -46,7 +46,7 @@ class ShmScheme:
         """The sender's or a receiver's side."""
         check_platform()
         if context.side == "receiver":
-            return SharedReceiver(context, _channel(context.endpoint))
+            return SharedReceiver(context, _channel(context))
         return ShmSender(context)
 
 
@@ -78,9 +78,9 @@ class ShmSender(SharedSender):
         self._listener.close()
 
 
-def _channel(name: str) -> Channel:
+def _channel(context: TransportContext) -> Channel:
     try:
-        return Channel(connect_locally(name))
+        return Channel(connect_locally(context.endpoint, context.timeout))
     except OSError as error:
         raise SenderLostError(
             "the sender is not there: it has closed or died, or runs on another host or in "

@@ -13,14 +13,14 @@ def connect(context: TransportContext) -> socket.socket:
     Raises:
         SenderLostError: nobody answers.
     """
-    return _connect_locally(context.endpoint.local) or _connect_over_tcp(context)
+    return _connect_locally(context) or _connect_over_tcp(context)
 
 
-def _connect_locally(name: str) -> socket.socket | None:
-    if not name:
+def _connect_locally(context: TransportContext) -> socket.socket | None:
+    if not context.endpoint.local:
         return None
     try:
-        connection = connect_locally(name)
+        connection = connect_locally(context.endpoint.local, context.timeout)
     except OSError:
         return None  # the sender is on another machine, or in another network namespace
     if same_user(connection):

@@ -10,13 +10,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+# In seconds; no kernel need be told of a longer one.
+_LONGEST = 1e6
+
 
 class LocalListener:
     """A listening unix socket.
 
     Example:
         >>> listener = LocalListener()
-        >>> connection = connect_locally(listener.name)
+        >>> connection = connect_locally(listener.name, timeout=10)
         >>> same_user(connection)
         True
         >>> connection.close()
@@ -47,14 +50,22 @@ class LocalListener:
             self._folder.cleanup()
 
 
-def connect_locally(name: str) -> socket.socket:
+def connect_locally(name: str, timeout: float) -> socket.socket:
     """A connection to a `LocalListener`.
 
+    Args:
+        name: the listener's.
+        timeout: how long one that is busy, or stopped, may keep others waiting, in seconds.
+
     Raises:
-        OSError: there is none of that name, in this network namespace.
+        OSError: there is none of that name in this network namespace, or it did not answer.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        if sys.platform == "linux":
+            # Unlike settimeout(), it waits where more than listen() allows wait already.
+            limit = struct.pack("ll", *divmod(int(min(timeout, _LONGEST) * 1e6) + 1, 10**6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.connect(name)
     except BaseException:
         connection.close()

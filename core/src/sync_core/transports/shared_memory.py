@@ -131,7 +131,7 @@ def _create(nbytes: int, directory: str | None, *, sparse: bool) -> int:
         descriptor = _open(directory)
     except OSError as error:
         if error.errno not in _TOO_MANY_FILES:
-            raise
+            raise CapacityError(f"this machine gives no shared memory: {error}") from error
         raise CapacityError(_TOO_FEW_DESCRIPTORS) from error
     try:
         if sys.platform == "linux" and not sparse:
