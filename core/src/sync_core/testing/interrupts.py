@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,9 @@ class Moments:
 def interrupted(moment: int) -> Iterator[Moments]:
     """For ``with``: Ctrl-C, at one of the moments at which Python looks for it in code of ours.
 
-    That is when a function begins, and when one that is not written in Python returns.
+    That is when a function begins, and when one that is not written in Python returns. Generators
+    are left out where they go on: one that is let go of does so a last time, in a destructor, and
+    what is raised there reaches nobody.
 
     Args:
         moment: which of them; a block may have fewer.
@@ -30,7 +33,9 @@ def interrupted(moment: int) -> Iterator[Moments]:
     def look(frame: FrameType, event: str, arg: object) -> None:
         del arg
         nonlocal left
-        if event in ("call", "c_return") and "/sync_" in frame.f_code.co_filename:
+        code = frame.f_code
+        goes_on = event == "call" and code.co_flags & inspect.CO_GENERATOR
+        if event in ("call", "c_return") and not goes_on and "/sync_" in code.co_filename:
             left -= 1
             if left == -1:
                 moments.came = True
