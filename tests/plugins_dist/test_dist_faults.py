@@ -129,6 +129,11 @@ class HurtCases(SchemeCases):
         yield
         assert eventually(lambda: set(resources()) <= set(before), 10), (before, resources())
 
+    @pytest.fixture
+    def left(self) -> int:
+        """How many descriptors there still are, where there are too few."""
+        return 0
+
     def test_a_worker_that_is_stopped_in_the_middle(self, start: Start) -> None:
         workers = start(weights_of(1.0), make=lambda: weights_of(0.0), timeout=self.timeout)
         begin_with(workers)
@@ -170,6 +175,17 @@ class HurtCases(SchemeCases):
         assert workers.pool.call(1, held) == {2.0}
         assert workers.send(weights_of(3.0), worker_ids=[1]).updated == (1,)
 
+    def test_a_worker_without_descriptors_says_so(self, start: Start, left: int) -> None:
+        workers = start(weights_of(1.0), make=lambda: weights_of(0.0), timeout=self.timeout)
+        calls = [workers.pool.submit(0, starved, left), workers.submit(1, 20.0)]
+        with pytest.raises(SendError, match="ulimit -n") as failure:
+            workers.sender.send()
+        assert failure.value.report.updated == (1,)
+        with pytest.raises(Exception, match="ulimit -n"):
+            calls[0].result(30)
+        assert calls[1].result(30) == 1
+        assert workers.send(weights_of(3.0)).updated == (0, 1)
+
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
     def test_a_trainer_in_the_middle(self, pool: Pool, number: signal.Signals) -> None:
         address = pool.call(0, train, self.options)
@@ -192,7 +208,10 @@ class HurtCases(SchemeCases):
 class WireCases(HurtCases):
     """Workers to whom weights are sent, for which either end needs descriptors."""
 
-    @pytest.mark.parametrize("left", [0, 5])
+    @pytest.fixture(params=[0, 5])
+    def left(self, request: pytest.FixtureRequest) -> int:
+        return int(request.param)
+
     def test_a_trainer_without_descriptors_waits_for_some(
         self, start: Start, left: int, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -205,35 +224,12 @@ class WireCases(HurtCases):
         assert pending.wait().updated == (0, 1)
         assert [call.result(30) for call in calls] == [1, 1]
 
-    @pytest.mark.parametrize("left", [0, 5])
-    def test_a_worker_without_descriptors_says_so(self, start: Start, left: int) -> None:
-        workers = start(weights_of(1.0), make=lambda: weights_of(0.0), timeout=self.timeout)
-        calls = [workers.pool.submit(0, starved, left), workers.submit(1, 20.0)]
-        with pytest.raises(SendError, match="ulimit -n") as failure:
-            workers.sender.send()
-        assert failure.value.report.updated == (1,)
-        with pytest.raises(Exception, match="ulimit -n"):
-            calls[0].result(30)
-        assert calls[1].result(30) == 1
-        assert workers.send(weights_of(3.0)).updated == (0, 1)
-
 
 class TestInMemory(HurtCases):
     timeout = 4.0
     patience = 0.5
     late = "in time?"
     loss = "is gone: the other side closed the connection"
-
-    def test_a_worker_without_descriptors_says_so(self, start: Start) -> None:
-        workers = start(weights_of(1.0), make=lambda: weights_of(0.0), timeout=self.timeout)
-        calls = [workers.pool.submit(0, starved, 0), workers.submit(1, 20.0)]
-        with pytest.raises(SendError, match="ulimit -n") as failure:
-            workers.sender.send()
-        assert failure.value.report.updated == (1,)
-        with pytest.raises(Exception, match="ulimit -n"):
-            calls[0].result(30)
-        assert calls[1].result(30) == 1
-        assert workers.send(weights_of(3.0)).updated == (0, 1)
 
 
 class TestOverGloo(WireCases):
