@@ -92,6 +92,32 @@ def test_a_collector(arguments: Any, error: type[Exception], message: str) -> No
         Collector(CountingEnv, Scale(), **arguments)
 
 
+class Slow(ThreadGroup):
+    """A worker group whose author has made no argument one for keywords alone."""
+
+    def __init__(
+        self, factory: Any, num_workers: int, timeout: float = 60.0, pace: float = 0.0
+    ) -> None:
+        super().__init__(factory, num_workers, timeout=timeout)
+        self.pace = pace
+
+
+def test_options_of_any_worker_group() -> None:
+    def collect(**options: Any) -> Collector:
+        return Collector(
+            CountingEnv,
+            Scale(),
+            scheme="thread",
+            workers=Slow,
+            worker_options=options,
+            frames_per_batch=4,
+        )
+
+    collect(pace=0.5).shutdown()
+    with pytest.raises(OptionError, match=r"Slow has no option 'peace'; its options are: pace$"):
+        collect(peace=0.5)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

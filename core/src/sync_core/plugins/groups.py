@@ -46,10 +46,12 @@ def check_worker_options(group: type[WorkerGroup], options: Mapping[str, Any]) -
         OptionError: one that the group does not have.
     """
     check_mapping(options, "worker_options", "{'torch_threads': 1}")
-    parameters = inspect.signature(group).parameters.values()
+    # After the factory and the number of workers, which are given by position.
+    parameters = list(inspect.signature(group).parameters.values())[2:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"timeout"}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = {parameter.name for parameter in parameters if parameter.kind in by_name} - {"timeout"}
     for name in options:
         if name not in known:
             listed = ", ".join(sorted(known)) or "none"
