@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sync_core.errors import ModelError
@@ -17,6 +15,7 @@ from sync_core.models.extra_state import is_extra_state
 from sync_core.models.extract import Strategy, check_strategy, named_tensors
 from sync_core.models.finder import finder
 from sync_core.models.flat import Flat
+from sync_core.models.forms import Forms
 from sync_core.models.lent import Lent, lend
 from sync_core.models.pointing import Pointing
 from sync_core.models.several import modules_in
@@ -24,8 +23,6 @@ from sync_core.models.writable import Places, check_held, check_writable
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.update import Update
-
-_kind = operator.attrgetter("dtype", "shape")
 
 # Below so many bytes, one copy is no faster than one for each tensor.
 _WORTHWHILE = 1 << 20
@@ -53,8 +50,8 @@ class Binding:
         self._strategy = strategy
         self._find = finder(model, strategy)
         self._named: dict[str, Tensor] = {}
-        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
         self._layout = Layout(())
+        self._forms = Forms(())
         self._modules: commit.Modules = ()
         self._places = Places(())
         self._extra_state = False
@@ -75,7 +72,7 @@ class Binding:
             self._modules = modules_in(self.model)
         if not self._fits_layout(named):
             self._layout = Layout.of(named)
-            self._kinds = list(map(_kind, named.values()))
+            self._forms = Forms(_travelling(self._layout, named))
             self._places = Places(())
             self._extra_state = any(map(is_extra_state, named))
         self._named = named
@@ -91,7 +88,7 @@ class Binding:
         if flat := self._current_flat():
             return Update(layout, flat.block)
         _check_memory(self._named)
-        return Update(layout, self._travelling())
+        return Update(layout, _travelling(layout, self._named))
 
     def consolidate(self) -> None:
         """Move the model's tensors side by side, laid out like a payload; see `Flat.gather`.
@@ -154,19 +151,11 @@ class Binding:
             lent.check()
             self._lent = lent
 
-    def _travelling(self) -> list[Tensor]:
-        if not self._layout.aliases:
-            return list(self._named.values())
-        return [self._named[spec.name] for spec in self._layout.specs]
-
     def _fits_layout(self, named: dict[str, Tensor]) -> bool:
         known = self._named
         if not known or (named is not known and list(named) != list(known)):
             return False
-        # One at a time: thousands of tuples alive at once would set off the garbage collector.
-        if not all(map(operator.eq, map(_kind, named.values()), self._kinds)):
-            return False
-        return all(
+        return self._forms.fit(_travelling(self._layout, named)) and all(
             place_of(named[name]) == place_of(named[owner]) for name, owner in self._layout.aliases
         )
 
@@ -232,7 +221,7 @@ class Binding:
         return self._flat
 
     def _write_whole(self, update: Update) -> None:
-        copy(self._travelling(), update.tensors)
+        copy(_travelling(self._layout, self._named), update.tensors)
         if update.bodies and not self._tried_flat and self._layout.body_nbytes >= _WORTHWHILE:
             self._tried_flat = True
             # What cannot be moved is written where it is.
@@ -250,6 +239,12 @@ class Binding:
 
     def _module_prefixes(self) -> tuple[str, ...]:
         return tuple(prefix for prefix, _ in self._modules)
+
+
+def _travelling(layout: Layout, named: Mapping[str, Tensor]) -> list[Tensor]:
+    if not layout.aliases:
+        return list(named.values())
+    return [named[spec.name] for spec in layout.specs]
 
 
 def _check_memory(named: Mapping[str, Tensor]) -> None:

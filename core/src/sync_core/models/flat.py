@@ -40,7 +40,6 @@ class Flat:
         self._layout = layout
         self._named = named
         self._tensors = [named[spec.name] for spec in layout.specs]
-        self._complex = [tensor for tensor in self._tensors if tensor.is_complex()]
         self._pointers = self._current_pointers()
 
     @classmethod
@@ -72,24 +71,21 @@ class Flat:
         found = cls(layout, named, memory)
         begin = found.block.memory.data_ptr() + len(layout.header)
         expected = [begin + spec.offset if spec.nbytes else 0 for spec in layout.specs]
-        return found if found._pointers == expected and found.holds(layout, named) else None
+        plain = all(map(_is_plain, found._tensors))
+        return found if plain and found._pointers == expected else None
 
     def holds(self, layout: Layout, named: Mapping[str, Tensor]) -> bool:
         """Whether the model has the same tensors still, and they lie here.
 
         Args:
-            layout: the model's, as it is now.
-            named: the model's tensors.
+            layout: the model's, another one once a tensor has another form.
+            named: the model's tensors, as they are now.
         """
         # The memory is ours, so a tensor that still begins where it was put lies in it.
         return (
             layout is self._layout
             and named is self._named
             and self._current_pointers() == self._pointers
-            and all(map(Tensor.is_contiguous, self._tensors))
-            # What became a view that negates did not move, but its bytes are not its values.
-            and not any(map(Tensor.is_conj, self._complex))
-            and not any(map(Tensor.is_neg, self._tensors))
         )
 
     def write(self, bodies: Sequence[Tensor]) -> None:
@@ -157,11 +153,16 @@ def _copy_bytes(target: np.ndarray[Any, np.dtype[np.uint8]], source: Tensor) -> 
         np.copyto(target, source.numpy())
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its bytes, as they lie in memory, are its values."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def _obstacle(tensor: Tensor) -> str | None:
     """Why a tensor cannot be moved, or somebody would notice."""
     if tensor.device.type != "cpu":
         return f"it is on {tensor.device}, and only tensors of the CPU are moved"
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if not _is_plain(tensor):
         return "it is not contiguous"
     if tensor.is_inference():
         return "it was made in inference mode"

@@ -1,0 +1,82 @@
+"""Forms: any change of a tensor but that of its values or its place is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sync_core.models import forms
+from sync_core.models.forms import Forms
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "type": lambda tensor: nn.Parameter(tensor, requires_grad=False),
+    "dtype": lambda tensor: tensor.to(torch.complex128),
+    "device": lambda tensor: tensor.to("meta"),
+    "shape": lambda tensor: tensor.reshape(4, 2),
+    "dimensions": lambda tensor: tensor.reshape(8),
+    "stride": lambda tensor: tensor.t().contiguous().t(),
+    "conjugation": torch.Tensor.conj,
+}
+
+
+@pytest.fixture(params=["compiled", "python"], autouse=True)
+def _with_and_without_guards(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if request.param == "python":
+        monkeypatch.setattr(forms, "TensorGuards", None)
+
+
+def tensors() -> list[Tensor]:
+    return [torch.ones(2, 4, dtype=torch.complex64), torch.empty(0), torch.tensor(1.0)]
+
+
+def test_other_values_in_another_place_fit() -> None:
+    assert Forms(tensors()).fit([tensor + 1 for tensor in tensors()])
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_else_changes_is_noticed(change: Callable[[Tensor], Tensor]) -> None:
+    first, *others = tensors()
+    known = Forms([first, *others])
+    assert not known.fit([change(first), *others])
+    assert known.fit([first, *others])
+
+
+def test_a_view_that_negates_is_noticed() -> None:
+    negated = torch.ones(3, dtype=torch.complex64).conj().imag
+    assert not Forms([negated]).fit([negated.resolve_neg()])
+
+
+def test_a_parameter_that_is_given_other_data_is_noticed() -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    known = Forms([parameter])
+    parameter.data = parameter.data.half()
+    assert not known.fit([parameter])
+
+
+def test_another_number_of_tensors_does_not_fit() -> None:
+    assert not Forms(tensors()).fit(tensors()[:2])
+    assert not Forms(()).fit(tensors())
+
+
+def test_a_tensor_in_the_place_of_another_like_it_fits() -> None:
+    one, other = torch.ones(2), torch.ones(2)
+    assert Forms([one, other]).fit([one, one])
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")]
+)
+def test_a_frozen_parameter_fits_in_any_mode(mode: Callable[[], object]) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    known = Forms([parameter])
+    with mode():  # type: ignore[attr-defined]
+        assert known.fit([parameter])
+    parameter.requires_grad_(False)
+    assert known.fit([parameter])
+    parameter.requires_grad_(True)
+    assert known.fit([parameter])
