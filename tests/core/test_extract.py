@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,11 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from sync_core import ModelError, ModelPathError
+from sync_core import ModelError, ModelPathError, Receiver, Sender
+from sync_core.models.binding import Binding
 from sync_core.models.extract import named_tensors
 from sync_core.models.paths import resolve
+from sync_core.weights.update import Update
 
 
 class WithBuffers(nn.Module):
@@ -61,6 +64,50 @@ def test_extra_state_of_tensors_travels(strategy: Any) -> None:
 def test_extra_state_of_something_else_is_an_error_that_names_it() -> None:
     with pytest.raises(ModelError, match=r"'_extra_state' is or holds a int"):
         named_tensors(WithExtraState(3))
+
+
+def quantized() -> nn.Module:
+    with warnings.catch_warnings():
+        # torch advertises another library.
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_weights_that_are_in_no_tensor_are_an_error_on_either_side(strategy: Any) -> None:
+    refused = r"'0\._packed_params.* is a .* before it was quantized"
+    with (
+        pytest.raises(ModelError, match=refused),
+        Sender("thread", {"policy": quantized()}, num_workers=1, strategy=strategy),
+    ):
+        pass
+    plain = {"policy": nn.Sequential(nn.Identity(), nn.LayerNorm(2))}
+    with (
+        Sender("thread", plain, num_workers=1, strategy=strategy) as sender,
+        pytest.raises(ModelError, match=refused),
+    ):
+        Receiver(sender.address(0), {"policy": quantized()})
+    with pytest.raises(ModelError, match=refused):
+        named_tensors({"policy": quantized()}, strategy)
+
+
+def test_what_a_module_saves_is_not_asked_for_again_while_it_is_the_same() -> None:
+    class Saving(nn.Linear):
+        saved = 0
+
+        def _save_to_state_dict(self, *args: Any, **options: Any) -> None:
+            super()._save_to_state_dict(*args, **options)
+            self.saved += 1
+
+    module = Saving(2, 2)
+    binding = Binding(module)
+    update = Update.of(dict(module.named_parameters()))
+    binding.write(update)
+    before = module.saved
+    binding.read()
+    binding.write(update)
+    assert module.saved == before
 
 
 def test_the_state_dict_strategy_honours_the_modules_hooks() -> None:

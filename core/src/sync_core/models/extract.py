@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sync_core.errors import ModelError
 from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state
+from sync_core.models.saved import check_saved, check_tensors
 from sync_core.models.several import leaves
 
 #: ``"tensordict"`` reads a module's parameters and buffers; ``"state_dict"`` asks the module for
@@ -67,12 +68,18 @@ def combined(found: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
 
 
 def from_module(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
-    """The parameters, buffers (non-persistent ones too) and extra state of a module."""
+    """The parameters, buffers (non-persistent ones too) and extra state of a module.
+
+    Raises:
+        ModelError: the module has state that is in no tensor.
+    """
     if strategy == "tensordict":
+        check_saved(module)
         named = plain_tensors(module)
     else:
         state = module.state_dict(keep_vars=True)
         named = {name: value for name, value in state.items() if not is_extra_state(name)}
+        check_tensors(named)
         named |= non_persistent_buffers(module)
     return named | extra_tensors(module)
 

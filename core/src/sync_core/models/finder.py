@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sync_core.models.extra_state import modules_with_extra_state
 from sync_core.models.extract import Strategy, combined, extra_tensors, named_tensors, plain_tensors
+from sync_core.models.saved import check_saved
 from sync_core.models.several import leaves
 
 # Those of TorchScript are no dicts.
@@ -72,6 +73,7 @@ class _ModuleFinder:
         return self._found
 
     def _find(self) -> None:
+        check_saved(self._module)
         self._dicts = [
             held
             for module in self._module.modules()
