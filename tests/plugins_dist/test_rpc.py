@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import signal
+import struct
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +24,9 @@ from torch.distributed import rpc
 from sync_core import (
     AddressError,
     ApplyError,
+    CapacityError,
     OptionError,
+    Receiver,
     Sender,
     SendError,
     WorkerLostError,
@@ -134,6 +140,45 @@ def to(*workers: Any, value: float = 1.0, **options: Any) -> Sender:
 def test_rpc_that_is_not_initialised() -> None:
     with pytest.raises(OptionError, match=r"RPC is not initialised .* call torch.distributed.rpc"):
         to("left")
+
+
+def refuse_shared_memory() -> None:
+    """Let the kernel refuse `memfd_create` to this thread, as some containers do, for good."""
+    number = {"x86_64": 319, "aarch64": 279}[platform.machine()]
+    # https://www.kernel.org/doc/html/latest/userspace-api/seccomp_filter.html
+    load, if_equal, result = 0x20, 0x15, 0x06
+    permission_denied, allowed = 0x0005_0001, 0x7FFF_0000
+    steps = [
+        (load, 0, 0, 0),
+        (if_equal, 0, 1, number),
+        (result, 0, 0, permission_denied),
+        (result, 0, 0, allowed),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
+    set_no_new_privileges, set_seccomp, filtering = 38, 22, 2
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    assert prctl(set_no_new_privileges, 1, 0, 0, 0) == 0
+    assert prctl(set_seccomp, filtering, program, 0, 0) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
+@pytest.mark.parametrize("scheme", ["dist", "rpc"])
+def test_a_machine_that_refuses_shared_memory(world: World, scheme: str) -> None:
+    def send(**options: Any) -> None:
+        with Sender(scheme, linear(5.0), num_workers=1, timeout=20.0, **options) as sender:
+            received = linear(0.0)
+            with Receiver(sender.address(0), received) as receiver:
+                pending = sender.send_async()
+                receiver.receive(20.0)
+                pending.wait()
+            assert values_in(received.state_dict()) == {5.0}
+
+    with ThreadPoolExecutor(1, initializer=refuse_shared_memory) as threads:
+        refused = threads.submit(send)
+        with pytest.raises(CapacityError, match=r"no shared memory: .*; type shared_memory=False,"):
+            refused.result()
+        threads.submit(send, shared_memory=False).result()
 
 
 class TestPlaces:

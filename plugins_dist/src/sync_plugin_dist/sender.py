@@ -29,6 +29,8 @@ from sync_plugin_dist.protocol import Endpoint, LeftError, listen
 from sync_plugin_dist.rendezvous import Rendezvous
 from sync_plugin_dist.wire import Wire
 
+_DO_WITHOUT = "type shared_memory=False, and workers of this machine are sent weights as others are"
+
 
 class DistSender(ServingTransport[DistPeer], Office):
     """Serves workers over process groups of its own, or in memory; see `sync_plugin_dist.protocol`.
@@ -51,7 +53,7 @@ class DistSender(ServingTransport[DistPeer], Office):
         self._numbers = itertools.count(1)
         self._packing: Slot | None = None
         self._packed = 0
-        self._slots = SharedSlots() if options.shares_memory else None
+        self._slots = SharedSlots(remedy=_DO_WITHOUT) if options.shares_memory else None
         self._lanes: dict[int, Lane | MemoryLane] = {}
         with ExitStack() as opened:
             listeners = [opened.enter_context(_listen(options.host, options.port))]

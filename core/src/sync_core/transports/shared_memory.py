@@ -56,7 +56,12 @@ class SharedMemory:
 
     @classmethod
     def create(
-        cls, nbytes: int, directory: str | None = None, *, sparse: bool = False
+        cls,
+        nbytes: int,
+        directory: str | None = None,
+        *,
+        sparse: bool = False,
+        remedy: str = "",
     ) -> SharedMemory:
         """New memory of mode 0600, which only this process can write to.
 
@@ -67,13 +72,14 @@ class SharedMemory:
             directory: a directory in memory, such as ``/dev/shm``, to hold it; None for anonymous
                 memory, which needs no room anywhere (containers give ``/dev/shm`` 64 MB).
             sparse: whether its pages come as they are written to, and are not reserved.
+            remedy: what to type to do without, should the machine refuse to share any.
 
         Raises:
             CapacityError: there is not enough memory, and what is needed and what there is; or
-                this process can open no file more.
+                this process can open no file more; or the machine gives none to anybody.
             OptionError: the directory cannot hold it.
         """
-        descriptor = _create(nbytes, directory, sparse=sparse)
+        descriptor = _create(nbytes, directory, sparse=sparse, remedy=remedy)
         memory = cls.__new__(cls)
         try:
             memory._map(descriptor, mmap.PROT_READ | mmap.PROT_WRITE, populate=not sparse)
@@ -123,7 +129,7 @@ class SharedMemory:
             return Block(torch.frombuffer(self._pages, dtype=torch.uint8))
 
 
-def _create(nbytes: int, directory: str | None, *, sparse: bool) -> int:
+def _create(nbytes: int, directory: str | None, *, sparse: bool, remedy: str) -> int:
     try:
         available = _available(directory)
         if nbytes > available and not sparse:
@@ -131,7 +137,8 @@ def _create(nbytes: int, directory: str | None, *, sparse: bool) -> int:
         descriptor = _open(directory)
     except OSError as error:
         if error.errno not in _TOO_MANY_FILES:
-            raise CapacityError(f"this machine gives no shared memory: {error}") from error
+            refusal = f"this machine gives no shared memory: {error}"
+            raise CapacityError("; ".join(filter(None, [refusal, remedy]))) from error
         raise CapacityError(_TOO_FEW_DESCRIPTORS) from error
     try:
         if sys.platform == "linux" and not sparse:

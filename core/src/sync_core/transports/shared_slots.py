@@ -28,10 +28,12 @@ class SharedSlots:
 
     Args:
         directory: see `SharedMemory.create`.
+        remedy: likewise.
     """
 
-    def __init__(self, directory: str | None = None) -> None:
+    def __init__(self, directory: str | None = None, *, remedy: str = "") -> None:
         self._directory = directory
+        self._remedy = remedy
         self._descriptors: weakref.WeakKeyDictionary[Block, int] = weakref.WeakKeyDictionary()
 
     def allocate(self, nbytes: int) -> Block:
@@ -40,7 +42,7 @@ class SharedSlots:
         Raises:
             CapacityError: there is not enough.
         """
-        memory = SharedMemory.create(nbytes, self._directory)
+        memory = SharedMemory.create(nbytes, self._directory, remedy=self._remedy)
         self._descriptors[memory.block] = memory.descriptor
         return memory.block
 
