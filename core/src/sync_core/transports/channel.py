@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from sync_core.errors import CapacityError
+from sync_core.transports.descriptors import no_more_descriptors
 
 #: What the longest message takes, in bytes.
 MAX_MESSAGE = 1 << 20
@@ -130,10 +130,7 @@ class Channel:
             raise ConnectionError("a message came without its file descriptor")
         descriptor = self._descriptors.popleft()
         if descriptor is None:
-            raise CapacityError(
-                "this process can open no more file descriptors, two of which shared memory "
-                "takes; type: ulimit -n 4096"
-            )
+            raise no_more_descriptors()
         return descriptor
 
     def close(self) -> None:

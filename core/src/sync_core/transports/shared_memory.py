@@ -16,15 +16,12 @@ from pathlib import Path
 import torch
 
 from sync_core.errors import CapacityError, OptionError
+from sync_core.transports.descriptors import no_more_descriptors
 from sync_core.weights.block import Block
 
 # https://man7.org/linux/man-pages/man2/F_GET_SEALS.2const.html; fcntl knows it by name since 3.13.
 _F_SEAL_FUTURE_WRITE = 0x10
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
-_TOO_FEW_DESCRIPTORS = (
-    "this process can open no more file descriptors, two of which a slot takes; "
-    "type: ulimit -n 4096"
-)
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
@@ -113,7 +110,7 @@ class SharedMemory:
         except OSError as error:
             # Python's mmap keeps a duplicate of the descriptor.
             if error.errno in _TOO_MANY_FILES:
-                raise CapacityError(_TOO_FEW_DESCRIPTORS) from error
+                raise no_more_descriptors() from error
             if error.errno != errno.ENOMEM:
                 raise ValueError(f"the descriptor is of no memory: {error}") from error
             raise CapacityError(f"{size} bytes of memory cannot be mapped: {error}") from error
@@ -136,10 +133,10 @@ def _create(nbytes: int, directory: str | None, *, sparse: bool, remedy: str) ->
             raise CapacityError(_shortage(nbytes, available, directory))
         descriptor = _open(directory)
     except OSError as error:
-        if error.errno not in _TOO_MANY_FILES:
-            refusal = f"this machine gives no shared memory: {error}"
-            raise CapacityError("; ".join(filter(None, [refusal, remedy]))) from error
-        raise CapacityError(_TOO_FEW_DESCRIPTORS) from error
+        if error.errno in _TOO_MANY_FILES:
+            raise no_more_descriptors() from error
+        refusal = f"this machine gives no shared memory: {error}"
+        raise CapacityError("; ".join(filter(None, [refusal, remedy]))) from error
     try:
         if sys.platform == "linux" and not sparse:
             # Reserved now, since a page that cannot be had later is a bus error.
