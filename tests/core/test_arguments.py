@@ -30,6 +30,7 @@ def sender() -> Iterator[Sender]:
         ({"num_workers": None}, ValueError, "give num_workers=…, or workers="),
         ({"num_workers": "2"}, TypeError, "num_workers is '2', which is no integer"),
         ({"num_workers": 1.5}, TypeError, "num_workers is 1.5, which is no integer"),
+        ({"num_workers": "2", "workers": ["a", "b"]}, TypeError, "num_workers is '2', which is no"),
         ({"num_workers": None, "workers": "ab"}, OptionError, "workers is a list"),
         ({"layers": None}, OptionError, "layers is a list"),
         ({"layers": 3}, OptionError, "layers is a list"),

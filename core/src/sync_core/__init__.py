@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from sync_core.arguments import check_count
 from sync_core.calls import CallOutcome, RemoteCall, pickle_factory
 from sync_core.errors import (
     AddressError,
@@ -163,6 +164,7 @@ __all__ = [
     "WorkerStatus",
     "WorkerTimeoutError",
     "__version__",
+    "check_count",
     "connect_locally",
     "consolidate",
     "hello",

@@ -8,7 +8,7 @@ from concurrent.futures import wait
 from typing import Any, ClassVar, NoReturn
 from uuid import uuid4
 
-from sync_core import LaunchedGroup, Launcher, OptionError, pickle_factory
+from sync_core import LaunchedGroup, Launcher, OptionError, check_count, pickle_factory
 from sync_plugin_dist.rpc_message import pack
 from sync_plugin_dist.rpc_peer import ChildPeer, Peer
 from sync_plugin_dist.rpc_worker import RpcWorker
@@ -68,8 +68,7 @@ class RpcGroup(LaunchedGroup[RpcWorker]):
         names: Sequence[str] | None = None,
         torch_threads: int | None = None,
     ) -> None:
-        if num_workers < 0:
-            raise ValueError(f"num_workers is {num_workers}; give 0 or more")
+        num_workers = check_count(num_workers, "num_workers", least=0)
         peers = find_peers(num_workers, names, torch_threads)
         launcher = _RpcLauncher(factory, peers, timeout, torch_threads)
         super().__init__(launcher, num_workers, timeout=timeout)

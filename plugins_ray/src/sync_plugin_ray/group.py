@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any, ClassVar
 
-from sync_core import LaunchedGroup, Launcher, RemoteCallError
+from sync_core import LaunchedGroup, Launcher, RemoteCallError, check_count
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.host import encode
 from sync_plugin_ray.resources import check_configs, describe_shortage, usual_options
@@ -67,8 +67,7 @@ class RayGroup(LaunchedGroup[ActorWorker]):
         remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         shutdown_ray: bool = False,
     ) -> None:
-        if num_workers < 0:
-            raise ValueError(f"num_workers is {num_workers}; give 0 or more")
+        num_workers = check_count(num_workers, "num_workers", least=0)
         configs = check_configs(remote_configs, num_workers)
         self._cluster = Cluster(ray_init_config)
         self._shutdown_ray = shutdown_ray

@@ -297,6 +297,11 @@ class WorkerGroupConformance(Conformance):
         with pytest.raises(ValueError, match="num_workers is -1"):
             self.group_class(Counter, -1)
 
+    def test_what_is_no_number_of_workers_is_an_error(self) -> None:
+        no_number: Any = "2"
+        with pytest.raises(TypeError, match="num_workers is '2', which is no integer"):
+            self.group_class(Counter, no_number)
+
     def test_a_forgotten_group_ends_with_its_last_reference(self) -> None:
         threads = count_threads()
         group = self.group_class(Counter, 2)

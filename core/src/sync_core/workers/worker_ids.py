@@ -66,6 +66,8 @@ def count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int
     """
     if workers is not None and (isinstance(workers, str) or not isinstance(workers, Sequence)):
         raise OptionError(f"workers is a list: workers=[{workers!r}]")
+    if num_workers is not None:
+        num_workers = check_count(num_workers, "num_workers", least=0)
     if workers is not None:
         if num_workers not in (None, len(workers)):
             raise ValueError(f"num_workers={num_workers}, but {len(workers)} workers were given")
@@ -74,7 +76,7 @@ def count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int
         raise ValueError(
             "nobody is to be sent to; give num_workers=…, or workers=[…] if the scheme calls them"
         )
-    return check_count(num_workers, "num_workers", least=0)
+    return num_workers
 
 
 def check_handle(worker: Any, *, needed: bool) -> None:
