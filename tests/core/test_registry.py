@@ -222,6 +222,18 @@ def test_what_is_no_plugin(site: Site, group: str, source: str, message: str) ->
         registry.find(group, "carrier-pigeon")
 
 
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (registry.SCHEMES, "scheme 'type' has no create_transport"),
+        (registry.LAYERS, "layer 'type' has none of prepare_weights, apply_weights, skip_update"),
+    ],
+)
+def test_a_class_of_which_python_does_not_know_what_it_takes(group: str, message: str) -> None:
+    with pytest.raises(NotAPluginError, match=message):
+        registry.find(group, type)
+
+
 def test_a_class_is_instantiated(site: Site) -> None:
     source = "class Pigeon:\n" + SCHEME.replace("\n", "\n    ").replace(
         "(context)", "(self, context)"

@@ -217,7 +217,8 @@ def _made(owner: str, group: str, given: Any) -> Any:
 def _needs_arguments(given: Callable[..., Any]) -> bool:
     try:
         inspect.signature(given).bind()
-    except TypeError:
+    except (TypeError, ValueError):
+        # ValueError: of some that are built in, Python does not know what they take.
         return True
     return False
 
