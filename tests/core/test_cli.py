@@ -112,6 +112,8 @@ def test_bench_collector_measures_frames_and_updates(capsys: pytest.CaptureFixtu
         (["bench", "none"], "moves no weights"),
         (["bench", "collector", "--scheme", "none"], "moves no weights"),
         (["bench", "shm", "--slots", "x", "--workers", "1"], "takes slots: int | None, not 'x'"),
+        (["bench", "shm", "--slots=x", "--workers", "1"], "takes slots: int | None, not 'x'"),
+        (["bench", "shm", "--slots", "false", "--workers", "1"], "slots: int | None, not False"),
         (["bench", "shm", "--slot", "4", "--workers", "1", "--model", "small"], "no option 'slot'"),
     ],
 )

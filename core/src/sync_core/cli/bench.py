@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import sys
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sync_core.bench import MODELS, Measurement, measure
+from sync_core.plugins.options import read_option
 from sync_core.sending.sender import Sender
 
 _MODEL = "large"
@@ -83,11 +83,12 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
 
 
 def _options(rest: list[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
+    rest = [part for given in rest for part in _divided(given)]
     names, values = rest[::2], rest[1::2]
     if len(rest) % 2 or not all(name.startswith("--") for name in names):
         parser.error(f"options of the scheme are --name value pairs, not {' '.join(rest)!r}")
     options = {
-        name.removeprefix("--").replace("-", "_"): _value(value)
+        name.removeprefix("--").replace("-", "_"): read_option(value)
         for name, value in zip(names, values, strict=True)
     }
     for name in _NO_OPTIONS.intersection(options):
@@ -95,11 +96,9 @@ def _options(rest: list[str], parser: argparse.ArgumentParser) -> dict[str, Any]
     return options
 
 
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+def _divided(given: str) -> list[str]:
+    """The name and the value, where both are in one."""
+    return given.split("=", 1) if given.startswith("--") else [given]
 
 
 def _as_json(measurement: Measurement) -> dict[str, Any]:

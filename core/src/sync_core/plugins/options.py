@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
@@ -33,8 +34,22 @@ def parse_options(options_type: type[Options], given: Mapping[str, Any], owner: 
     types = _types(options_type)
     for name, value in given.items():
         if not _is_of(value, types.get(name, Any)):
-            raise OptionError(f"{owner} takes {name}: {declared[name].type}, not {value!r}")
+            advice = "; type True or False" if _is_of(True, types[name]) else ""
+            raise OptionError(f"{owner} takes {name}: {declared[name].type}, not {value!r}{advice}")
     return options_type(**given)
+
+
+def read_option(text: str) -> Any:
+    """The value of an option on a command line: as in Python, true and false, or else the text.
+
+    Example:
+        >>> read_option("4"), read_option("false"), read_option("gloo")
+        (4, False, 'gloo')
+    """
+    try:
+        return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false") else text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _types(options_type: type) -> Mapping[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import pkgutil
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from sync_core import PluginError
 from sync_core.plugins import registry
+from sync_core.plugins.options import read_option
 from sync_core.testing import LayerConformance, SchemeConformance, WorkerGroupConformance
 from sync_core.testing.cases import Conformance
 
@@ -93,7 +93,4 @@ def _parsed(option: str) -> tuple[str, Any]:
     key, equals, text = option.partition("=")
     if not equals:
         raise pytest.UsageError(f"--option is KEY=VALUE, not {option!r}")
-    try:
-        return key, ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return key, text
+    return key, read_option(text)
