@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,26 @@ def mapped_memory() -> set[str]:
     """The shared memory of ours that this process maps."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {line.split()[4] for line in maps if "memfd:sync-core" in line}
+
+
+def opened() -> list[str]:
+    """The sockets and the like that this process has open."""
+    links = []
+    for link in Path("/proc/self/fd").iterdir():
+        # That of the folder itself is closed by now.
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(link))
+    return sorted(link for link in links if link.startswith(("socket:", "pipe:", "anon_inode:")))
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """Let no thread be started: there is no memory for its stack."""
+    before = threading.stack_size(1 << 46)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 def refuse_memory(nbytes: int) -> Block:
@@ -236,6 +257,14 @@ class SharedMemoryCases(KeepsVersions):
             assert [receiver.receive() for receiver in receivers] == [4, 4]
             assert pending.wait().updated == (0, 1)
 
+    def test_a_sender_that_can_start_no_thread_leaves_nothing_open(self) -> None:
+        before = opened()
+        # What the error refers to is not released by itself.
+        with no_threads(), pytest.raises(RuntimeError, match="new thread") as refused:
+            self.sender(make_policy())
+        assert opened() == before
+        del refused
+
     def test_after_an_answer_that_was_lost(self) -> None:
         policy, target = make_policy(1.0), make_policy()
         lost = Fault(action="drop", point="acknowledge", version=1)
@@ -326,6 +355,20 @@ class TestMp(SharedMemoryCases):
             end.close()
         with pytest.raises(OptionError, match="no duplex pipe"):
             Sender("mp", policy, workers=["worker"])
+
+    def test_pipes_that_cannot_be_used_are_left_as_they_were(self) -> None:
+        mine, theirs = multiprocessing.Pipe()
+        before = opened()
+        with no_threads(), pytest.raises(RuntimeError, match="new thread") as refused:
+            Sender("mp", make_policy(), workers=[mine])
+        with pytest.raises(OptionError, match="no duplex pipe") as unusable:
+            Sender("mp", make_policy(), workers=[mine, "worker"])
+        assert opened() == before
+        del refused, unusable
+        mine.send("still open")
+        assert theirs.recv() == "still open"
+        for end in (mine, theirs):
+            end.close()
 
     def test_an_address_of_a_pipe_is_good_for_one_receiver(self) -> None:
         with self.sender(make_policy()) as sender:

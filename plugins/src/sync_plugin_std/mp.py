@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
@@ -98,8 +99,10 @@ class PipeSender(SharedSender):
         options = context.parse_options(PipeOptions)
         self._given = bool(context.workers)
         self._ends: dict[int, list[socket.socket]] = {}
-        given = [_socket_of(connection) for connection in context.workers]
-        super().__init__(context, slots=options.slots, directory=options.directory)
+        with ExitStack() as opened:
+            given = [opened.enter_context(_socket_of(worker)) for worker in context.workers]
+            super().__init__(context, slots=options.slots, directory=options.directory)
+            opened.pop_all()
         for worker_id, connection in zip(context.worker_ids, given, strict=False):
             self.connect(connection, worker_id)
 

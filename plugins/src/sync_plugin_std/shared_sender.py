@@ -68,10 +68,10 @@ class SharedSender(ServingTransport[SharedPeer]):
                 notify=context.notify,
                 revoke=self._revoke_all,
             )
+            super().__init__(context.token, publisher, SharedPeer, listeners)
         except BaseException:
             self._board.close()
             raise
-        super().__init__(context.token, publisher, SharedPeer, listeners)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Pack once for all, and offer the slot to the workers that wait for it."""

@@ -10,6 +10,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -65,7 +66,8 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         token: what a worker must know.
         publisher: the versions, and the workers that they are for.
         peer: makes a peer of a channel and the only worker that may say hello on it, if any.
-        listeners: listening sockets, where workers connect by themselves; closed at the end.
+        listeners: listening sockets, where workers connect by themselves; closed at the end, but
+            left open where no thread can be started.
     """
 
     def __init__(
@@ -81,14 +83,17 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         self._listeners = tuple(listeners)
         self._peers: dict[int, PeerT] = {}
         self._connections: set[PeerT] = set()
-        self._wake_up, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        for listener in self._listeners:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ, listener)
-        self._thread = threading.Thread(target=self._serve, name="sync-sender", daemon=True)
-        self._thread.start()
+        with ExitStack() as opened, uninterrupted():
+            self._wake_up, self._woken = map(opened.enter_context, socket.socketpair())
+            self._selector = opened.enter_context(selectors.DefaultSelector())
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            for listener in self._listeners:
+                listener.setblocking(False)
+                self._selector.register(listener, selectors.EVENT_READ, listener)
+            self._thread = threading.Thread(target=self._serve, name="sync-sender", daemon=True)
+            self._thread.start()
+            # The thread's from now on.
+            self._closing = opened.pop_all()
 
     @abstractmethod
     def welcome(self, peer: PeerT) -> None:
@@ -242,9 +247,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             for peer in tuple(self._connections):
                 self._say_gone(peer, "the sender was closed")
                 self._lose(peer, "the sender was closed")
-            self._selector.close()
-            self._wake_up.close()
-            self._woken.close()
+            self._closing.close()
             for listener in self._listeners:
                 listener.close()
             self.torn_down()
