@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pytest
 
-# torch loads it when tensors are compared, and it cannot be loaded twice in one process: pytester
-# forgets the modules that came while it ran.
-import torch.distributed.tensor  # noqa: F401
-
 from sync_core.cli import main
 
 pytest_plugins = ["pytester"]
