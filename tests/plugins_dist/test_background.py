@@ -5,13 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from sync_core import Answer, Payload, Receiver, ReceiverTransport, Sender, SenderLostError
+from sync_core import (
+    Answer,
+    ClosedError,
+    Payload,
+    Receiver,
+    ReceiverTransport,
+    Sender,
+    SenderLostError,
+)
 from sync_core.receiving.background import Background
 
 pytestmark = pytest.mark.timeout(60)
@@ -113,6 +122,16 @@ def test_it_reports_that_the_sender_has_gone(sender: Sender) -> None:
     sender.close()
     with pytest.raises(SenderLostError):
         receiver.receive()
+
+
+def test_closing_wakes_a_thread_that_waits(sender: Sender) -> None:
+    receiver = Receiver(sender.address(0), nn.Linear(8, 8), background=True)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(receiver.receive, 10.0)
+        time.sleep(0.1)
+        receiver.close()
+        with pytest.raises(ClosedError):
+            waiting.result(5)
 
 
 def test_it_leaves_no_thread(sender: Sender) -> None:

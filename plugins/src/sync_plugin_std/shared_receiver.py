@@ -74,6 +74,10 @@ class SharedReceiver(ReceiverTransport):
         held = self._slots.held
         self._send({"type": "answer", "answer": answer.to_message(), "held": held})
 
+    def wake(self) -> None:
+        """Take the sender for gone."""
+        self._channel.wake()
+
     def close(self) -> None:
         """Hang up; the sender takes back every slot."""
         if not self._closed:

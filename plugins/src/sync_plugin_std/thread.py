@@ -109,6 +109,7 @@ class ThreadReceiver(ReceiverTransport):
         self._name = f"worker {context.worker_id}"
         self._seen = 0
         self._held: set[int] = set()
+        self._woken = False
         if not publisher.joined(self._worker_id, self):
             raise AddressError(f"the sender has no worker {self._worker_id} any more")
 
@@ -118,6 +119,8 @@ class ThreadReceiver(ReceiverTransport):
         deadline = time.monotonic() + timeout
         with publisher.changed:
             while (dismissed := publisher.dismissed(self._worker_id, self)) is None:
+                if self._woken:
+                    return None
                 if publisher.newest(self._worker_id) > self._seen:
                     break
                 if not publisher.changed.wait(max(0.0, deadline - time.monotonic())):
@@ -140,6 +143,12 @@ class ThreadReceiver(ReceiverTransport):
     def acknowledge(self, answer: Answer) -> None:
         """Answer at once."""
         self._publisher.answer(self._worker_id, answer, self)
+
+    def wake(self) -> None:
+        """Wait no more."""
+        with self._publisher.changed:
+            self._woken = True
+            self._publisher.changed.notify_all()
 
     def close(self) -> None:
         """The worker is gone."""

@@ -95,6 +95,10 @@ class DistReceiver(ReceiverTransport):
         held = self._told = self._slots.held
         self._send({"type": "answer", "answer": answer.to_message(), "held": held})
 
+    def wake(self) -> None:
+        """Take the sender for gone."""
+        self._channel.wake()
+
     def close(self) -> None:
         """Hang up."""
         self._end_wire()

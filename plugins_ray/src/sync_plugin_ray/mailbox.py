@@ -71,6 +71,7 @@ class Mailbox:
         self._offers = offers
         self._number = 0
         self._readers: dict[int, str] = {}
+        self._left: dict[int, str] = {}
         self._closed = False
         self._changed = asyncio.Condition()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -106,6 +107,12 @@ class Mailbox:
         await self._wake()
         return None
 
+    async def leave(self, worker_id: int, reader: str) -> None:
+        """A receiver asks for nothing more: what it waits for is answered at once."""
+        if self._is_reader(worker_id, reader):
+            self._left[worker_id] = reader
+            await self._wake()
+
     async def take(
         self, worker_id: int, reader: str, seen: int, seconds: float
     ) -> Offer | Gone | None:
@@ -140,6 +147,8 @@ class Mailbox:
             return Gone(f"worker {worker_id} was removed from the sender")
         if not self._is_reader(worker_id, reader):
             return Gone("another receiver was given the same address")
+        if self._left.get(worker_id) == reader:
+            return Gone("this receiver is being closed")
         offer = self._offers[worker_id]
         return None if offer is None or offer.version <= seen else offer
 

@@ -90,6 +90,11 @@ class MailboxReceiver(ReceiverTransport):
         message = answer.to_message()
         self._tell(Event("answered", self._worker_id, answer.version, message))
 
+    def wake(self) -> None:
+        """Let the mailbox answer at once."""
+        if self._cluster.connected:
+            self._mailbox.leave.remote(self._worker_id, self._reader)
+
     def close(self) -> None:
         """Hang up."""
         self._cluster.leave()

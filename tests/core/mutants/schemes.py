@@ -607,6 +607,13 @@ class DeclaresWhatNobodyKnows(Mutant):
     capabilities = frozenset({"late_join", "telepathy"})
 
 
+class SleepsOn(Mutant):
+    caught_by = "test_closing_a_receiver_wakes_a_thread_that_waits_in_it"
+
+    class Receiver(ThreadReceiver):
+        def wake(self) -> None: ...
+
+
 class AcceptsAnyToken(ShmScheme):
     caught_by = "test_the_wrong_token_is_refused"
 

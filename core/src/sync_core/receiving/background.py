@@ -33,7 +33,7 @@ class Background(ReceiverTransport):
     def receive(self, timeout: float) -> Payload | None:
         """The version that is staged, or the next one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._staged or self._failure, timeout)
+            self._changed.wait_for(lambda: self._staged or self._failure or self._closed, timeout)
             payload, self._staged = self._staged, None
             if payload is not None:
                 return payload
@@ -47,11 +47,15 @@ class Background(ReceiverTransport):
         """Answer."""
         self._transport.acknowledge(answer)
 
-    def close(self) -> None:
-        """End the thread, which closes what receives as soon as that has come back."""
+    def wake(self) -> None:
+        """Let the thread end."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread, which closes what receives as soon as that has come back."""
+        self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(_PATIENCE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -39,6 +40,10 @@ from sync_core.transports.clock import clock_id
 from sync_core.transports.transport import ReceiverTransport
 from sync_core.weights.payload import Payload
 from sync_core.weights.update import Update
+
+_IS_CLOSED = "the receiver is closed"
+# How long closing waits for another thread that receives, in seconds.
+_PATIENCE = 2.0
 
 
 class Receiver:
@@ -101,6 +106,9 @@ class Receiver:
         self._loaded = False
         self._load_began = self._load_ended = 0.0
         self._lease = Lease()
+        self._closed = False
+        # Held by the thread that receives, since nobody else may close what it waits for.
+        self._receiving = threading.RLock()
         if model is not None:
             self.register_model(model)
         transport = self._stack.create_receiver_transport(
@@ -169,18 +177,20 @@ class Receiver:
 
         Raises:
             SenderLostError: the sender has closed or died; the model keeps its version.
+            ClosedError: the receiver is closed, or another thread closes it meanwhile.
             SyncError: the weights could not be committed. The model keeps its version, unless
                 it was a layer or ``on_commit`` that raised after they were loaded: see `version`.
                 The sender is told which.
         """
-        if self.stage(timeout) is None:
-            return None
-        try:
-            self.load()
-        except BaseException as error:
-            self.reject(error)
-            raise
-        return self.confirm()
+        with self._receiving:
+            if self.stage(timeout) is None:
+                return None
+            try:
+                self.load()
+            except BaseException as error:
+                self.reject(error)
+                raise
+            return self.confirm()
 
     def stage(self, timeout: float | None = None) -> int | None:
         """Fetch what `receive` would commit, and keep it; see `receive_together`.
@@ -190,19 +200,20 @@ class Receiver:
         Returns:
             The version that is staged now, or None when there was no newer one in time.
         """
-        if not self._leave.alive:
-            raise ClosedError("the receiver is closed")
-        seconds = self._timeout if timeout is None else check_seconds(timeout)
-        self.reject(SyncError("a newer version was asked for before this one was committed"))
-        deadline = time.monotonic() + seconds
-        payload = self._next(deadline)
-        while payload is not None and payload.version <= self._version:
-            payload.release()
+        with self._receiving:
+            self._check_open()
+            seconds = self._timeout if timeout is None else check_seconds(timeout)
+            self.reject(SyncError("a newer version was asked for before this one was committed"))
+            deadline = time.monotonic() + seconds
             payload = self._next(deadline)
-        if payload is None:
-            return None
-        self._staged, self._loaded = payload, False
-        return payload.version
+            while payload is not None and payload.version <= self._version:
+                payload.release()
+                payload = self._next(deadline)
+            if payload is None:
+                self._check_open()
+                return None
+            self._staged, self._loaded = payload, False
+            return payload.version
 
     @property
     def staged(self) -> int:
@@ -305,11 +316,23 @@ class Receiver:
     __call__ = update_weights
 
     def close(self) -> None:
-        """Leave the sender. The model keeps what it has, in memory of its own."""
-        if self._staged is not None:
-            self._staged.release()
-            self._staged = None
-        self._leave()
+        """Leave the sender. The model keeps what it has, in memory of its own.
+
+        Where another thread waits in `receive`, that raises `ClosedError` at once.
+        """
+        self._closed = True
+        alone = self._receiving.acquire(blocking=False)
+        if not alone:
+            self._transport.wake()
+            alone = self._receiving.acquire(timeout=_PATIENCE)
+        try:
+            if self._staged is not None:
+                self._staged.release()
+                self._staged = None
+            self._leave()
+        finally:
+            if alone:
+                self._receiving.release()
 
     def __enter__(self) -> Self:
         return self
@@ -322,9 +345,15 @@ class Receiver:
             # What a transport allocates may become the memory of parameters, or of later versions.
             with torch.inference_mode(mode=False):
                 return self._transport.receive(max(0.0, deadline - time.monotonic()))
-        except SenderLostError:
+        except SenderLostError as error:
+            if self._closed:
+                raise ClosedError(_IS_CLOSED) from error
             self.close()
             raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(_IS_CLOSED)
 
     def _answer(self, answer: Answer) -> None:
         # A sender that has gone meanwhile needs no answer; the next receive() says that it went.

@@ -43,6 +43,7 @@ class StoreReceiver(ReceiverTransport):
         self._beats = 0
         self._replaced = False
         self._closed = False
+        self._woken = threading.Event()
         self._lock = threading.RLock()
         self._sender = Watch(options.lost_after)
         if self._records.read(SENDER) is None:
@@ -56,9 +57,8 @@ class StoreReceiver(ReceiverTransport):
         while True:
             payload = self._look()
             left = deadline - time.monotonic()
-            if payload is not None or left <= 0:
+            if payload is not None or left <= 0 or self._woken.wait(min(self._poll, left)):
                 return payload
-            time.sleep(min(self._poll, left))
 
     def acknowledge(self, answer: Answer) -> None:
         """Tell the sender that a version was committed, or why it was not."""
@@ -66,6 +66,10 @@ class StoreReceiver(ReceiverTransport):
             self._answer = answer.to_message()
             if not self._rewrite():
                 raise SenderLostError("the sender was closed, or has another receiver here")
+
+    def wake(self) -> None:
+        """Look once more at most."""
+        self._woken.set()
 
     def close(self) -> None:
         """Leave, and say so."""

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from sync_core.transports.descriptors import no_more_descriptors
@@ -132,6 +133,12 @@ class Channel:
         if descriptor is None:
             raise no_more_descriptors()
         return descriptor
+
+    def wake(self) -> None:
+        """Let who waits for a message take the other side for gone; any thread may call this."""
+        # Not to close it: a descriptor that is waited for could become somebody else's.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
         """Close the connection and what came over it unused."""

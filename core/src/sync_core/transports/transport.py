@@ -149,7 +149,7 @@ class ReceiverTransport(ABC):
     """A receiver's side of a transport.
 
     Methods are called by one thread at a time; but while one is in `receive`, another may call
-    `acknowledge`, or release a payload.
+    `acknowledge` or `wake`, or release a payload.
     """
 
     @abstractmethod
@@ -166,6 +166,12 @@ class ReceiverTransport(ABC):
     @abstractmethod
     def acknowledge(self, answer: Answer) -> None:
         """Tell the sender what became of a version; `Delivery.acknowledge` is where it ends."""
+
+    def wake(self) -> None:  # noqa: B027 - what does not wait need not be woken
+        """Let `receive` return, or raise `SenderLostError`, soon: now, and whenever it is called.
+
+        Whoever closes a receiver in which another thread waits calls this, and `close` after that.
+        """
 
     @abstractmethod
     def close(self) -> None:

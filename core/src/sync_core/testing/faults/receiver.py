@@ -65,6 +65,10 @@ class FaultyReceiver(ReceiverTransport):
         for _ in range(times):
             self._transport.acknowledge(answer)
 
+    def wake(self) -> None:
+        """Let whoever waits come back."""
+        self._transport.wake()
+
     def close(self) -> None:
         """Release what was to come again, too."""
         self._again.clear()

@@ -163,6 +163,16 @@ class LifetimeCases(SchemeCases):
         assert failure.value.report.updated == (1,)
         assert time.perf_counter() - begin < 4.0
 
+    @pytest.mark.usefixtures("asking")
+    def test_closing_a_receiver_wakes_a_thread_that_waits_in_it(self, start: Start) -> None:
+        workers = start(make_policy(3.0), 1)
+        begin = time.perf_counter()
+        assert workers.pool.call(0, Worker.hang_up_while_waiting) == "ClosedError"
+        assert time.perf_counter() - begin < 3.0, "receive() waited until its own deadline"
+        workers.connect(0)
+        assert workers.send().updated == (0,)
+        assert workers.values() == [{3.0}]
+
     def test_closing_ends_a_pending_send(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1)
         pending = workers.sender.send_async()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -100,6 +102,16 @@ class Worker:
         """Close the receiver."""
         assert self.receiver is not None
         self.receiver.close()
+
+    def hang_up_while_waiting(self) -> str | None:
+        """Close the receiver while another thread receives; what that raises."""
+        assert self.receiver is not None
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(self.receiver.receive, 4.0)
+            time.sleep(0.2)
+            self.receiver.close()
+            error = waiting.exception()
+        return None if error is None else type(error).__name__
 
     def leave(self, value: float) -> None:
         """Close the receiver, and write to the model."""
