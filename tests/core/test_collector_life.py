@@ -173,6 +173,15 @@ def test_more_workers(scheme: str, workers: str) -> None:
         assert made.stats().frames == 10
 
 
+def test_more_workers_that_act_with_the_trainers_policy() -> None:
+    with collector(policy=Scale(2.0), scheme="none", frames_per_batch=2, sync=True) as made:
+        made.update_policy_weights_()
+        made.update_policy_weights_(worker_ids=0)
+        made.add_workers()
+        assert versions(next(made)) == [2] * 4
+        assert made.stats().lag == 0
+
+
 def test_a_worker_that_joins_after_updates_of_some() -> None:
     with collector(policy=Scale(), num_workers=2) as made:
         made.update_policy_weights_(Scale(1.0))

@@ -54,6 +54,7 @@ class NoneSender(SenderTransport):
         context.parse_options(NoneOptions)
         self._name = secrets.token_hex(8)
         self.newest: dict[int, Payload] = {}
+        self._last: Payload | None = None
         _senders[self._name] = self
 
     def address(self, worker_id: int) -> str:
@@ -64,6 +65,7 @@ class NoneSender(SenderTransport):
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Count the version as committed."""
         deliveries = {}
+        self._last = payload
         for worker_id in worker_ids:
             self.newest[worker_id] = payload
             deliveries[worker_id] = Delivery(worker_id, payload.version, nbytes=0)
@@ -71,7 +73,10 @@ class NoneSender(SenderTransport):
         return deliveries
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
-        """Nothing is kept for a worker."""
+        """Count what was sent last as this worker's too: it acts with the same object."""
+        del worker
+        if self._last is not None:
+            self.newest[worker_id] = self._last
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker."""
@@ -80,6 +85,7 @@ class NoneSender(SenderTransport):
     def close(self) -> None:
         """Let go of the trainer's tensors."""
         self.newest.clear()
+        self._last = None
 
 
 class NoneReceiver(ReceiverTransport):
