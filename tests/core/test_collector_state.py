@@ -170,6 +170,20 @@ def test_weights_and_versions() -> None:
         assert [batch["policy_version"].item() for batch in seen] == [4] * 3
 
 
+def test_the_version_of_the_trainers_own_policy() -> None:
+    with collector(CountingEnv, Scale(), scheme="none") as made:
+        next(made)
+        made.update_policy_weights_()
+        state = saved(made)
+        assert next(made)["policy_version"].unique().tolist() == [1]
+    with collector(CountingEnv, Scale(), scheme="none") as made:
+        made.load_state_dict(state)
+        assert next(made)["policy_version"].unique().tolist() == [1]
+        assert made.stats().lag == 0
+        made.update_policy_weights_()
+        assert next(made)["policy_version"].unique().tolist() == [2]
+
+
 @pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 2, "sync": True}])
 def test_the_state_of_another_kind_of_collector(options: dict[str, Any]) -> None:
     with collector(CountingEnv, num_workers=2) as made:

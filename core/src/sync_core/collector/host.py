@@ -90,9 +90,12 @@ class Host:
 
     def state_dict(self) -> dict[str, Any]:
         """What the worker's next batch depends on; see `Rollout.state_dict`."""
+        refresher = self._built.refresher
+        if self._shares_policy:
+            # It has the trainer's weights whether their version was looked at or not.
+            refresher.look()
         models = {} if self._shares_policy else read_models(self._parts)
-        version = self._built.refresher.version
-        return {**self._built.state_dict(), "models": models, "version": version}
+        return {**self._built.state_dict(), "models": models, "version": refresher.version}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise `LayoutMismatchError` unless the weights in a state fit those of the worker."""
