@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from collections.abc import Callable, Sequence
@@ -258,6 +259,18 @@ def test_a_deadline_may_be_infinite(scheme: str) -> None:
         pending = sender.send_async(timeout=endless)
         assert receiver.receive(endless) == 1
         assert pending.wait(endless).updated == (0,)
+
+
+def test_a_scheme_that_moves_nothing_takes_no_other_weights() -> None:
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    with sync_core.Sender("none", model, num_workers=1) as sender:
+        for weights in (model, model.state_dict(), copy.deepcopy(model)):
+            assert sender.send(weights).updated == (0,)
+        with pytest.raises(ModelError, match=r"'weight' is not what .*'none' .* moves nothing"):
+            sender.send(other)
+        assert sender.version == 3
+        model.load_state_dict(other.state_dict())
+        assert sender.send(other).updated == (0,)
 
 
 @pytest.mark.parametrize("worker_id", [True, -1, 1.5, "1"])

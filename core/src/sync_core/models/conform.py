@@ -29,7 +29,7 @@ def conform(named: Mapping[str, Tensor], layout: Layout, *, partial: bool) -> Up
     untied = Layout(layout.specs)
     tied = dict(layout.aliases)
     for name, owner in tied.items():
-        if name in named and owner in named and not _same(named[name], named[owner]):
+        if name in named and owner in named and not holds_same(named[name], named[owner]):
             raise LayoutMismatchError(
                 f"{name!r} and {owner!r} are one tensor in the model, "
                 "and hold different values in the weights; nothing was sent"
@@ -42,7 +42,8 @@ def conform(named: Mapping[str, Tensor], layout: Layout, *, partial: bool) -> Up
     return Update(layout, [firsts[spec.name] for spec in layout.specs])
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
+def holds_same(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors have the same dtype and shape, and the same values bit by bit."""
     if place_of(left) == place_of(right):
         return True
     if (left.dtype, left.shape) != (right.dtype, right.shape):

@@ -60,6 +60,12 @@ class Outlet:
         """The name of the scheme."""
         return self._backend.name
 
+    @property
+    def moves_nothing(self) -> str | None:
+        """The scheme, to be named in a message, if workers act with the sender's own model."""
+        shared = "same_object" in self._backend.capabilities
+        return self._backend.describe() if shared else None
+
     def open(
         self,
         update: Update,

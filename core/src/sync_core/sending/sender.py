@@ -138,7 +138,9 @@ class Sender(Updater):
         self._reporters: list[Callable[[SendReport], object]] = [*self._outlet.reporters]
         if on_report is not None:
             self._reporters.append(on_report)
-        self._source = Source(context, strategy, partial=partial)
+        self._source = Source(
+            context, strategy, partial=partial, moves_nothing=self._outlet.moves_nothing
+        )
         self._cadence = Cadence(self._outlet.stack, model_id)
         self._version = 0
         self._starting = threading.Lock()

@@ -9,7 +9,7 @@ from torch import nn
 
 from sync_core.errors import ModelError
 from sync_core.models.binding import Binding
-from sync_core.models.conform import conform
+from sync_core.models.conform import conform, holds_same
 from sync_core.models.extract import Strategy, named_tensors
 from sync_core.models.several import look_up, refers, same
 from sync_core.weights.layout import Layout
@@ -23,14 +23,24 @@ class Source:
         context: the object in which string references are looked up.
         strategy: how a module is read.
         partial: whether weights given by hand may lack some of the model's tensors.
+        moves_nothing: how to name the scheme in a message, if workers act with the model itself:
+            weights given by hand must be those that it has.
     """
 
-    def __init__(self, context: Any, strategy: Strategy, *, partial: bool) -> None:
+    def __init__(
+        self,
+        context: Any,
+        strategy: Strategy,
+        *,
+        partial: bool,
+        moves_nothing: str | None = None,
+    ) -> None:
         self.model: Any = None
         self.layout: Layout | None = None
         self._context = context
         self._strategy = strategy
         self._partial = partial
+        self._moves_nothing = moves_nothing
         self._own: Binding | None = None
         self._given: Binding | None = None
 
@@ -40,7 +50,8 @@ class Source:
         The first weights read fix the layout; later ones must fit it.
 
         Raises:
-            ModelError: there are none, or they cannot travel.
+            ModelError: there are none, or they cannot travel, or have to and the scheme moves
+                nothing.
             ModelPathError: a string reference leads nowhere.
             LayoutMismatchError: a name, dtype or shape differs from the layout.
         """
@@ -49,11 +60,26 @@ class Source:
             if not update.layout.specs:
                 raise ModelError("the weights hold no tensors, so there is nothing to send")
             self.layout = update.layout
-        if update.layout is self.layout:
-            return update
-        if update.layout == self.layout:
-            return Update(self.layout, update.source)
-        return conform(dict(update.items()), self.layout, partial=self._partial)
+        if update.layout is not self.layout:
+            if update.layout == self.layout:
+                update = Update(self.layout, update.source)
+            else:
+                update = conform(dict(update.items()), self.layout, partial=self._partial)
+        by_hand = weights is not None and weights is not self.model
+        if by_hand and self._moves_nothing is not None and self.model is not None:
+            self._check_own(update)
+        return update
+
+    def _check_own(self, update: Update) -> None:
+        """Raise `ModelError` unless the model has these weights, for they reach nobody."""
+        own = dict(self._read(self.model).items())
+        for name, tensor in update.items():
+            if name not in own or not holds_same(tensor, own[name]):
+                raise ModelError(
+                    f"{name!r} is not what the sender's model has, and {self._moves_nothing} moves "
+                    "nothing: workers act with that model itself; load the weights into it "
+                    "(model.load_state_dict(…)) and send nothing else, or use scheme='thread'"
+                )
 
     def _read(self, weights: Any) -> Update:
         own = weights is self.model
