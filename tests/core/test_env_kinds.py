@@ -160,6 +160,20 @@ def test_what_is_no_environment(made: Any, error: type[Exception], message: str)
         as_env(made)
 
 
+def test_actions_in_bfloat16() -> None:
+    env = GymEnv("Pendulum-v1")
+    policy = nn.Linear(3, 1).to(torch.bfloat16)
+
+    def act(observation: Tensor) -> Tensor:
+        action: Tensor = policy(observation.bfloat16())
+        return action
+
+    batch = collect(env, act, 3)
+    assert batch["action"].dtype == torch.bfloat16
+    step = env.step(TensorDict({"action": batch["action"][0]}))
+    assert step["next", "observation"].shape == (3,)
+
+
 def test_an_environment_that_replaces_what_a_policy_carries() -> None:
     def act(td: TensorDictBase) -> TensorDictBase:
         td["next"] = TensorDict({"memory": torch.ones(2, 1), "reward": torch.ones(2, 1)}, [2])

@@ -19,7 +19,7 @@ from sync_core.collector.choosers import (
 from sync_core.collector.columns import Leaves, stack
 from sync_core.collector.loops import BetweenSteps, Steps
 from sync_core.collector.policies import TensorDictPolicy, TensorPolicy
-from sync_core.envs.arrays import ArrayEnv, Arrays
+from sync_core.envs.arrays import ArrayEnv, Arrays, as_array
 from sync_core.envs.normal import no_flags, outcome_of, spread
 
 
@@ -111,7 +111,7 @@ class ArrayLoop:
         if rows.action is None:
             self._reset_ended(rows)
             rows.versions[t] = between_steps()
-            rows.action = rows.chooser.choose(t).numpy()
+            rows.action = as_array(rows.chooser.choose(t))
         made = self._env.step_arrays(rows.action)
         observation, rows.reward[t], rows.terminated[t], rows.truncated[t] = made
         _put(rows.following, t, observation)

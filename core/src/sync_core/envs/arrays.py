@@ -93,7 +93,7 @@ class ArrayEnv(ABC):
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
         """Act as ``tensordict["action"]`` says, and put the outcome under ``"next"``."""
-        step = self.step_arrays(tensordict["action"].detach().cpu().numpy())
+        step = self.step_arrays(as_array(tensordict["action"].detach().cpu()))
         observation, reward, terminated, truncated = step
         outcome = self._observation(observation)
         outcome |= outcome_of(
@@ -147,6 +147,12 @@ class ArrayEnv(ABC):
 
     def _values(self, values: Any, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(values, dtype=dtype).reshape(self.batch_size)
+
+
+def as_array(action: Tensor) -> np.ndarray[Any, Any]:
+    """An action for `ArrayEnv.step_arrays`."""
+    # numpy has no bfloat16, and float32 has all of its values.
+    return (action.float() if action.dtype == torch.bfloat16 else action).numpy()
 
 
 def speaks_arrays(env: object) -> TypeGuard[ArrayEnv]:
