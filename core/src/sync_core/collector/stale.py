@@ -15,8 +15,8 @@ from sync_core.collector.weights import PolicyWeights
 class StaleWatch:
     """Compares the trainer's models with what they were when the workers got their copies.
 
-    Writes that torch counts are seen, as those of optimizers are, and new memory; writes to a
-    tensor's ``.data`` are not.
+    Writes that torch counts are seen, as those of most optimizers are, and new memory; writes to a
+    tensor's ``.data``, and those of optimizers with ``fused=True``, are not.
 
     Args:
         weights: tells of updates.

@@ -24,8 +24,8 @@ class Lent:
     """Tensors whose memory is lent, and how often each had been written to when it was.
 
     torch has no read-only tensors, but counts the in-place changes of each, those by views and
-    by ``detach()`` too. It counts neither writes by ``.data`` or numpy, nor those to tensors
-    made in inference mode.
+    by ``detach()`` too. It counts neither writes by ``.data`` or numpy, nor those of
+    optimizers with ``fused=True``, nor those to tensors made in inference mode.
 
     Args:
         named: the tensors.
