@@ -99,6 +99,26 @@ class Plain:
         return tensordict.set("next", TensorDict(outcome, batch_size=[2]))
 
 
+class Keeping:
+    """Counts to 3 in TensorDicts that it keeps, and gives every time."""
+
+    batch_size = torch.Size()
+
+    def __init__(self) -> None:
+        self._root = TensorDict({"observation": torch.zeros(1)})
+        zeros = {"observation": torch.zeros(1), "reward": torch.zeros(1), "done": torch.zeros(1)}
+        self._outcome = TensorDict(zeros)
+
+    def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
+        self._outcome["observation"].zero_()
+        return self._root
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        self._outcome["observation"].add_(1)
+        self._outcome["done"].copy_(self._outcome["observation"] >= 3)
+        return tensordict.set("next", self._outcome)
+
+
 class Flat(CountingEnv):
     """A `CountingEnv` whose flags have no trailing dimension."""
 
@@ -181,6 +201,19 @@ def test_an_environment_that_replaces_what_a_policy_carries() -> None:
 
     batch = Rollout(Plain(), act, 0, RolloutOptions(frames_per_batch=12)).collect()
     assert batch["observation"].squeeze(-1).tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("limit", [-1, 2])
+def test_an_environment_that_keeps_its_tensordicts(limit: int) -> None:
+    def act(td: TensorDictBase) -> TensorDictBase:
+        memory = td.get("memory", torch.zeros(1))
+        return td.update({"action": memory, "memory": memory + 1})
+
+    batch = collect(Keeping(), act, 6, max_frames_per_traj=limit)
+    length = 3 if limit < 0 else limit
+    assert seen(batch, "observation") == list(range(length)) * (6 // length)
+    assert seen(batch, "action") == seen(batch, "observation")
+    assert batch["next", "truncated"].sum() == (0 if limit < 0 else 3)
 
 
 def test_an_environment_with_the_least_members() -> None:

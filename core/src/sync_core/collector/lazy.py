@@ -23,4 +23,4 @@ def is_lazy(policy: Any) -> bool:
 def initialise(act: TensorPolicy | TensorDictPolicy, env: Env) -> None:
     """Act once in an environment, which is reset for that."""
     with torch.no_grad():
-        act(env.reset())
+        act(env.reset().copy())

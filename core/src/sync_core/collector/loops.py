@@ -165,8 +165,12 @@ class TensorDictLoop:
     def _begin(self) -> TensorDictBase:
         if self._root is None:
             stepped = self._stepped
-            self._root = self._env.reset() if stepped is None else self._root_after(stepped)
+            self._root = self._reset() if stepped is None else self._root_after(stepped)
         return self._root
+
+    def _reset(self) -> TensorDictBase:
+        # What a policy sets must not come back where an environment gives its own one every time.
+        return self._env.reset().copy()
 
     def _root_after(self, stepped: TensorDictBase) -> TensorDictBase:
         following = stepped["next"]
@@ -179,7 +183,7 @@ class TensorDictLoop:
         # The environment may have written into the tensors that it gave before.
         self._copies = Copies()
         if mask.all():
-            return self._env.reset()
+            return self._reset()
         request = self._conventions.reset_request(root, mask)
         self._conventions.clear(root, mask)
         fresh = leaves_of(self._env.reset(request))

@@ -104,10 +104,11 @@ class _LimitedTensorDicts:
         else:
             root = self._env.reset(tensordict)
             self._count = torch.where(where.unsqueeze(-1), 0, self._count)
-        return root.set(STEP_COUNT, self._count)
+        # What is set here and below would come back from an environment that keeps its own.
+        return root.copy().set(STEP_COUNT, self._count)
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
-        stepped = self._env.step(tensordict)
+        stepped = self._env.step(tensordict).copy()
         self._count = self._count + 1
         following = stepped["next"]
         over = self._count.squeeze(-1) >= self._max_frames
