@@ -229,6 +229,7 @@ def test_weights_with_tied_tensors_may_come_untied_when_they_are_equal() -> None
         ({"timeout": -1}, OptionError),
         ({"slots": "three"}, OptionError),
         ({"slots": True}, OptionError),
+        ({"slots": 0}, OptionError),
     ],
 )
 def test_arguments_that_do_not_fit(options: dict[str, Any], error: type[Exception]) -> None:

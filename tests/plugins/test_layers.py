@@ -87,8 +87,8 @@ def test_pushes_are_counted_for_each_worker() -> None:
         assert sender.version == 3
 
 
-@pytest.mark.parametrize("k", [0, -1, True])
-def test_intervals_that_are_none(k: int) -> None:
+@pytest.mark.parametrize("k", [0, -1, True, 2.5, "4", None])
+def test_intervals_that_are_none(k: Any) -> None:
     with pytest.raises(ValueError, match="counts pushes from 1"):
         Interval(k)
 

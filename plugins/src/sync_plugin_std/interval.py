@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from sync_core import SkipContext, hookimpl
 
@@ -30,7 +31,9 @@ class Interval:
     pushes: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.pushes, bool) or self.pushes < 1:
+        # NumPy's integers are integers, too.
+        integer = isinstance(self.pushes, Integral) and not isinstance(self.pushes, bool)
+        if not integer or self.pushes < 1:
             raise ValueError(f"Interval counts pushes from 1, not {self.pushes!r}")
 
     @hookimpl

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from sync_core.errors import (
     CapacityError,
     ClosedError,
+    OptionError,
     WorkerError,
     WorkerLostError,
 )
@@ -73,6 +74,9 @@ class Publisher:
             more slots than three.
         revoke: takes back what was lent and is not read yet, when no slot is free.
         notify: see `TransportContext`.
+
+    Raises:
+        OptionError: a limit that leaves no slot.
     """
 
     def __init__(
@@ -87,6 +91,10 @@ class Publisher:
         revoke: Callable[[], None] = lambda: None,
         notify: Callable[[int, Notice], None] = unheard,
     ) -> None:
+        if limit is not None and limit < 1:
+            raise OptionError(
+                f"slots={limit} has no room for a version; give 1 or more, or leave it out"
+            )
         self.changed = threading.Condition(threading.RLock())
         self.closed = False
         self.slots: list[Slot] = []
