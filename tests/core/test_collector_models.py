@@ -368,6 +368,28 @@ def test_bad_arguments(options: Any, error: type[Exception], message: str) -> No
         collector(**options)
 
 
+@pytest.mark.parametrize("path", ["critic", "policy.critic"])
+@pytest.mark.parametrize("views", [(True, False), (False, True), (True, True)])
+def test_zero_copy_of_models_that_share_parameters(path: str, views: tuple[bool, bool]) -> None:
+    critic = Scale(1.0)
+    policy = Scale()
+    policy.critic = critic
+    schemes = {
+        name: {"scheme": "thread", "zero_copy": zero_copy}
+        for name, zero_copy in zip(("policy", path), views, strict=True)
+    }
+    options = {"weight_sync_schemes": schemes, "models": {path: critic}, "workers": "inline"}
+    if views != (True, True):
+        with pytest.raises(RemoteCallError, match=r"share parameters.* 'zero_copy': True for both"):
+            collector(policy, **options)
+        return
+    with collector(policy, **options) as made:
+        made.update_policy_weights_()
+        critic.set(9.0)
+        made.update_policy_weights_(model_id=path, worker_ids=0)
+        assert made.cascade_execute("policy.critic.weight.item") == [9.0, 1.0]
+
+
 def test_what_a_path_leads_to_is_called_in_every_worker() -> None:
     with collector(Scale(4.0), workers="thread", num_workers=3) as made:
         assert made.cascade_execute("policy.weight.tolist") == [[4.0]] * 3
