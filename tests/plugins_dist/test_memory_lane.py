@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -168,3 +174,95 @@ def test_one_whose_place_was_taken_gives_back_what_it_drops() -> None:
             replaced.confirm()
             for value in (3.0, 4.0, 5.0):
                 deliver(sender, value, receiver)
+
+
+@pytest.fixture
+def waiting() -> Iterator[tuple[Sender, Receiver]]:
+    """A sender, and a receiver of which it knows that it waits, until its time is over."""
+    with (
+        Sender("dist", weights_of(0.0), num_workers=1, timeout=20) as sender,
+        Receiver(sender.address(0), weights_of(0.0)) as receiver,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        call = threads.submit(receiver.receive, 0.5)
+        assert eventually(lambda: peer_of(sender).waits)
+        with busy(sender):
+            assert call.result(5) is None
+            yield sender, receiver
+
+
+def peer_of(sender: Sender) -> Any:
+    transport: Any = sender._outlet.transport
+    return transport._peers[0]
+
+
+@contextmanager
+def busy(sender: Sender) -> Iterator[None]:
+    """Let the sender's own thread hear nothing in this block."""
+    transport: Any = sender._outlet.transport
+    with transport.publisher.changed:
+        yield
+
+
+@contextmanager
+def idle(sender: Sender) -> Iterator[None]:
+    """Let it hear in this block, inside one of `busy`."""
+    transport: Any = sender._outlet.transport
+    transport.publisher.changed.release()
+    try:
+        yield
+    finally:
+        transport.publisher.changed.acquire()
+
+
+def send_and_forget(sender: Sender, *values: float) -> None:
+    for value in values:
+        sender.send_async(weights_of(value)).abandon()
+
+
+def test_one_that_waited_in_vain_finds_the_next_version_at_once() -> None:
+    with (
+        Sender("dist", weights_of(0.0), num_workers=1, timeout=20) as sender,
+        Receiver(sender.address(0), weights_of(0.0)) as receiver,
+    ):
+        for version in (1, 2, 3):
+            assert receiver.receive(0.05) is None
+            send_and_forget(sender, float(version))
+            assert receiver.receive(0) == version
+
+
+def test_one_that_waits_for_a_sender_that_does_nothing_waits_no_longer_than_it_said(
+    waiting: tuple[Sender, Receiver],
+) -> None:
+    _, receiver = waiting
+    begin = time.monotonic()
+    assert receiver.receive(0) is None
+    assert receiver.receive(0.1) is None
+    assert time.monotonic() - begin < 5
+
+
+def test_what_was_shown_to_one_that_waited_no_longer_is_dropped_for_the_newest(
+    waiting: tuple[Sender, Receiver],
+) -> None:
+    sender, receiver = waiting
+    send_and_forget(sender, 1.0, 2.0, 3.0)
+    assert readers(sender)[1] == 1
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(receiver.receive, 20)
+        with idle(sender):
+            assert call.result(20) == 3
+
+
+def test_one_that_was_interrupted_while_it_waited_finds_the_newest() -> None:
+    with (
+        Sender("dist", weights_of(0.0), num_workers=1, timeout=20) as sender,
+        Receiver(sender.address(0), weights_of(0.0)) as receiver,
+    ):
+        interrupt = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            receiver.receive(20)
+        interrupt.join()
+        assert eventually(lambda: not peer_of(sender).waits)
+        send_and_forget(sender, 1.0, 2.0)
+        assert receiver.receive(0) == 2

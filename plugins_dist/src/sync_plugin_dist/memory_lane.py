@@ -20,8 +20,21 @@ class MemoryLane:
         # Lent, and not packed entirely.
         self._promised: tuple[DistPeer, Slot] | None = None
 
+    def wait(self, peer: DistPeer) -> None:
+        """The worker waits for a version that it has not seen."""
+        peer.waits = True
+        if self._office.publisher.newest(peer.id) > peer.seen:
+            self.ask(peer)
+
+    def enough(self, peer: DistPeer) -> None:
+        """The worker waits no more; what it was shown meanwhile is its reply."""
+        if peer.waits:
+            peer.waits = False
+            self._office.tell(peer, {"type": "nothing"})
+
     def ask(self, peer: DistPeer) -> None:
         """The worker waits for the newest version."""
+        peer.waits = False
         publisher = self._office.publisher
         slot = publisher.lend(peer.id, peer.seen, peer, peer.name)
         if slot is None:

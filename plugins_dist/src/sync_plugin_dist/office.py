@@ -19,11 +19,13 @@ class DistPeer(Peer):
         served: whether there is a lane for it: it is known who it is, and it was not replaced.
         offered: the newest version that it was told of.
         knows: the slots that it has mapped, on this machine.
+        waits: whether it is to be shown a version, on this machine, as soon as there is one.
     """
 
     served: bool = False
     offered: int = 0
     knows: set[int] = field(default_factory=set)
+    waits: bool = False
 
     @property
     def id(self) -> int:

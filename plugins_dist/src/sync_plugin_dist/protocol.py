@@ -11,6 +11,8 @@ worker    ``hello``, token, worker, pid           the first message of a connect
 sender    ``welcome``                             accepted
 sender    ``offer``, version                      there is a newer version for this worker
 worker    ``take``                                it waits for the newest version now
+worker    ``wait``                                it takes the next one, as soon as there is one
+worker    ``enough``                              it waits no more; ``nothing``, unless it was shown
 sender    ``wire``, number, rank, size            join this process group
 both      ``key``, number, key, value             how to find an end of it; the sender passes it on
 sender    ``data``, number, version, digest, …    the version follows, in so many bytes, over it
@@ -26,6 +28,9 @@ worker    ``reads``, held                         no answer yet; it reads only `
 worker    ``leave``, reason                       it hangs up, and not because it dies
 sender    ``gone``, reason                        refused, replaced, removed, or the sender closes
 ========  ======================================  ==============================================
+
+A worker of the sender's machine that finds nothing to take says that it waits. Then it need not
+take what it is offered, and is shown it as soon as that is packed.
 
 No byte of a version is sent before the worker has taken an offer, so a worker that does not receive
 is in nobody's way; and none is applied before all have come, with the version's number after them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -12,7 +11,6 @@ from sync_core import (
     Answer,
     Block,
     CapacityError,
-    Channel,
     MappedSlots,
     Message,
     Payload,
@@ -25,6 +23,7 @@ from sync_core import (
 )
 from sync_plugin_dist.connecting import connect
 from sync_plugin_dist.descriptors import advice, enough_descriptors
+from sync_plugin_dist.line import Line
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.parts import cut
 from sync_plugin_dist.protocol import Farewell, Transfer
@@ -46,7 +45,6 @@ class DistReceiver(ReceiverTransport):
     def __init__(self, context: TransportContext, options: DistOptions) -> None:
         self._timeout = context.timeout
         self._farewell: Farewell | None = context.endpoint.farewell
-        self._messages: deque[Message] = deque()
         self._blocks: list[Block] = []
         self._layout = context.layout
         self._model_nbytes = 0 if context.layout is None else context.layout.nbytes
@@ -57,20 +55,22 @@ class DistReceiver(ReceiverTransport):
         self._asked = 0.0
         # The sender owes a reply: whoever asks once more gets two, and takes one for another.
         self._asking = False
+        # What it owes is the next version, unless it was told that this is enough.
+        self._waiting = self._had_enough = False
+        self._shortage: CapacityError | None = None
         # The slots that the sender was last told are read.
         self._told: list[int] = []
         connection = connect(context)
-        self._channel = Channel(connection)
-        local = self._channel.passes_descriptors
+        self._line = Line(connection, self._put_key)
         # What comes over a wire is in no slot.
         self._slots = MappedSlots()
-        interface = context.endpoint.host if local else connection.getsockname()[0]
+        interface = context.endpoint.host if self._line.local else connection.getsockname()[0]
         self._link = options.link(context, interface)
         try:
-            self._send(hello(context.token, context.worker_id))
+            self._line.send(hello(context.token, context.worker_id))
             self._next(context.timeout)
         except BaseException:
-            self._channel.close()
+            self._line.close()
             raise
 
     def receive(self, timeout: float) -> Payload | None:
@@ -93,35 +93,18 @@ class DistReceiver(ReceiverTransport):
     def acknowledge(self, answer: Answer) -> None:
         """Answer."""
         held = self._told = self._slots.held
-        self._send({"type": "answer", "answer": answer.to_message(), "held": held})
+        self._line.send({"type": "answer", "answer": answer.to_message(), "held": held})
 
     def wake(self) -> None:
         """Take the sender for gone."""
-        self._channel.wake()
+        self._line.channel.wake()
 
     def close(self) -> None:
         """Hang up."""
         self._end_wire()
-        if self._farewell is not None and self._farewell.reason:
-            with suppress(ConnectionError):
-                self._channel.send({"type": "leave", "reason": self._farewell.reason})
-        self._channel.close()
+        self._line.close("" if self._farewell is None else self._farewell.reason)
         self._blocks.clear()
         self._slots.clear()
-
-    def fileno(self) -> int:
-        """The connection to the sender, as a wire's `Control`."""
-        return self._channel.fileno()
-
-    def interrupts(self) -> bool:
-        """Whether the sender gives up the transfer, or is gone."""
-        try:
-            self._channel.read()
-        except ConnectionError:
-            return True
-        while (message := self._channel.pop_message()) is not None:
-            self._sort(message)
-        return any(message.get("type") in ("again", "gone") for message in self._messages)
 
     def _receive(self, timeout: float) -> Payload | None:
         deadline = time.monotonic() + timeout
@@ -129,16 +112,63 @@ class DistReceiver(ReceiverTransport):
         if held != self._told:
             # One may have been dropped for another, and no answer will ever say so.
             self._told = held
-            self._send({"type": "reads", "held": held})
+            self._line.send({"type": "reads", "held": held})
         while True:
-            while self._offered <= self._seen:
-                message = self._hear(max(0.0, deadline - time.monotonic()))
-                if message is None:
+            if not self._asking and not self._await_offer(deadline):
+                return None
+            if self._waiting:
+                if not self._await_reply(deadline):
                     return None
-                self._note(message)
+                if not self._asking:
+                    continue
             payload = self._fetch()
-            if payload is not None or time.monotonic() > deadline:
+            if payload is not None and self._is_old(payload):
+                payload.release()
+            elif payload is not None or time.monotonic() > deadline:
                 return payload
+
+    def _await_offer(self, deadline: float) -> bool:
+        """Whether there is a version to take, or will be shown once there is one."""
+        while self._offered <= self._seen:
+            left = max(0.0, deadline - time.monotonic())
+            message = self._line.hear(0.0 if self._line.local else left)
+            if message is not None:
+                self._note(message)
+            elif self._line.local and left > 0:
+                # To take what is offered then would be one round trip more.
+                self._asking = self._waiting = True
+                self._had_enough = False
+                self._line.send({"type": "wait"})
+                return True
+            else:
+                return False
+        return True
+
+    def _await_reply(self, deadline: float) -> bool:
+        """Whether the sender shows a version, or has none; it is told not to, if it is too late."""
+        arrived = False
+        try:
+            arrived = self._line.arrives(max(0.0, deadline - time.monotonic()))
+        finally:
+            if not arrived and not self._had_enough:
+                self._had_enough = True
+                with suppress(SenderLostError):
+                    self._line.send({"type": "enough"})
+        if not arrived:
+            return False
+        self._waiting = False
+        if self._line.skips("nothing"):
+            self._asking = self._had_enough = False
+        return True
+
+    def _is_old(self, payload: Payload) -> bool:
+        """Whether it was shown when nobody looked any more, and there is a newer one by now."""
+        if not self._had_enough:
+            return False
+        self._had_enough = False
+        while (message := self._line.hear(0.0)) is not None:
+            self._note(message)
+        return self._offered > payload.version
 
     def _fetch(self) -> Payload | None:
         """What was offered; None when that was taken back, or did not come in time."""
@@ -171,24 +201,26 @@ class DistReceiver(ReceiverTransport):
     def _take(self) -> None:
         if not self._asking:
             self._asking = True
-            self._send({"type": "take"})
+            self._line.send({"type": "take"})
 
     def _hear_of_slots(self, message: Message) -> bool:
         try:
-            return self._slots.hear(message, self._channel)
+            return self._slots.hear(message, self._line.channel)
         except CapacityError as error:
-            self._send({"type": "lacks", "index": message["index"]})
-            self.acknowledge(Answer.refusal(self._offered, error))
-            raise
+            # Which version lies there is told next.
+            self._shortage = error
+            self._line.send({"type": "lacks", "index": message["index"]})
+            return True
         except ConnectionError as error:
             raise SenderLostError(f"the sender does not keep to the protocol: {error}") from error
 
     def _look(self, message: Message) -> Payload | None:
         self._asking = False
-        if message["slot"] not in self._slots:
-            # It could not be mapped, and was refused then.
+        if self._shortage is not None:
+            error, self._shortage = self._shortage, None
             self._seen = message["version"]
-            return None
+            self.acknowledge(Answer.refusal(self._seen, error))
+            raise error
         block, release = self._slots.hold(message["slot"])
         return self._unpack(block, message["version"], message["digest"], release)
 
@@ -197,26 +229,24 @@ class DistReceiver(ReceiverTransport):
         number = message["number"]
         if not enough_descriptors(message["size"]):
             error = CapacityError(advice(message["size"]))
-            self._send({"type": "broken", "number": number})
+            self._line.send({"type": "broken", "number": number})
             self.acknowledge(Answer.refusal(self._offered, error))
             raise error
         self._rendezvous = Rendezvous(
-            number, self._send, self._hear_keys, timeout=self._link.timeout
+            number, self._line.send, self._hear_keys, timeout=self._link.timeout
         )
         try:
             self._wire = Wire(self._link, self._rendezvous, message["rank"], message["size"])
         except BrokenWireError:
-            self._send({"type": "broken", "number": number})
+            self._line.send({"type": "broken", "number": number})
 
     def _hear_keys(self, seconds: float) -> None:
-        if any(message.get("type") in ("again", "gone") for message in self._messages):
+        if self._line.begins_again():
             raise BrokenWireError("the sender begins again")
-        self._read_one(seconds)
+        self._line.read_one(seconds)
 
-    def _sort(self, message: Message) -> None:
-        if message.get("type") != "key":
-            self._messages.append(message)
-        elif self._rendezvous is not None and message["number"] == self._rendezvous.number:
+    def _put_key(self, message: Message) -> None:
+        if self._rendezvous is not None and message["number"] == self._rendezvous.number:
             self._rendezvous.put(message)
 
     def _read(self, message: Message) -> Payload | None:
@@ -226,14 +256,14 @@ class DistReceiver(ReceiverTransport):
             return None
         block = self._take_block(transfer.nbytes)
         try:
-            wire.receive(cut(block, transfer.nbytes, transfer.part), version, self)
+            wire.receive(cut(block, transfer.nbytes, transfer.part), version, self._line)
         except BrokenWireError:
             # The block is used no more: a collective that is given up may go on writing to it.
             self._end_wire()
-            self._send({"type": "broken", "number": transfer.number})
+            self._line.send({"type": "broken", "number": transfer.number})
             return None
         self._asking = False
-        self._send({"type": "received", "version": version})
+        self._line.send({"type": "received", "version": version})
         return self._unpack(block, version, transfer.digest, partial(self._blocks.append, block))
 
     def _unpack(
@@ -271,35 +301,10 @@ class DistReceiver(ReceiverTransport):
             self._end_wire()
 
     def _next(self, timeout: float) -> Message:
-        message = self._hear(timeout)
+        message = self._line.hear(timeout)
         if message is None:
             raise SenderLostError(f"the sender did not answer within {self._timeout:g} s")
         return message
-
-    def _hear(self, timeout: float) -> Message | None:
-        deadline = time.monotonic() + timeout
-        while not self._messages:
-            if not self._read_one(max(0.0, deadline - time.monotonic())):
-                return None
-        message = self._messages.popleft()
-        if message.get("type") == "gone":
-            raise SenderLostError(str(message["reason"]))
-        return message
-
-    def _read_one(self, timeout: float) -> bool:
-        try:
-            message = self._channel.receive(timeout)
-        except ConnectionError as error:
-            raise SenderLostError(f"the sender is gone: {error}") from error
-        if message is not None:
-            self._sort(message)
-        return message is not None
-
-    def _send(self, message: Message) -> None:
-        try:
-            self._channel.send(message)
-        except ConnectionError as error:
-            raise SenderLostError(f"the sender is gone: {error}") from error
 
     def _end_wire(self) -> None:
         self._rendezvous = None

@@ -133,7 +133,8 @@ class DistSender(ServingTransport[DistPeer], Office):
         newest = self.publisher.newest(peer.id)
         if newest > max(peer.seen, peer.offered):
             peer.offered = newest
-            self.tell(peer, {"type": "offer", "version": newest})
+            if self.tell(peer, {"type": "offer", "version": newest}) and peer.waits:
+                self._lane(peer).ask(peer)
 
     def handle(self, peer: DistPeer, message: Message) -> None:
         """Act on what a worker says."""
@@ -159,7 +160,9 @@ class DistSender(ServingTransport[DistPeer], Office):
         elif kind == "lacks":
             peer.knows.discard(int(message["index"]))
         elif isinstance(lane, MemoryLane):
-            raise ValueError(f"{kind!r} is no message")
+            if kind not in ("wait", "enough"):
+                raise ValueError(f"{kind!r} is no message")
+            (lane.wait if kind == "wait" else lane.enough)(peer)
         elif kind == "key":
             lane.hear(peer, message)
         elif kind == "broken":

@@ -1,0 +1,120 @@
+"""A receiver's connection to its sender: messages in their order, until the sender is gone."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from sync_core import Channel, Message, SenderLostError
+
+_BEGINS_AGAIN = ("again", "gone")
+
+
+class Line:
+    """Messages to and from a sender; a wire's `Control`.
+
+    Args:
+        connection: a connected socket, owned from now on.
+        put_key: takes the messages by which ends of wires find each other; they overtake others.
+    """
+
+    def __init__(self, connection: socket.socket, put_key: Callable[[Message], None]) -> None:
+        self.channel = Channel(connection)
+        self._put_key = put_key
+        self._messages: deque[Message] = deque()
+
+    @property
+    def local(self) -> bool:
+        """Whether the sender is on this machine, and its memory can be shared."""
+        return self.channel.passes_descriptors
+
+    def fileno(self) -> int:
+        """The descriptor of the connection."""
+        return self.channel.fileno()
+
+    def interrupts(self) -> bool:
+        """Whether the sender gives up the transfer, or is gone."""
+        try:
+            self.channel.read()
+        except ConnectionError:
+            return True
+        while (message := self.channel.pop_message()) is not None:
+            self._sort(message)
+        return self.begins_again()
+
+    def begins_again(self) -> bool:
+        """Whether that was among what was read."""
+        return any(message.get("type") in _BEGINS_AGAIN for message in self._messages)
+
+    def send(self, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            SenderLostError: the sender is gone.
+        """
+        try:
+            self.channel.send(message)
+        except ConnectionError as error:
+            raise SenderLostError(f"the sender is gone: {error}") from error
+
+    def hear(self, timeout: float) -> Message | None:
+        """The next message, or None when none came in time.
+
+        Raises:
+            SenderLostError: the sender is gone, or says that it goes.
+        """
+        if not self.arrives(timeout):
+            return None
+        message = self._messages.popleft()
+        if message.get("type") == "gone":
+            raise SenderLostError(str(message["reason"]))
+        return message
+
+    def arrives(self, timeout: float) -> bool:
+        """Whether there is a message, or comes in time; it stays the next one.
+
+        Raises:
+            SenderLostError: the sender is gone.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._messages:
+            if not self.read_one(max(0.0, deadline - time.monotonic())):
+                return False
+        return True
+
+    def skips(self, kind: str) -> bool:
+        """Whether the next message, which has arrived, is of this kind; it is dropped then."""
+        found = self._messages[0].get("type") == kind
+        if found:
+            self._messages.popleft()
+        return found
+
+    def read_one(self, timeout: float) -> bool:
+        """Whether something came in time; it is kept, or was a key.
+
+        Raises:
+            SenderLostError: the sender is gone.
+        """
+        try:
+            message = self.channel.receive(timeout)
+        except ConnectionError as error:
+            raise SenderLostError(f"the sender is gone: {error}") from error
+        if message is not None:
+            self._sort(message)
+        return message is not None
+
+    def close(self, reason: str = "") -> None:
+        """Hang up; with a reason where it is not by dying."""
+        if reason:
+            with suppress(ConnectionError):
+                self.channel.send({"type": "leave", "reason": reason})
+        self.channel.close()
+
+    def _sort(self, message: Message) -> None:
+        if message.get("type") == "key":
+            self._put_key(message)
+        else:
+            self._messages.append(message)
