@@ -19,6 +19,10 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "dimensions": lambda tensor: tensor.reshape(8),
     "stride": lambda tensor: tensor.t().contiguous().t(),
     "conjugation": torch.Tensor.conj,
+    "layout": torch.Tensor.to_sparse_csr,
+    "sparsity": torch.Tensor.to_sparse,
+    "nesting": lambda tensor: torch.nested.nested_tensor(list(tensor)),
+    "laziness": lambda _: nn.LazyLinear(2).weight,
 }
 
 
@@ -38,12 +42,18 @@ def test_other_values_in_another_place_fit() -> None:
     assert Forms(tensors()).fit([tensor + 1 for tensor in tensors()])
 
 
+@pytest.mark.filterwarnings("ignore:.*(nested|CSR) tensor:UserWarning")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_whatever_else_changes_is_noticed(change: Callable[[Tensor], Tensor]) -> None:
     first, *others = tensors()
     known = Forms([first, *others])
     assert not known.fit([change(first), *others])
     assert known.fit([first, *others])
+
+
+def test_what_lies_otherwise_in_memory_is_noticed() -> None:
+    plain = torch.ones(2, 4)
+    assert not Forms([plain]).fit([plain.to_mkldnn()])
 
 
 def test_a_view_that_negates_is_noticed() -> None:

@@ -6,7 +6,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 try:
     # What torch.compile asks before it runs what it has compiled. It has no public name; see
@@ -15,6 +17,8 @@ try:
 except ImportError:
     TensorGuards = None  # type: ignore[assignment,misc]
 
+_is_nested = operator.attrgetter("is_nested")
+
 
 class Forms:
     """The types, dtypes, devices, shapes and strides of tensors, and whether they negate.
@@ -22,7 +26,7 @@ class Forms:
     Not where they lie. A tensor costs a tenth of a microsecond; in Python, a microsecond and more.
 
     Args:
-        tensors: no one of them twice.
+        tensors: such as can travel, no one of them twice.
 
     Example:
         >>> forms = Forms([torch.zeros(2, 3)])
@@ -33,11 +37,17 @@ class Forms:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._forms = list(map(_form, tensors))
         self._guards = _guards(tensors)
+        self._tensors = tensors
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these have the same forms, one by one."""
         if len(tensors) != len(self._forms):
             return False
+        if not all(map(operator.is_, tensors, self._tensors)):
+            # The guards would end the process: a nested tensor has no strides that they can ask.
+            if any(map(_is_nested, tensors)):
+                return False
+            self._tensors = tensors
         if self._guards is not None and self._guards.check(*tensors):
             return True
         # They also tell whether a gradient is wanted, and in which modes torch is.
@@ -49,6 +59,9 @@ class Forms:
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
+    if tensor.layout != torch.strided or is_lazy(tensor):
+        # It may have no strides, or no shape; nor can it travel.
+        return ()
     signs = tensor.is_conj(), tensor.is_neg()
     return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), signs
 
