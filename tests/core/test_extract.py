@@ -110,6 +110,17 @@ def test_what_a_module_saves_is_not_asked_for_again_while_it_is_the_same() -> No
     assert module.saved == before
 
 
+def test_modules_save_in_any_way_that_torch_lets_them() -> None:
+    class Saving(nn.Linear):
+        def _save_to_state_dict(self, into: Any, *prefix_and_so_on: Any) -> None:
+            super()._save_to_state_dict(into, *prefix_and_so_on)
+            into.move_to_end(f"{prefix_and_so_on[0]}weight")
+            into._metadata[prefix_and_so_on[0][:-1]]["by"] = "me"
+
+    for module in (Saving(2, 2), nn.Sequential(Saving(2, 2))):
+        assert set(named_tensors(module)) == set(module.state_dict())
+
+
 def test_the_state_dict_strategy_honours_the_modules_hooks() -> None:
     module = nn.Linear(2, 2)
 

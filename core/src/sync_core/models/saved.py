@@ -18,11 +18,13 @@ def check_saved(model: nn.Module) -> None:
     Asked are those that save more than `nn.Module` does, and not the model's `state_dict`, whose
     hooks may gather what is spread over processes.
     """
-    for prefix, module in model.named_modules():
+    for name, module in model.named_modules():
         # Ray wraps the methods of the classes of actors, which may be modules.
         if unwrap(type(module)._save_to_state_dict) is not nn.Module._save_to_state_dict:
-            saved: dict[str, Any] = {}
-            module._save_to_state_dict(saved, f"{prefix}." if prefix else "", keep_vars=True)
+            prefix = f"{name}." if name else ""
+            # By position, and into a dict with an order and metadata, as torch calls it.
+            saved = nn.Module().state_dict(prefix=prefix)
+            module._save_to_state_dict(saved, prefix, True)
             check_tensors({k: value for k, value in saved.items() if not is_extra_state(k)})
 
 
