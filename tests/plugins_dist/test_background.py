@@ -134,6 +134,23 @@ def test_closing_wakes_a_thread_that_waits(sender: Sender) -> None:
             waiting.result(5)
 
 
+def test_closing_lets_a_thread_that_commits_answer(sender: Sender) -> None:
+    committing, over = threading.Event(), threading.Event()
+
+    def pass_on(version: int) -> None:
+        committing.set()
+        over.wait(0.3)
+
+    receiver = Receiver(sender.address(0), nn.Linear(8, 8), background=True, on_commit=pass_on)
+    pending = sender.send_async()
+    with ThreadPoolExecutor(1) as threads:
+        committed = threads.submit(receiver.receive, 5.0)
+        assert committing.wait(5)
+        receiver.close()
+        assert committed.result(5) == 1
+    assert pending.wait(5).updated == (0,)
+
+
 def test_it_leaves_no_thread(sender: Sender) -> None:
     before = threading.active_count()
     receiver = Receiver(sender.address(0), nn.Linear(8, 8), background=True)

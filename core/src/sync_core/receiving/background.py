@@ -26,6 +26,7 @@ class Background(ReceiverTransport):
         self._changed = threading.Condition()
         self._staged: Payload | None = None
         self._failure: Exception | None = None
+        self._woken = False
         self._closed = False
         self._thread = threading.Thread(target=self._stage, name="sync-receiver", daemon=True)
         self._thread.start()
@@ -33,7 +34,7 @@ class Background(ReceiverTransport):
     def receive(self, timeout: float) -> Payload | None:
         """The version that is staged, or the next one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._staged or self._failure or self._closed, timeout)
+            self._changed.wait_for(lambda: self._staged or self._failure or self._woken, timeout)
             payload, self._staged = self._staged, None
             if payload is not None:
                 return payload
@@ -48,14 +49,16 @@ class Background(ReceiverTransport):
         self._transport.acknowledge(answer)
 
     def wake(self) -> None:
-        """Let the thread end."""
+        """Let whoever waits come back; one who commits what was staged is still to answer."""
         with self._changed:
-            self._closed = True
+            self._woken = True
             self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread, which closes what receives as soon as that has come back."""
-        self.wake()
+        with self._changed:
+            self._woken = self._closed = True
+            self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(_PATIENCE)
 
