@@ -6,7 +6,9 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -140,6 +142,19 @@ class TestThread(KeepsVersions):
                     removed.receive(0)
                 assert added.receive() == 1
                 assert pending.wait().updated == (0,)
+
+    def test_a_signal_handler_closes_a_receiver_that_waits(self) -> None:
+        with self.sender(make_policy(), 1) as sender:
+            receiver = Receiver(sender.address(0), make_policy())
+            before = signal.signal(signal.SIGALRM, lambda *_: receiver.close())
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+                begin = time.monotonic()
+                with pytest.raises(ClosedError):
+                    receiver.receive(5.0)
+                assert time.monotonic() - begin < 3.0, "receive() waited until its own deadline"
+            finally:
+                signal.signal(signal.SIGALRM, before)
 
     def test_where_there_is_no_memory_for_one_more_version(
         self, monkeypatch: pytest.MonkeyPatch

@@ -109,6 +109,7 @@ class Receiver:
         self._closed = False
         # Held by the thread that receives, since nobody else may close what it waits for.
         self._receiving = threading.RLock()
+        self._waiting = False
         if model is not None:
             self.register_model(model)
         transport = self._stack.create_receiver_transport(
@@ -322,8 +323,10 @@ class Receiver:
         """
         self._closed = True
         alone = self._receiving.acquire(blocking=False)
-        if not alone:
+        # Interrupted by a signal, whose handler closes, this thread may wait itself.
+        if not alone or self._waiting:
             self._transport.wake()
+        if not alone:
             alone = self._receiving.acquire(timeout=_PATIENCE)
         try:
             if self._staged is not None:
@@ -344,7 +347,11 @@ class Receiver:
         try:
             # What a transport allocates may become the memory of parameters, or of later versions.
             with torch.inference_mode(mode=False):
-                return self._transport.receive(max(0.0, deadline - time.monotonic()))
+                self._waiting = True
+                try:
+                    return self._transport.receive(max(0.0, deadline - time.monotonic()))
+                finally:
+                    self._waiting = False
         except SenderLostError as error:
             if self._closed:
                 raise ClosedError(_IS_CLOSED) from error
