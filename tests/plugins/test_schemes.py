@@ -201,6 +201,24 @@ class SharedMemoryCases(KeepsVersions):
     # The board and three slots.
     mapped = 4
 
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+    def test_a_fork_that_closes_a_receiver_in_which_its_parent_waits(self) -> None:
+        with (
+            self.sender(make_policy(2.0), 1) as sender,
+            Receiver(sender.address(0), make_policy()) as receiver,
+            ThreadPoolExecutor(1) as threads,
+        ):
+            waiting = threads.submit(receiver.receive, 10.0)
+            time.sleep(0.1)
+            if not (child := os.fork()):
+                try:
+                    receiver.close()
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+            assert sender.send().updated == (0,)
+            assert waiting.result(10) == 1
+
     def test_no_header_is_read_of_a_layout_that_is_known(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -110,6 +111,7 @@ class Receiver:
         # Held by the thread that receives, since nobody else may close what it waits for.
         self._receiving = threading.RLock()
         self._waiting = False
+        _receivers.add(self)
         if model is not None:
             self.register_model(model)
         transport = self._stack.create_receiver_transport(
@@ -377,3 +379,16 @@ class Receiver:
 def _leave(transport: ReceiverTransport, lease: Lease) -> None:
     lease.end()
     transport.close()
+
+
+# Those of this process.
+_receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
+
+
+def _forget_threads() -> None:
+    """In a process that was forked nobody receives, whoever did in the one that it is a copy of."""
+    for receiver in _receivers:
+        receiver._receiving, receiver._waiting = threading.RLock(), False
+
+
+os.register_at_fork(after_in_child=_forget_threads)
