@@ -216,6 +216,32 @@ def test_an_environment_that_keeps_its_tensordicts(limit: int) -> None:
     assert batch["next", "truncated"].sum() == (0 if limit < 0 else 3)
 
 
+@pytest.mark.parametrize("wrapped", ["bare", "limited", "stacked"])
+@pytest.mark.parametrize(
+    ("method", "give", "message"),
+    [
+        ("reset", lambda td: dict(td.items()), r"Wrong.reset\(\) gave a dict; .*batch_size=\[2\]"),
+        ("reset", lambda td: (td, {}), r"Wrong.reset\(\) gave a tuple; it must return"),
+        ("step", lambda td: td["next"], r"Wrong.step\(\) gave a TensorDict without 'next'; "),
+        ("step", lambda td: (td, 1.0), r"Wrong.step\(\) gave a tuple; .* under 'next'"),
+        ("step", lambda td: None, r"Wrong.step\(\) gave a NoneType; it must return"),
+    ],
+)
+def test_an_environment_that_gives_something_else(
+    method: str, give: Callable[[Any], Any], message: str, wrapped: str
+) -> None:
+    class Wrong(Plain):
+        pass
+
+    def wrong(self: Any, *tensordict: Any) -> Any:
+        return give(getattr(Plain, method)(self, *tensordict))
+
+    setattr(Wrong, method, wrong)
+    env = stack_envs([Wrong(), Wrong()]) if wrapped == "stacked" else Wrong()
+    with pytest.raises(TypeError, match=message):
+        collect(env, Zero(), 4, max_frames_per_traj=2 if wrapped == "limited" else -1)
+
+
 def test_an_environment_with_the_least_members() -> None:
     batch = collect(Plain(), Zero(), 8)
     assert seen(batch, "observation") == [[0, 1, 0, 1], [0, 1, 2, 0]]

@@ -13,7 +13,7 @@ from torch import Tensor
 from sync_core.collector.columns import Copies, Leaves, leaves_of, recorded_of, stack
 from sync_core.collector.policies import TensorDictPolicy
 from sync_core.envs.normal import RESET, Conventions, spread
-from sync_core.envs.protocol import Env, optional
+from sync_core.envs.protocol import Env, following_of, optional, reset_env
 from sync_core.envs.random_actions import random_policy
 
 #: Called before every step; gives the version of the policy that is about to act.
@@ -157,7 +157,7 @@ class TensorDictLoop:
             stepped, root = self._env.step(acted), None
         else:
             stepped, root = self._step_and_reset(acted)
-        outcome = self._copies.of(recorded_of(stepped["next"]))
+        outcome = self._copies.of(recorded_of(following_of(self._env, acted, stepped)))
         frame = self._acted.root, outcome, self._acted.version
         self._acted, self._root, self._stepped = None, root, stepped
         self._frames.append(frame)
@@ -170,7 +170,7 @@ class TensorDictLoop:
 
     def _reset(self) -> TensorDictBase:
         # What a policy sets must not come back where an environment gives its own one every time.
-        return self._env.reset().copy()
+        return reset_env(self._env).copy()
 
     def _root_after(self, stepped: TensorDictBase) -> TensorDictBase:
         following = stepped["next"]
@@ -186,7 +186,7 @@ class TensorDictLoop:
             return self._reset()
         request = self._conventions.reset_request(root, mask)
         self._conventions.clear(root, mask)
-        fresh = leaves_of(self._env.reset(request))
+        fresh = leaves_of(reset_env(self._env, request))
         for key, new in fresh.items():
             if RESET not in (key, key[-1]):
                 old = root.get(key, None)

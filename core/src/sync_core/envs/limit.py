@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from sync_core.envs.arrays import ArrayEnv, Arrays, ArraySpec, ArrayStep, speaks_arrays
 from sync_core.envs.normal import Conventions
-from sync_core.envs.protocol import Env, load_env, save_env
+from sync_core.envs.protocol import Env, following_of, load_env, reset_env, save_env
 
 #: Where the number of steps since the last reset is found.
 STEP_COUNT = "step_count"
@@ -97,18 +97,21 @@ class _LimitedTensorDicts:
     def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
         where = None if tensordict is None else self._conventions.to_reset(tensordict)
         if where is None:
-            root = self._env.reset()
+            root = reset_env(self._env)
             if STEP_COUNT in root.keys():  # noqa: SIM118 (a TensorDict's own `in` is deprecated)
                 raise _taken(self._env)
             self._count = torch.zeros_like(self._count)
         else:
-            root = self._env.reset(tensordict)
+            root = reset_env(self._env, tensordict)
             self._count = torch.where(where.unsqueeze(-1), 0, self._count)
         # What is set here and below would come back from an environment that keeps its own.
         return root.copy().set(STEP_COUNT, self._count)
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
-        stepped = self._env.step(tensordict).copy()
+        stepped = self._env.step(tensordict)
+        # Before the copy, which what is no TensorDict cannot be asked for.
+        following_of(self._env, tensordict, stepped)
+        stepped = stepped.copy()
         self._count = self._count + 1
         following = stepped["next"]
         over = self._count.squeeze(-1) >= self._max_frames

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
 
 #: The flags that say whether an episode goes on. Each has a trailing dimension of size 1.
 FLAGS = ("done", "terminated", "truncated")
@@ -54,6 +54,54 @@ class Env(Protocol):
             reward and the flags, also at the end of an episode. What a policy has set there for
             its own next step stays.
         """
+
+
+def reset_env(env: Env, request: TensorDictBase | None = None) -> TensorDictBase:
+    """Begin an episode; what is seen first.
+
+    Args:
+        env: the environment.
+        request: says where to reset; None for everywhere.
+
+    Raises:
+        TypeError: what the environment gave is no TensorDict.
+    """
+    root = env.reset() if request is None else env.reset(request)
+    if not is_tensor_collection(root):
+        raise TypeError(
+            f"{type(env).__name__}.reset() gave a {type(root).__name__}; it must return a "
+            "TensorDict of the first observations: "
+            f"TensorDict({{'observation': …}}, batch_size={list(env.batch_size)})"
+        )
+    return root
+
+
+def following_of(env: Env, given: TensorDictBase, stepped: Any) -> TensorDictBase:
+    """What came of a step.
+
+    Args:
+        env: the environment.
+        given: what its step was given.
+        stepped: what its step gave.
+
+    Raises:
+        TypeError: that is no TensorDict with the outcome in it.
+    """
+    cause = None
+    # Asked first, since it is so in every step of most environments, and costs nothing.
+    if stepped is given or is_tensor_collection(stepped):
+        try:
+            following: TensorDictBase = stepped["next"]
+        except KeyError as error:
+            cause = error
+        else:
+            return following
+    lacking = "" if cause is None else " without 'next'"
+    raise TypeError(
+        f"{type(env).__name__}.step() gave a {type(stepped).__name__}{lacking}; it must return "
+        "the TensorDict that it was given, with the outcome (observation, reward, done) under "
+        "'next': tensordict.set('next', outcome)"
+    ) from cause
 
 
 def seed_env(env: Env, seed: int, static_seed: bool = False) -> int:

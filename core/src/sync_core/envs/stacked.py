@@ -14,8 +14,10 @@ from sync_core.envs.normal import Conventions
 from sync_core.envs.protocol import (
     Env,
     close_env,
+    following_of,
     load_env,
     optional,
+    reset_env,
     save_env,
     seed_env,
 )
@@ -135,11 +137,11 @@ class _TensorDictStack(_Members):
     def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
         where = None if tensordict is None else self._conventions.to_reset(tensordict)
         if tensordict is None or where is None:
-            return self._stack([env.reset() for env in self._envs])
+            return self._stack([reset_env(env) for env in self._envs])
         which = where.flatten(1).any(1).tolist() if where.ndim > 1 else where.tolist()
         parts = tensordict.unbind(0)
         roots = {
-            i: env.reset(parts[i]) if self.batch_size[1:] else env.reset()
+            i: reset_env(env, parts[i]) if self.batch_size[1:] else reset_env(env)
             for i, env in enumerate(self._envs)
             if which[i]
         }
@@ -148,7 +150,8 @@ class _TensorDictStack(_Members):
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
         pairs = zip(self._envs, tensordict.unbind(0), strict=True)
-        return tensordict.set("next", self._stack([env.step(part)["next"] for env, part in pairs]))
+        followings = [following_of(env, part, env.step(part)) for env, part in pairs]
+        return tensordict.set("next", self._stack(followings))
 
     def rand_action(self, tensordict: TensorDictBase, /) -> TensorDictBase:
         key = self._conventions.action_key
