@@ -327,13 +327,14 @@ def test_a_vector_environment_that_cannot_reset_a_part() -> None:
     assert collect(as_env(each), None, 200)["next", "done"].sum() > 2
 
 
-def test_a_vector_environment_without_rewards() -> None:
+@pytest.mark.parametrize("reward", [None, 1.0, [1.0], np.ones((3, 1)), [1.0, [2.0], 3.0]])
+def test_a_vector_environment_without_a_reward_for_each(reward: Any) -> None:
     class Unpaid(SyncVectorEnv):
         def step(self, actions: Any) -> Any:
             observation, _, *rest = super().step(actions)
-            return observation, None, *rest
+            return observation, reward, *rest
 
-    with pytest.raises(TypeError, match="Unpaid gave the reward None; let its step"):
+    with pytest.raises(TypeError, match=r"Unpaid gave the reward .+ return 3 numbers, one for"):
         collect(as_env(Unpaid(three())), Left(), 6)
 
 

@@ -178,14 +178,20 @@ def test_rewards_with_a_dimension_of_their_own(num_envs: int | None) -> None:
 
 
 @pytest.mark.parametrize("num_envs", [None, 2])
-def test_a_reward_that_is_none(num_envs: int | None) -> None:
+@pytest.mark.parametrize(
+    "reward",
+    [None, [1.0], (1.0, 2.0), np.ones(2), torch.ones(2), "much"],
+    ids=["none", "list", "tuple", "array", "tensor", "string"],
+)
+def test_a_reward_that_is_no_number(reward: Any, num_envs: int | None) -> None:
     class Unfinished(Line):
         def step(self, action: Any) -> Any:
             observation, _, *flags = super().step(action)
-            return observation, None, *flags
+            return observation, reward, *flags
 
     env = GymEnv(lambda: gymnasium.wrappers.TimeLimit(Unfinished(), 5), num_envs=num_envs)
-    with pytest.raises(TypeError, match="Unfinished gave the reward None; let its step"):
+    message = r"Unfinished gave the reward .+; let its step\(\) return a number"
+    with pytest.raises(TypeError, match=message):
         Rollout(env, None, 0, RolloutOptions(frames_per_batch=2)).collect()
 
 

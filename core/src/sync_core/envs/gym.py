@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -158,18 +159,20 @@ class GymEnv(ArrayEnv):
             rows[key][i] = value
 
 
-def check_reward(reward: Any, env: Any) -> None:
-    """Raise `TypeError` where there is none, of which numpy would make a number: NaN."""
-    if reward is None:
-        raise TypeError(
-            f"{type(env.unwrapped).__name__} gave the reward None; let its step() return a number"
-        )
+def wrong_reward(reward: Any, env: Any, wanted: str) -> TypeError:
+    """The error about a reward that is none."""
+    given = " ".join(reprlib.repr(reward).split())
+    return TypeError(
+        f"{type(env.unwrapped).__name__} gave the reward {given}; let its step() return {wanted}"
+    )
 
 
-def _scalar(reward: Any, env: Any) -> Any:
+def _scalar(reward: Any, env: Any) -> float:
     """A reward without the dimension of size 1 that some environments give it."""
-    check_reward(reward, env)
-    return reward.reshape(()) if isinstance(reward, np.ndarray) else reward
+    try:
+        return float(reward.reshape(()) if isinstance(reward, np.ndarray) else reward)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise wrong_reward(reward, env, "a number") from error
 
 
 def next_seed(seed: int) -> int:

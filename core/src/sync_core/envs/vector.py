@@ -16,7 +16,7 @@ from gymnasium.vector import (
 from gymnasium.wrappers.vector import NormalizeObservation
 
 from sync_core.envs.arrays import ArrayEnv, Arrays, ArrayStep
-from sync_core.envs.gym import check_reward, next_seed
+from sync_core.envs.gym import next_seed, wrong_reward
 from sync_core.envs.spaces import ObservationCodec, codec
 
 
@@ -91,7 +91,7 @@ class VectorGymEnv(ArrayEnv):
         """Act in all of them."""
         made = self._env.step(self._action.decode_batch(action))
         observation, reward, terminated, truncated, infos = made
-        check_reward(reward, self._env)
+        self._check_reward(reward)
         outcome: Arrays = self._codec.encode_batch(observation)
         self._is_fresh[:] = False
         if self._mode is AutoresetMode.SAME_STEP:
@@ -122,6 +122,17 @@ class VectorGymEnv(ArrayEnv):
         """Close the vector environment."""
         self.is_closed = True
         self._env.close()
+
+    def _check_reward(self, reward: Any) -> None:
+        """Raise `TypeError` unless there is one for each; numpy gives a single one to all."""
+        cause = None
+        try:
+            if np.shape(reward) == self.batch_size:
+                return
+        except ValueError as error:
+            cause = error
+        wanted = f"{self._env.num_envs} numbers, one for each environment"
+        raise wrong_reward(reward, self._env, wanted) from cause
 
     def _with_last(self, outcome: Arrays, infos: Any) -> Arrays:
         """What was observed, with what episodes ended with where they did."""
