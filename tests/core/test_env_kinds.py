@@ -194,6 +194,25 @@ def test_actions_in_bfloat16() -> None:
     assert step["next", "observation"].shape == (3,)
 
 
+@pytest.mark.parametrize("shape", [(), (3, 2)])
+@pytest.mark.parametrize("kind", ["stacked", "several", "vector"])
+def test_an_action_for_other_than_each_environment(kind: str, shape: tuple[int, ...]) -> None:
+    made: Any = {
+        "stacked": lambda: stack_envs([GymEnv(Count), GymEnv(Count)]),
+        "several": lambda: GymEnv(Count, num_envs=2),
+        "vector": lambda: as_env(SyncVectorEnv(three()[:2])),
+    }
+    actions = iter([torch.ones(shape), *[torch.tensor([[1, 0], [0, 1]])] * 2])
+
+    def act(observation: Tensor) -> Tensor:
+        return next(actions)
+
+    rollout = Rollout(made[kind](), act, 0, RolloutOptions(frames_per_batch=4))
+    with pytest.raises(TypeError, match=r"must have the shape \(2, …\), .* not \(.*\); let the"):
+        rollout.collect()
+    assert rollout.collect()["next", "reward"].flatten().tolist() == [0, 0, 1, 1]
+
+
 def test_an_environment_that_replaces_what_a_policy_carries() -> None:
     def act(td: TensorDictBase) -> TensorDictBase:
         td["next"] = TensorDict({"memory": torch.ones(2, 1), "reward": torch.ones(2, 1)}, [2])

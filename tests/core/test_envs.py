@@ -151,6 +151,13 @@ def test_a_continuous_action_has_the_shape_of_its_space() -> None:
         env.step(env.reset().set("action", torch.zeros(2)))
 
 
+@pytest.mark.parametrize("shape", [(), (6,), (1, 5)])
+def test_one_hot_vectors_side_by_side_have_the_shape_of_their_space(shape: Any) -> None:
+    several = codec(spaces.MultiDiscrete([2, 3]), categorical=False)
+    with pytest.raises(TypeError, match=r"must have the shape \(5,\), not"):
+        several.decode(np.zeros(shape))
+
+
 @pytest.mark.parametrize("name", ["reward", "action", "done", "collector"])
 def test_an_observation_with_the_name_of_something_else(name: str) -> None:
     space = gymnasium.spaces.Dict({"x": gymnasium.spaces.Discrete(2)})

@@ -111,13 +111,27 @@ class ArrayLoop:
         if rows.action is None:
             self._reset_ended(rows)
             rows.versions[t] = between_steps()
-            rows.action = as_array(rows.chooser.choose(t))
+            action = as_array(rows.chooser.choose(t))
+            # Once in a batch, whose actions have one shape.
+            if t == 0:
+                self._check_action(action)
+            rows.action = action
         made = self._env.step_arrays(rows.action)
         observation, rows.reward[t], rows.terminated[t], rows.truncated[t] = made
         _put(rows.following, t, observation)
         _put(rows.seen, t + 1, observation)
         self._ended = rows.terminated[t] | rows.truncated[t]
         rows.action, rows.made = None, t + 1
+
+    def _check_action(self, action: np.ndarray[Any, Any]) -> None:
+        """Raise `TypeError` unless there is one for each environment of the batch."""
+        if action.shape[: len(self._batch)] != self._batch:
+            wanted = ", ".join(map(str, self._batch))
+            raise TypeError(
+                f"the action of a batch of environments must have the shape ({wanted}, …), one "
+                f"action for each, not {action.shape}; let the policy keep the leading dimensions "
+                "of what it observes"
+            )
 
     def _reset_ended(self, rows: _Rows) -> None:
         t, ended = rows.made, self._ended

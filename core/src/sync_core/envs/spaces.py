@@ -58,8 +58,7 @@ class Same(Codec):
         return values
 
     def decode(self, array: Array) -> Any:
-        if array.shape != self.spec.shape:
-            raise TypeError(f"an action must have the shape {self.spec.shape}, not {array.shape}")
+        _check_shape(array, self.spec)
         # Without a copy, an environment that keeps its action would see the next one in it.
         return array.astype(self.spec.dtype)
 
@@ -125,6 +124,7 @@ class OneHots(Codec):
         return np.concatenate([codec.encode(part) for codec, part in pairs])
 
     def decode(self, array: Array) -> Any:
+        _check_shape(array, self.spec)
         pieces = [array[begin:end] for begin, end in pairwise(self._cuts)]
         pairs = zip(self._codecs, pieces, strict=True)
         return np.array([codec.decode(piece) for codec, piece in pairs], dtype=self._dtype)
@@ -218,6 +218,11 @@ def _leaves(path: tuple[str, ...], space: Any) -> Iterator[tuple[tuple[str, ...]
 
 def _key(path: tuple[str, ...]) -> Key:
     return path[0] if len(path) == 1 else path
+
+
+def _check_shape(array: Array, spec: ArraySpec) -> None:
+    if array.shape != spec.shape:
+        raise TypeError(f"an action must have the shape {spec.shape}, not {array.shape}")
 
 
 def _not_one_hot(values: Any, size: int) -> TypeError:
