@@ -126,6 +126,9 @@ def test_options_of_any_worker_group() -> None:
         (lambda c: c.update_policy_weights_(weights_dict=["policy"]), TypeError, "no mapping"),
         (lambda c: c.update_policy_weights_(weights_dict="policy"), TypeError, "no mapping"),
         (lambda c: c.register_scheme_receiver(None), TypeError, "addresses is None"),
+        (lambda c: c.set_seed("x"), TypeError, "seed is 'x', which is no integer; give one such"),
+        (lambda c: c.set_seed(1.5), TypeError, "seed is 1.5, which is no integer"),
+        (lambda c: c.cascade_execute(3), TypeError, 'path is 3, which is no .* like "env.reset"'),
         (lambda c: c.load_state_dict(None), ValueError, "no state of a collector"),
     ],
 )

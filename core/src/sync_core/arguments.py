@@ -25,10 +25,16 @@ def check_count(value: Any, name: str, *, least: int = 1, never: str = "") -> in
         (4, -1)
     """
     advice = f"give {least} or more" + (f", or -1 for {never}" if never else "")
+    count = check_integer(value, name, advice)
+    if count < least and not (never and count == -1):
+        raise ValueError(f"{name} is {count}; {advice}")
+    return count
+
+
+def check_integer(value: Any, name: str, advice: str) -> int:
+    """The number, of whatever sign; raise `TypeError` with the advice if it is no integer."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is {value!r}, which is no integer; {advice}")
-    if value < least and not (never and value == -1):
-        raise ValueError(f"{name} is {value}; {advice}")
     return int(value)
 
 
@@ -36,6 +42,12 @@ def check_function(value: Any, name: str) -> None:
     """Raise `TypeError` unless this can be called."""
     if not callable(value):
         raise TypeError(f"{name} is {value!r}, which cannot be called; give a function")
+
+
+def check_path(value: Any, name: str) -> None:
+    """Raise `TypeError` unless this is a string, as paths to what a worker has are."""
+    if not isinstance(value, str):
+        raise TypeError(f'{name} is {value!r}, which is no string; write it like "env.reset"')
 
 
 def check_mapping(value: Any, name: str, example: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
+from sync_core.arguments import check_integer
 from sync_core.calls import gather
 from sync_core.collector.background import Background
 from sync_core.collector.crew import Crew
@@ -109,12 +110,10 @@ class Life:
 
         Each worker gets the seed that the one before it returned. What they have made before and
         nobody has taken yet is dropped: no frame that comes is older than the seed. With the same
-        seed and the same weights, each worker makes the same batches.
-
-        Workers with a process of their own seed its whole random state. Others share this
-        process's: seed that yourself (``torch.manual_seed``) for a policy that draws from it.
-        Threads draw from it in an order that no seed settles; such a policy is the same again
-        with one thread, or with ``workers="process"`` or ``"inline"``.
+        seed and the same weights, each worker makes the same batches. Workers with a process of
+        their own seed its whole random state. Others share this process's: seed that yourself
+        (``torch.manual_seed``) for a policy that draws from it. Threads do so in no settled order;
+        it is the same again with one, or with ``workers="process"`` or ``"inline"``.
 
         Args:
             seed: for the first worker.
@@ -126,6 +125,7 @@ class Life:
         Raises:
             WorkerTimeoutError: a worker was not ready in time.
         """
+        seed = check_integer(seed, "seed", "give one such as 0")
         with self._at_rest():
             self._requests.drop_all()
             self._delivery.drop()

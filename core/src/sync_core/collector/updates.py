@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Unpack, overload
 
+from sync_core.arguments import check_path
 from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.given import Given, chosen
@@ -157,6 +158,7 @@ class Updates:
             RemoteCallError: the path leads nowhere in a worker, or what was called raised.
         """
         self._check_open()
+        check_path(path, "path")
         calls = self._crew.call_all(Host.execute, path, args, kwargs)
         return gather(calls, self._timeout, f"execute {path!r}")
 
