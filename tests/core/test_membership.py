@@ -242,6 +242,29 @@ def test_a_subscriber_that_raises_breaks_nothing(caplog: pytest.LogCaptureFixtur
     assert "I do not care for current" in caplog.text
 
 
+@pytest.mark.parametrize("scheme", ["none", "thread"])
+def test_one_that_was_added_is_current_once_it_acts(scheme: str) -> None:
+    model = nn.Linear(2, 1)
+
+    def join(sender: Sender, worker_id: int) -> None:
+        # With the scheme none, a worker has what the sender has without asking for it.
+        with Receiver(sender.address(worker_id), model) as receiver:
+            if sender.version and scheme == "thread":
+                receiver.receive()
+            worker = sender.workers[worker_id]
+            assert (worker.state, worker.version) == ("current", worker.wanted)
+
+    with Sender(scheme, model, num_workers=1) as sender:
+        join(sender, 0)
+        join(sender, sender.add_worker())
+        sender.send_async().abandon()
+        join(sender, 0)
+        join(sender, sender.add_worker())
+        # Those that come later are not meant to have what some have.
+        sender.send_async(worker_ids=0).abandon()
+        join(sender, sender.add_worker())
+
+
 def test_a_subscriber_may_change_the_sender() -> None:
     with Sender("thread", nn.Linear(2, 1), num_workers=1) as sender:
         done = threading.Event()

@@ -12,6 +12,7 @@ from sync_core import (
     Answer,
     ApplyContext,
     Delivery,
+    Notice,
     Payload,
     ReceiverTransport,
     SenderTransport,
@@ -55,6 +56,9 @@ class NoneSender(SenderTransport):
         self._name = secrets.token_hex(8)
         self.newest: dict[int, Payload] = {}
         self._last: Payload | None = None
+        self._worker_ids = set(context.worker_ids)
+        self._version_for_all = 0
+        self._notify = context.notify
         _senders[self._name] = self
 
     def address(self, worker_id: int) -> str:
@@ -66,6 +70,8 @@ class NoneSender(SenderTransport):
         """Count the version as committed."""
         deliveries = {}
         self._last = payload
+        if self._worker_ids == set(worker_ids):
+            self._version_for_all = payload.version
         for worker_id in worker_ids:
             self.newest[worker_id] = payload
             deliveries[worker_id] = Delivery(worker_id, payload.version, nbytes=0)
@@ -75,12 +81,23 @@ class NoneSender(SenderTransport):
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Count what was sent last as this worker's too: it acts with the same object."""
         del worker
+        self._worker_ids.add(worker_id)
         if self._last is not None:
             self.newest[worker_id] = self._last
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker."""
+        self._worker_ids.discard(worker_id)
         self.newest.pop(worker_id, None)
+
+    def joined(self, worker_id: int) -> None:
+        """Tell that a worker is there, and has what it is to have: it acts with the same object."""
+        self._notify(worker_id, Notice("connected"))
+        newest = self.newest.get(worker_id)
+        if newest is not None:
+            # One that was added is to have what went to all, and the last may have gone to some.
+            self._notify(worker_id, Notice("acknowledged", self._version_for_all))
+            self._notify(worker_id, Notice("acknowledged", newest.version))
 
     def close(self) -> None:
         """Let go of the trainer's tensors."""
@@ -95,6 +112,8 @@ class NoneReceiver(ReceiverTransport):
         self._sender = _senders.get(context.endpoint)
         self._worker_id = context.worker_id
         self._seen = 0
+        if self._sender is not None:
+            self._sender.joined(self._worker_id)
 
     def receive(self, timeout: float) -> Payload | None:
         """The newest version, at once or never."""
