@@ -274,6 +274,21 @@ def test_a_scheme_that_moves_nothing_takes_no_other_weights() -> None:
         assert sender.send(other).updated == (0,)
 
 
+def test_a_scheme_that_moves_nothing_has_no_use_for_another_model() -> None:
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    context = {"policy": model}
+    message = r"'weight' is not what .* model has, .*'none' .* moves nothing: .* scheme='thread'"
+    with sync_core.Sender("none", "['policy']", num_workers=1, context=context) as sender:
+        sender.send()
+        for own in (model, model.state_dict(), "['policy']"):
+            assert Receiver(sender.address(0), own, context=context).receive() == 1
+        for wrong in (other, other.state_dict(), "['other']", nn.Bilinear(2, 1, 1)):
+            receiver = Receiver(sender.address(0), wrong, context={"other": other})
+            with pytest.raises(ModelError, match=message):
+                receiver.receive()
+            assert receiver.version == 0
+
+
 @pytest.mark.parametrize("worker_id", [True, -1, 1.5, "1"])
 def test_what_is_no_id_cannot_be_added(worker_id: Any) -> None:
     with Sender("thread", nn.Linear(1, 1), num_workers=1) as sender:

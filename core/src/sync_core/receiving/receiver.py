@@ -25,6 +25,7 @@ from sync_core.errors import (
 from sync_core.models.binding import Binding
 from sync_core.models.compare import check_match
 from sync_core.models.extract import Strategy, named_tensors
+from sync_core.models.own import check_own
 from sync_core.models.several import look_up, refers
 from sync_core.plugins import registry
 from sync_core.plugins.address import Address
@@ -230,6 +231,10 @@ class Receiver:
             update = Update(self._staged.layout, self._staged.source)
             context = self._address.apply_context(self._staged.version)
             model = self._resolve_model()
+            if "same_object" in self._backend.capabilities:
+                check_own(
+                    model, self._address.token, self._address.strategy, self._backend.describe()
+                )
             try:
                 # What a layer makes in inference mode could not be trained.
                 with torch.inference_mode(mode=False):

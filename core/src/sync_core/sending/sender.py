@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self
 from sync_core.arguments import check_function
 from sync_core.errors import ClosedError, PendingSendError
 from sync_core.models.extract import Strategy
+from sync_core.models.own import register_owner
 from sync_core.models.several import either
 from sync_core.plugins.address import Address
 from sync_core.plugins.verify import Verify
@@ -141,6 +142,8 @@ class Sender(Updater):
         self._source = Source(
             context, strategy, partial=partial, moves_nothing=self._outlet.moves_nothing
         )
+        if self._outlet.moves_nothing is not None:
+            register_owner(self._terms.token, self._source)
         self._cadence = Cadence(self._outlet.stack, model_id)
         self._version = 0
         self._starting = threading.Lock()

@@ -70,6 +70,10 @@ class Source:
             self._check_own(update)
         return update
 
+    def own_model(self) -> Any:
+        """The sender's model, or what a reference leads to; None if there is none."""
+        return None if self.model is None else look_up(self.model, self._context)
+
     def _check_own(self, update: Update) -> None:
         """Raise `ModelError` unless the model has these weights, for they reach nobody."""
         own = dict(self._read(self.model).items())

@@ -1,0 +1,50 @@
+"""Which model a sender has, for receivers beside it that are to act with that very one."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+from sync_core.errors import ModelError
+from sync_core.models.conform import holds_same
+from sync_core.models.extract import Strategy, named_tensors
+from sync_core.models.several import same
+
+
+class Owner(Protocol):
+    """What knows a sender's model."""
+
+    def own_model(self) -> Any:
+        """The model as it is now; None if there is none."""
+
+
+_owners: WeakValueDictionary[str, Owner] = WeakValueDictionary()
+
+
+def register_owner(token: str, owner: Owner) -> None:
+    """Let receivers in this process ask for the model of the sender with this token."""
+    _owners[token] = owner
+
+
+def check_own(model: Any, token: str, strategy: Strategy, scheme: str) -> None:
+    """Raise `ModelError` if a receiver's model has other weights than its sender's.
+
+    In another process than the sender's nothing is known of it, and nothing raised.
+
+    Args:
+        model: the receiver's.
+        token: the sender's.
+        strategy: how models are read.
+        scheme: how to name the scheme in the message.
+    """
+    owner = _owners.get(token)
+    own = None if owner is None else owner.own_model()
+    if own is None or same(own, model):
+        return
+    theirs = named_tensors(own, strategy)
+    for name, tensor in named_tensors(model, strategy).items():
+        if name not in theirs or not holds_same(tensor, theirs[name]):
+            raise ModelError(
+                f"{name!r} is not what the sender's model has, and {scheme} moves nothing: it "
+                "works only with that model itself; give it to the receiver, or use scheme='thread'"
+            )
