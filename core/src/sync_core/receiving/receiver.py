@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -36,6 +34,7 @@ from sync_core.plugins.verify import Verification
 from sync_core.receiving.background import Background
 from sync_core.receiving.getter import address_of
 from sync_core.receiving.lease import Lease, vacate
+from sync_core.receiving.turn import Turn
 from sync_core.seconds import check_seconds
 from sync_core.transports.answer import Answer
 from sync_core.transports.clock import clock_id
@@ -44,8 +43,6 @@ from sync_core.weights.payload import Payload
 from sync_core.weights.update import Update
 
 _IS_CLOSED = "the receiver is closed"
-# How long closing waits for another thread that receives, in seconds.
-_PATIENCE = 2.0
 
 
 class Receiver:
@@ -109,10 +106,8 @@ class Receiver:
         self._load_began = self._load_ended = 0.0
         self._lease = Lease()
         self._closed = False
-        # Held by the thread that receives, since nobody else may close what it waits for.
-        self._receiving = threading.RLock()
-        self._waiting = False
-        _receivers.add(self)
+        # Nobody else may close what a thread waits for.
+        self._turn = Turn()
         if model is not None:
             self.register_model(model)
         transport = self._stack.create_receiver_transport(
@@ -186,7 +181,7 @@ class Receiver:
                 it was a layer or ``on_commit`` that raised after they were loaded: see `version`.
                 The sender is told which.
         """
-        with self._receiving:
+        with self._turn:
             if self.stage(timeout) is None:
                 return None
             try:
@@ -204,7 +199,7 @@ class Receiver:
         Returns:
             The version that is staged now, or None when there was no newer one in time.
         """
-        with self._receiving:
+        with self._turn:
             self._check_open()
             seconds = self._timeout if timeout is None else check_seconds(timeout)
             self.reject(SyncError("a newer version was asked for before this one was committed"))
@@ -329,20 +324,11 @@ class Receiver:
         Where another thread waits in `receive`, that raises `ClosedError` at once.
         """
         self._closed = True
-        alone = self._receiving.acquire(blocking=False)
-        # Interrupted by a signal, whose handler closes, this thread may wait itself.
-        if not alone or self._waiting:
-            self._transport.wake()
-        if not alone:
-            alone = self._receiving.acquire(timeout=_PATIENCE)
-        try:
+        with self._turn.last(self._transport.wake):
             if self._staged is not None:
                 self._staged.release()
                 self._staged = None
             self._leave()
-        finally:
-            if alone:
-                self._receiving.release()
 
     def __enter__(self) -> Self:
         return self
@@ -353,12 +339,8 @@ class Receiver:
     def _next(self, deadline: float) -> Payload | None:
         try:
             # What a transport allocates may become the memory of parameters, or of later versions.
-            with torch.inference_mode(mode=False):
-                self._waiting = True
-                try:
-                    return self._transport.receive(max(0.0, deadline - time.monotonic()))
-                finally:
-                    self._waiting = False
+            with torch.inference_mode(mode=False), self._turn.waiting():
+                return self._transport.receive(max(0.0, deadline - time.monotonic()))
         except SenderLostError as error:
             if self._closed:
                 raise ClosedError(_IS_CLOSED) from error
@@ -384,16 +366,3 @@ class Receiver:
 def _leave(transport: ReceiverTransport, lease: Lease) -> None:
     lease.end()
     transport.close()
-
-
-# Those of this process.
-_receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
-
-
-def _forget_threads() -> None:
-    """In a process that was forked nobody receives, whoever did in the one that it is a copy of."""
-    for receiver in _receivers:
-        receiver._receiving, receiver._waiting = threading.RLock(), False
-
-
-os.register_at_fork(after_in_child=_forget_threads)

@@ -1,0 +1,74 @@
+"""One thread at a time is in a receiver, and whoever closes that ends the wait of another."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+# How long closing waits for a thread that loads what it has received, in seconds.
+_PATIENCE = 2.0
+
+
+class Turn:
+    """For ``with``: what one thread does at a time, and may do again inside that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waiting = False
+        _turns.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For ``with``, inside a turn: wait for what may never come."""
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
+
+    @contextmanager
+    def last(self, wake: Callable[[], None]) -> Iterator[None]:
+        """For ``with``: what comes after every turn.
+
+        Args:
+            wake: ends the wait of whoever has its turn.
+        """
+        alone = self._lock.acquire(blocking=False)
+        # Interrupted by a signal, whose handler closes, this thread may wait itself.
+        if not alone or self._waiting:
+            wake()
+        if not alone:
+            alone = self._lock.acquire(timeout=_PATIENCE)
+        try:
+            yield
+        finally:
+            if alone:
+                self._lock.release()
+
+
+# Those of this process.
+_turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+
+
+def _forget_threads() -> None:
+    """In a process that was forked nobody receives, whoever did in the one that it is a copy of."""
+    for turn in _turns:
+        turn._lock, turn._waiting = threading.RLock(), False
+
+
+os.register_at_fork(after_in_child=_forget_threads)
