@@ -247,6 +247,17 @@ def test_a_tie_that_is_undone_is_noticed() -> None:
     assert not binding.layout.aliases
 
 
+def test_a_tie_that_was_made_since_is_noticed() -> None:
+    target = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("a", "b")})
+    binding = Binding(target)
+    weights = Update.of({"a": torch.ones(2), "b": torch.full((2,), 2.0)})
+    binding.write(weights)
+    target["b"].data = target["a"].data
+    with pytest.raises(LayoutMismatchError, match="one tensor in the model and two in the weights"):
+        binding.write(weights)
+    assert (target["a"] == 1).all()
+
+
 def test_a_tied_tensor_that_was_transposed_is_tied_no_more() -> None:
     shared = nn.Parameter(torch.arange(4.0).view(2, 2))
     source = nn.ParameterDict({"a": shared, "b": nn.Parameter(shared.detach())})

@@ -71,10 +71,7 @@ class Binding:
         if named is not self._named:
             self._modules = modules_in(self.model)
         if not self._fits_layout(named):
-            self._layout = Layout.of(named)
-            self._forms = Forms(_travelling(self._layout, named))
-            self._places = Places(())
-            self._extra_state = any(map(is_extra_state, named))
+            self._lay_out(named)
         self._named = named
         return self._layout
 
@@ -138,7 +135,7 @@ class Binding:
         if zero_copy and not self._loads_state_dicts():
             self._prepare_pointing(theirs)
         else:
-            self._check_places()
+            self._check_places(theirs, partial=partial)
         if self._extra_state:
             with commit.extra_state_set(self._modules, dict(update.items())):
                 self._write_tensors(update, zero_copy=zero_copy, version=version)
@@ -159,8 +156,14 @@ class Binding:
             place_of(named[name]) == place_of(named[owner]) for name, owner in self._layout.aliases
         )
 
-    def _check_places(self) -> None:
-        """Raise `ModelError` unless every tensor can be written where it lies."""
+    def _lay_out(self, named: dict[str, Tensor]) -> None:
+        self._layout = Layout.of(named)
+        self._forms = Forms(_travelling(self._layout, named))
+        self._places = Places(())
+        self._extra_state = any(map(is_extra_state, named))
+
+    def _check_places(self, layout: Layout, *, partial: bool) -> None:
+        """Raise unless every tensor of an update of this layout can be written where it belongs."""
         named = self._named
         if self._loads_state_dicts():
             # What the state_dict shows is not always what is written.
@@ -168,6 +171,9 @@ class Binding:
         if self._extra_state:
             named = {name: tensor for name, tensor in named.items() if not is_extra_state(name)}
         if not self._places.hold(named.values()):
+            # Tensors that lie elsewhere now may have been tied.
+            self._lay_out(self._named)
+            check_match(layout, self._layout, partial=partial)
             _check_memory(self._named)
             self._check_writable(named)
             self._places = Places(named.values())
