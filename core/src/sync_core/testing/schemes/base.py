@@ -40,8 +40,7 @@ class SchemeCases(Conformance):
     @pytest.fixture(autouse=True)
     def moves_weights(self) -> None:
         """A scheme without weights on the way has nothing that could arrive."""
-        if self.can("same_object"):
-            pytest.skip("workers act with the trainer's own object, so nothing travels")
+        self.need_travelling()
 
     @pytest.fixture(scope="module")
     @classmethod
@@ -117,6 +116,12 @@ class SchemeCases(Conformance):
     def can(cls, capability: str) -> bool:
         """Whether the scheme declares a capability."""
         return capability in registry.find(registry.SCHEMES, cls.scheme).capabilities
+
+    @classmethod
+    def need_travelling(cls) -> None:
+        """Skip the case where the scheme moves nothing."""
+        if cls.can("same_object"):
+            pytest.skip("workers act with the trainer's own object, so nothing travels")
 
     @classmethod
     def need(cls, capability: str) -> None:

@@ -41,6 +41,7 @@ class ValueCases(SchemeCases):
     @classmethod
     def arrived(cls, request: pytest.FixtureRequest, pool: Pool) -> Iterator[list[Any]]:
         """What was sent in two versions, and what each became; one model for all kinds."""
+        cls.need_travelling()
         if request.param:
             cls.need("zero_copy")
         pool.make_ready()
