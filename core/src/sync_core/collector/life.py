@@ -112,8 +112,8 @@ class Life:
         nobody has taken yet is dropped: no frame that comes is older than the seed. With the same
         seed and the same weights, each worker makes the same batches. Workers with a process of
         their own seed its whole random state. Others share this process's: seed that yourself
-        (``torch.manual_seed``) for a policy that draws from it. Threads do so in no settled order;
-        it is the same again with one, or with ``workers="process"`` or ``"inline"``.
+        (``torch.manual_seed``) for a policy that draws from it. Several threads draw in no settled
+        order; one does not, nor do workers that are ``"process"`` or ``"inline"``.
 
         Args:
             seed: for the first worker.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
+
+from torch import Tensor
 
 from sync_core.errors import ModelError
 from sync_core.models.conform import holds_same
@@ -41,10 +44,16 @@ def check_own(model: Any, token: str, strategy: Strategy, scheme: str) -> None:
     own = None if owner is None else owner.own_model()
     if own is None or same(own, model):
         return
-    theirs = named_tensors(own, strategy)
-    for name, tensor in named_tensors(model, strategy).items():
-        if name not in theirs or not holds_same(tensor, theirs[name]):
-            raise ModelError(
-                f"{name!r} is not what the sender's model has, and {scheme} moves nothing: it "
-                "works only with that model itself; give it to the receiver, or use scheme='thread'"
-            )
+    check_same(
+        named_tensors(model, strategy).items(),
+        named_tensors(own, strategy),
+        f"{scheme} moves nothing: it works only with that model itself; give it to the receiver, "
+        "or use scheme='thread'",
+    )
+
+
+def check_same(given: Iterable[tuple[str, Tensor]], own: Mapping[str, Tensor], advice: str) -> None:
+    """Raise `ModelError`, with the advice, unless these are what the sender's model has."""
+    for name, tensor in given:
+        if name not in own or not holds_same(tensor, own[name]):
+            raise ModelError(f"{name!r} is not what the sender's model has, and {advice}")

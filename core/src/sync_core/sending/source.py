@@ -9,8 +9,9 @@ from torch import nn
 
 from sync_core.errors import ModelError
 from sync_core.models.binding import Binding
-from sync_core.models.conform import conform, holds_same
+from sync_core.models.conform import conform
 from sync_core.models.extract import Strategy, named_tensors
+from sync_core.models.own import check_same
 from sync_core.models.several import look_up, refers, same
 from sync_core.weights.layout import Layout
 from sync_core.weights.update import Update
@@ -67,23 +68,18 @@ class Source:
                 update = conform(dict(update.items()), self.layout, partial=self._partial)
         by_hand = weights is not None and weights is not self.model
         if by_hand and self._moves_nothing is not None and self.model is not None:
-            self._check_own(update)
+            check_same(
+                update.items(),
+                dict(self._read(self.model).items()),
+                f"{self._moves_nothing} moves nothing: workers act with that model itself; load "
+                "the weights into it (model.load_state_dict(…)) and send nothing else, or use "
+                "scheme='thread'",
+            )
         return update
 
     def own_model(self) -> Any:
         """The sender's model, or what a reference leads to; None if there is none."""
         return None if self.model is None else look_up(self.model, self._context)
-
-    def _check_own(self, update: Update) -> None:
-        """Raise `ModelError` unless the model has these weights, for they reach nobody."""
-        own = dict(self._read(self.model).items())
-        for name, tensor in update.items():
-            if name not in own or not holds_same(tensor, own[name]):
-                raise ModelError(
-                    f"{name!r} is not what the sender's model has, and {self._moves_nothing} moves "
-                    "nothing: workers act with that model itself; load the weights into it "
-                    "(model.load_state_dict(…)) and send nothing else, or use scheme='thread'"
-                )
 
     def _read(self, weights: Any) -> Update:
         own = weights is self.model
