@@ -38,8 +38,8 @@ def main() -> None:
         "frames_per_batch": arguments.frames,
         "rounds": arguments.rounds,
     }
-    print("| environment | mode | ours | TorchRL | ratio | sync ms | bare ms |")
-    print("|---|---|--:|--:|--:|--:|--:|")
+    print("| environment | mode | ours | TorchRL | ratio | sync ms | refresh ms | bare ms |")
+    print("|---|---|--:|--:|--:|--:|--:|--:|")
     for env in arguments.envs:
         for mode in arguments.modes:
             _compare(env, mode, arguments.turns, arguments.threads, options)
@@ -49,17 +49,19 @@ def _compare(env: str, mode: str, turns: int, threads: int, options: dict[str, A
     ours: list[float] = []
     theirs: list[float] = []
     sync: list[float] = []
+    refresh: list[float] = []
     bare: list[float] = []
     for _ in range(turns):
         theirs += torchrl_collect.measure(env, mode, **options)
         measured = measure_collector(env, mode, threads=threads, **options)
         ours += measured.frames_per_second
         sync += measured.sync_seconds
+        refresh += measured.refresh_seconds
         bare += measured.bare_seconds
     print(
         f"| {env} | {mode} | {median(ours):.0f} | {median(theirs):.0f} "
         f"| {median(ours) / median(theirs):.1f} | {1e3 * median(sync):.2f} "
-        f"| {1e3 * median(bare):.2f} |",
+        f"| {1e3 * median(refresh):.2f} | {1e3 * median(bare):.2f} |",
         flush=True,
     )
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import threading
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sync_core import SendError, SendReport, WorkerError, WorkerLostError, WorkerResult
+from sync_core import (
+    ApplyContext,
+    SendError,
+    SendReport,
+    WorkerError,
+    WorkerLostError,
+    WorkerResult,
+    hookimpl,
+)
 from sync_core.collector import Collector
 from sync_core.collector.freshness import Freshness
 from sync_core.envs import CountingEnv
@@ -41,6 +53,10 @@ def collector(policy: Any = None, **options: Any) -> Collector:
 
 def acted(batch: Any) -> list[float]:
     return sorted(batch["action"].unique().tolist())
+
+
+def owner(batch: Any) -> int:
+    return int(batch["collector", "traj_ids"][0]) >> 32
 
 
 @pytest.mark.parametrize("workers", ["inline", "thread"])
@@ -82,7 +98,10 @@ class Refused:
         self.on_update: list[Any] = []
         self._workers = {0: WorkerResult(version=None, seconds=0.0, nbytes=0, error=error)}
 
-    def update(self, *_: Any, **__: Any) -> None:
+    def refresh(self, worker_ids: Any) -> Any:
+        return SimpleNamespace(worker_ids=worker_ids, version=1)
+
+    def settle(self, _: Any) -> None:
         raise SendError(SendReport(version=1, seconds=0.0, workers=self._workers))
 
 
@@ -92,13 +111,16 @@ class Refused:
 def test_who_died_and_was_replaced_since_is_no_failure(error: WorkerError, raises: bool) -> None:
     crew: Any = SimpleNamespace(ids=(0,), alive=lambda worker_id: True)
     released: list[int] = []
-    requests: Any = SimpleNamespace(hold=lambda worker_id: None, release=released.append)
+    requests: Any = SimpleNamespace(
+        hold=lambda _: None, require=lambda *_: None, release=released.append, on_stale=[]
+    )
     weights: Any = Refused(error)
     freshness = Freshness(1, crew, requests, weights)
     freshness.delivered(0)
-    with pytest.raises(SendError) if raises else nullcontext():
-        freshness.refresh()
+    freshness.refresh()
     assert released == [0]
+    with pytest.raises(SendError) if raises else nullcontext():
+        freshness.settle()
 
 
 @pytest.mark.parametrize("interval", [1, 3])
@@ -110,7 +132,7 @@ def test_only_the_worker_that_delivered_is_refreshed(interval: int) -> None:
         made._weights.on_update.append(lambda ids: sent.append(tuple(ids)))
         for step in itertools.count(1):
             batch = next(made)
-            worker_id = int(batch["collector", "traj_ids"][0]) >> 32
+            worker_id = owner(batch)
             assert len(acted(batch)) == 1
             made_by[worker_id] += acted(batch)
             policy.set(float(step))
@@ -121,6 +143,124 @@ def test_only_the_worker_that_delivered_is_refreshed(interval: int) -> None:
         # Never more batches with the same weights than were allowed.
         assert all(len(list(same)) <= interval for _, same in itertools.groupby(weights))
         assert weights == sorted(weights)
+
+
+class Gate:
+    """Lets the first commit of a refresh wait."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self) -> Any:
+        self.reached.set()
+        assert self.open.wait(30)
+        return (yield)
+
+
+def test_nobody_waits_for_a_worker_that_is_refreshed() -> None:
+    policy, gate = Scale(), Gate()
+    with collector(policy, update_after_each_batch=True, layers=[gate]) as made:
+        first = owner(next(made))
+        policy.set(1.0)
+        assert owner(next(made)) != first
+        assert gate.reached.wait(30)
+        policy.set(2.0)
+        gate.open.set()
+        while owner(batch := next(made)) != first:
+            continue
+        assert (acted(batch), batch["policy_version"].unique().tolist()) == ([1.0], [1])
+
+
+class Refuses:
+    """Lets worker 0 refuse the policy's weights, once."""
+
+    def __init__(self, commits: int) -> None:
+        self.left = commits
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self, context: ApplyContext) -> Any:
+        if (context.worker_id, context.model_id) == (0, "policy"):
+            self.left -= 1
+            if self.left == 0:
+                raise ValueError("not these")
+        return (yield)
+
+
+def one_model(scheme: str, layer: Any) -> dict[str, Any]:
+    return {"scheme": scheme, "layers": [layer]}
+
+
+def two_models(scheme: str, layer: Any) -> dict[str, Any]:
+    schemes = {"policy": {"scheme": scheme, "layers": [layer]}, "critic": scheme}
+    return {"scheme": None, "weight_sync_schemes": schemes, "models": {"critic": Scale()}}
+
+
+@pytest.mark.parametrize(
+    ("workers", "scheme"), [("inline", "thread"), ("thread", "thread"), ("process", "shm")]
+)
+@pytest.mark.parametrize("kind", [{"sync": True}, {"num_workers": 1}, {}])
+@pytest.mark.parametrize("models", [one_model, two_models])
+def test_weights_that_a_worker_refuses(workers: str, scheme: str, kind: Any, models: Any) -> None:
+    policy, refusals = Scale(), list[SendError]()
+    options = {"workers": workers, **kind, **models(scheme, Refuses(3))}
+    seen: dict[int, list[float]] = {}
+    with collector(policy, **options, update_after_each_batch=True) as made:
+        while len(seen.get(0, ())) < 24:
+            try:
+                batch = next(made)
+                for part in batch.unbind(0) if batch.ndim == 2 else [batch]:
+                    seen.setdefault(owner(part), []).extend(part["observation"].flatten().tolist())
+                    assert acted(part) == part["policy_version"].unique().tolist()
+            except SendError as error:
+                refusals.append(error)
+            policy.set(made.stats().version + 1.0)
+    (refusal,) = refusals
+    assert "not these" in str(refusal)
+    assert [*refusal.report.failed] == [0]
+    for observations in seen.values():
+        assert observations == list(range(len(observations)))
+
+
+def test_random_frames_that_were_not_made_do_not_count() -> None:
+    policy = Scale()
+    options: dict[str, Any] = {"init_random_frames": 8, "num_workers": 1, "layers": [Refuses(1)]}
+    with collector(policy, **options, update_after_each_batch=True) as made:
+        assert acted(next(made)) != [0.0]
+        with pytest.raises(SendError, match="not these"):
+            next(made)
+        assert acted(next(made)) != [0.0]
+        assert acted(next(made)) == [0.0]
+
+
+def test_who_dies_while_it_is_refreshed_is_replaced(tmp_path: Path) -> None:
+    policy = Scale()
+    # By seat: nobody acts with older weights, and whoever takes a place not with the first.
+    least = {0: 0, 1: 0, 2: 1}
+    options: dict[str, Any] = {"workers": "process", "scheme": "shm", "layers": [Dies(tmp_path)]}
+    options |= {"on_worker_failure": "restart", "update_after_each_batch": True}
+    with collector(policy, **options) as made:
+        for step in range(1, 9):
+            batch = next(made)
+            assert acted(batch)[0] >= least[owner(batch)]
+            least[owner(batch)] = step
+            policy.set(float(step))
+    assert (tmp_path / "died").exists()
+
+
+class Dies:
+    """Ends the process in its second commit, unless another one did."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.commits = path / "died", 0
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self) -> Any:
+        self.commits += 1
+        if self.commits == 2 and not self.path.exists():
+            self.path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (yield)
 
 
 def test_several_models_are_refreshed_too() -> None:

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -236,9 +236,10 @@ def test_seats_are_never_used_again(group: str) -> None:
         workers.remove(0)
         assert workers.ids == (1, 2)
         assert joined == [1, 2]
+        calls: dict[int, Future[Any]] = workers.call_all(Host.collect, Order())
         seats = {
             i: call.result(30)["collector", "traj_ids"][0].item() // PER_WORKER
-            for i, call in workers.call_all(Host.collect, Order()).items()
+            for i, call in calls.items()
         }
         assert seats == {1: 2, 2: 3}
     finally:
@@ -261,7 +262,8 @@ def test_a_worker_that_took_a_place_and_could_not_join_does_not_work(group: str)
         workers.on_join.clear()
         workers.restart(1)
         assert workers.alive(1)
-        assert values(workers.call(1, Host.collect, Order()).result(30), "observation") == [0, 1]
+        call: Future[Any] = workers.call(1, Host.collect, Order())
+        assert values(call.result(30), "observation") == [0, 1]
     finally:
         workers.stop()
 

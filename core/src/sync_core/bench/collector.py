@@ -69,7 +69,10 @@ class CollectorMeasurement:
         scheme: the scheme's name.
         workers: how many there were.
         frames_per_second: of each round: frames over seconds, the round's update included.
-        sync_seconds: of each update after training on a batch.
+        sync_seconds: of each `update_policy_weights_` after training on a batch, which waits until
+            all workers have committed the weights.
+        refresh_seconds: what each refresh that a collector does by itself, with
+            ``update_after_each_batch``, kept the training loop from going on.
         bare_seconds: rounds of a bare sender with a model of that size, and as many workers.
     """
 
@@ -79,12 +82,18 @@ class CollectorMeasurement:
     workers: int
     frames_per_second: list[float]
     sync_seconds: list[float]
+    refresh_seconds: list[float]
     bare_seconds: list[float]
 
     @property
-    def share_of_bare(self) -> float:
+    def sync_over_bare(self) -> float:
         """The median update in the loop over that of the bare sender."""
         return median(self.sync_seconds) / median(self.bare_seconds)
+
+    @property
+    def refresh_over_bare(self) -> float:
+        """The median refresh in the loop over an update of the bare sender."""
+        return median(self.refresh_seconds) / median(self.bare_seconds)
 
 
 def measure_collector(
@@ -98,6 +107,9 @@ def measure_collector(
     threads: int = 1,
 ) -> CollectorMeasurement:
     """Collect batch after batch, with an update after every third of them; then train as well.
+
+    Trains with updates that are waited for, and once more with a collector that refreshes its
+    workers by itself.
 
     Args:
         env: one of `ENVS`.
@@ -124,20 +136,26 @@ def measure_collector(
     }
     speeds: list[float] = []
     updates: list[float] = []
+    refreshes: list[float] = []
     policy = BenchPolicy(env)
+    optimizer = torch.optim.Adam(policy.parameters())
     with Collector(partial(GymEnv, env), policy, **options) as collector:
         for _ in range(_WARM_UP + rounds):
             begin = time.perf_counter()
             frames = sum(next(collector).numel() for _ in range(_BATCHES))
             collector.update_policy_weights_()
             speeds.append(frames / (time.perf_counter() - begin))
-        optimizer = torch.optim.Adam(policy.parameters())
         with _torch_threads(threads):
             for _ in range(_WARM_UP + rounds):
                 _train(policy, optimizer, next(collector)["observation"].flatten(0, -2))
                 begin = time.perf_counter()
                 collector.update_policy_weights_()
                 updates.append(time.perf_counter() - begin)
+    options["update_after_each_batch"] = True
+    with Collector(partial(GymEnv, env), policy, **options) as collector, _torch_threads(threads):
+        for _ in range(_WARM_UP + rounds):
+            _train(policy, optimizer, next(collector)["observation"].flatten(0, -2))
+            refreshes.append(collector.stats().sync_seconds)
     bare = measure(scheme, "small", workers=workers, rounds=rounds)
     return CollectorMeasurement(
         env=env,
@@ -146,6 +164,7 @@ def measure_collector(
         workers=workers,
         frames_per_second=speeds[_WARM_UP:],
         sync_seconds=updates[_WARM_UP:],
+        refresh_seconds=refreshes[_WARM_UP:],
         bare_seconds=bare.seconds,
     )
 

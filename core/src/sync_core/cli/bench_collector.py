@@ -66,17 +66,18 @@ def _print(measured: Iterator[CollectorMeasurement]) -> None:
     table = Table()
     for column in ("", "mode"):
         table.add_column(column, no_wrap=True)
-    for column in ("workers", "frames/s", "min", "max", "sync ms", "bare ms", "ratio"):
+    for column in ("workers", "frames/s", "sync ms", "ratio", "refresh ms", "ratio", "bare ms"):
         table.add_column(column, justify="right")
     for measurement in measured:
-        speeds = measurement.frames_per_second
         table.add_row(
             measurement.env,
             measurement.mode,
             str(measurement.workers),
-            *(f"{speed:.0f}" for speed in (median(speeds), min(speeds), max(speeds))),
+            f"{median(measurement.frames_per_second):.0f}",
             f"{1e3 * median(measurement.sync_seconds):.2f}",
+            f"{measurement.sync_over_bare:.2f}",
+            f"{1e3 * median(measurement.refresh_seconds):.2f}",
+            f"{measurement.refresh_over_bare:.2f}",
             f"{1e3 * median(measurement.bare_seconds):.2f}",
-            f"{measurement.share_of_bare:.2f}",
         )
     Console().print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -10,6 +11,7 @@ from sync_core.collector.requests import Requests
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.weights import PolicyWeights
 from sync_core.errors import SendError, WorkerLostError
+from sync_core.sending.pending import PendingSend
 
 
 class Freshness:
@@ -35,6 +37,8 @@ class Freshness:
         #: The batches that each worker has made since it was last sent weights.
         self.batches: Counter[int] = Counter()
         self._held: set[int] = set()
+        self._under_way: PendingSend | None = None
+        requests.on_stale.append(lambda _: self.settle())
         weights.on_update.append(self._sent)
 
     @property
@@ -52,27 +56,48 @@ class Freshness:
         self._hold_due()
 
     def refresh(self) -> None:
-        """Refresh the workers who have made enough batches, and let them go on.
+        """Send weights to the workers who have made enough batches, and let them go on with those.
+
+        Nobody is waited for: a worker commits the weights before its next batch, which is not made
+        without them.
 
         Raises:
-            SendError: some of them could not be refreshed, and are alive. What happened to one
-                that is not is told with its batch.
+            SendError: some of them could not be refreshed the last time, and are alive. What
+                happened to one that is not is told with its batch.
         """
         due = self._due()
         try:
             if due:
-                self._weights.update({}, due, blocking=True)
+                self._send(due)
+        finally:
+            for worker_id in self._held:
+                self._requests.release(worker_id)
+            self._held.clear()
+
+    def settle(self) -> None:
+        """Wait for the outcome of the last refresh, and tell it once; raises as `refresh` does."""
+        if self._under_way is None:
+            return
+        try:
+            self._weights.settle(self._under_way)
         except SendError as error:
+            self._under_way = None
             # One that was lost lives again where another thread has restarted it meanwhile.
             if any(
                 self._crew.alive(worker_id) and not isinstance(result.error, WorkerLostError)
                 for worker_id, result in error.report.failed.items()
             ):
                 raise
-        finally:
-            for worker_id in self._held:
-                self._requests.release(worker_id)
-            self._held.clear()
+        self._under_way = None
+
+    def _send(self, due: Sequence[int]) -> None:
+        began = time.perf_counter()
+        self.settle()
+        self._under_way = under_way = self._weights.refresh(due)
+        if under_way is not None:
+            for worker_id in under_way.worker_ids:
+                self._requests.require(worker_id, under_way.version)
+        self._weights.seconds = time.perf_counter() - began
 
     def go_on(self, batches: Mapping[int, int]) -> None:
         """Count on from these batches."""

@@ -49,8 +49,10 @@ class Host:
         self._joint = Joint(self._parts)
         return self._rollout.frames_per_batch()
 
-    def collect(self, order: Order) -> TensorDictBase:
-        """See `Rollout.collect`."""
+    def collect(self, order: Order) -> TensorDictBase | None:
+        """See `Rollout.collect`; None where the weights are not here that the order names."""
+        if order.version > max(self._built.refresher.received, self._joint.version):
+            return None
         return self._built.collect(order)
 
     def connect(self, address: Address) -> None:
@@ -60,6 +62,10 @@ class Host:
     def receive(self, timeout: float) -> int | None:
         """See `Refresher.receive`."""
         return self._built.refresher.receive(timeout)
+
+    def reach(self, version: int, timeout: float) -> bool:
+        """See `Refresher.reach`."""
+        return self._built.refresher.reach(version, timeout)
 
     def connect_model(self, name: str, address: Address) -> None:
         """See `Joint.connect`."""

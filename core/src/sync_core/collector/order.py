@@ -11,6 +11,8 @@ class Order:
 
     Args:
         random: act at random, not by the policy.
+        version: the version of the weights that it is to be made with, or a newer one.
     """
 
     random: bool = False
+    version: int = 0

@@ -43,12 +43,15 @@ class Refresher:
     @property
     def version(self) -> int:
         """The version that the policy has."""
-        counted = self._increments
-        if self._receiver is not None:
-            counted += self._receiver.version
+        counted = self._increments + self.received
         if self._restored is not None and self._restored[0] == counted:
             return self._restored[1]
         return counted
+
+    @property
+    def received(self) -> int:
+        """The version that its sender calls the newest that came from there."""
+        return 0 if self._receiver is None else self._receiver.version
 
     @property
     def receiver(self) -> Receiver | None:
@@ -81,12 +84,22 @@ class Refresher:
 
         Raises what went wrong in the middle of a batch, if anything did.
         """
-        error, self._error = self._lost or self._error, None
-        if error is not None:
-            raise error
+        self._raise_kept()
         if self._receiver is None:
             return None
         return self._receiver.receive(timeout)
+
+    def reach(self, version: int, timeout: float) -> bool:
+        """Commit a version, or a newer one, unless the policy has that; whether it came in time.
+
+        Raises as `receive` does.
+        """
+        self._raise_kept()
+        deadline = time.monotonic() + timeout
+        while self.received < version:
+            if self.receive(max(0.0, deadline - time.monotonic())) is None:
+                return False
+        return True
 
     def look(self) -> None:
         """Commit what has arrived; what goes wrong must not cost a batch, and is kept."""
@@ -119,3 +132,8 @@ class Refresher:
         """Leave the sender."""
         if self._receiver is not None:
             self._receiver.close()
+
+    def _raise_kept(self) -> None:
+        error, self._error = self._lost or self._error, None
+        if error is not None:
+            raise error

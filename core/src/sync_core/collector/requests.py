@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
+from dataclasses import replace
 
 from tensordict import TensorDictBase
 
@@ -41,12 +42,15 @@ class Requests:
         self._timeout = timeout
         self._make_order = make_order
         self._replacement = replacement
-        self._futures: dict[int, Future[TensorDictBase]] = {}
+        self._futures: dict[int, Future[TensorDictBase | None]] = {}
         # What has ended, in that order; also what was forgotten since.
-        self._ended: deque[tuple[int, Future[TensorDictBase]]] = deque()
+        self._ended: deque[tuple[int, Future[TensorDictBase | None]]] = deque()
         self._news = threading.Event()
+        self._required: dict[int, int] = {}
         #: Called with the worker of every batch that is dropped.
         self.on_drop: list[Callable[[int], None]] = []
+        #: Called, after that, with a worker that did not get the weights which its batch required.
+        self.on_stale: list[Callable[[int], None]] = []
         self._held: set[int] = set()
         self._postponed: set[int] = set()
         # One thread may iterate while another holds workers back.
@@ -69,8 +73,14 @@ class Requests:
             if worker_id in self._held:
                 self._postponed.add(worker_id)
                 return
-            order = self._make_order(worker_id)
+            version = self._required.pop(worker_id, 0)
+            order = replace(self._make_order(worker_id), version=version)
             self._expect(worker_id, self._crew.request(worker_id, Host.collect, order))
+
+    def require(self, worker_id: int, version: int) -> None:
+        """Let a worker make the next batch that it is asked for with these weights, or newer."""
+        with self._lock:
+            self._required[worker_id] = version
 
     def hold(self, worker_id: int) -> None:
         """Let a worker begin no other batch until it is released."""
@@ -115,23 +125,24 @@ class Requests:
     def made(self) -> dict[int, TensorDictBase]:
         """The batches that are ready, by worker, in the order in which they will be delivered.
 
-        Those of workers that were lost are not among them.
+        Those of workers that were lost are not among them, nor of those that lack the weights.
 
         Raises:
             RemoteCallError: a worker failed.
         """
-        ended = [(i, future) for i, future in self._ended if self._futures.get(i) is future]
-        return {
+        batches = {
             worker_id: future.result()
-            for worker_id, future in ended
-            if not isinstance(future.exception(), WorkerLostError)
+            for worker_id, future in self._ended
+            if self._futures.get(worker_id) is future
+            and not isinstance(future.exception(), WorkerLostError)
         }
+        return {i: batch for i, batch in batches.items() if batch is not None}
 
     def put_back(self, made: Mapping[int, TensorDictBase]) -> None:
         """Let batches be delivered as if workers had just made them."""
         with self._lock:
             for worker_id, batch in made.items():
-                future: Future[TensorDictBase] = Future()
+                future: Future[TensorDictBase | None] = Future()
                 future.set_result(batch)
                 self._expect(worker_id, future)
 
@@ -152,13 +163,13 @@ class Requests:
                 worker_id, future = self._ended[0]
                 if self._futures.get(worker_id) is not future:
                     self._ended.popleft()
-                elif self._kept(worker_id, future):
-                    batch = future.result()
+                    continue
+                batch = self._made_by(worker_id, future)
+                if batch is not None:
                     self._forget(worker_id)
                     self._ended.popleft()
                     return worker_id, batch
-                else:
-                    deadline = time.monotonic() + self._timeout
+                deadline = time.monotonic() + self._timeout
             if not len(self):
                 return None
             if not self._news.wait(max(0.0, deadline - time.monotonic())):
@@ -176,13 +187,14 @@ class Requests:
             futures = dict(sorted(self._futures.items()))
             left = max(0.0, deadline - time.monotonic())
             done, late = wait(futures.values(), left, return_when=FIRST_EXCEPTION)
-            kept = [self._kept(i, future) for i, future in futures.items() if future in done]
-            if not all(kept):
+            made = {i: self._made_by(i, future) for i, future in futures.items() if future in done}
+            batches = {i: batch for i, batch in made.items() if batch is not None}
+            if len(batches) < len(made):
                 deadline = time.monotonic() + self._timeout
                 continue
             if late:
                 raise self._late(min(i for i, future in futures.items() if future in late))
-            return {worker_id: future.result() for worker_id, future in futures.items()}
+            return batches
 
     def drop(self, worker_id: int) -> None:
         """Let the batch that a worker was asked for never be delivered, made or not."""
@@ -206,31 +218,43 @@ class Requests:
             self._futures.clear()
             self._ended.clear()
 
-    def _expect(self, worker_id: int, future: Future[TensorDictBase]) -> None:
+    def _expect(self, worker_id: int, future: Future[TensorDictBase | None]) -> None:
         self._futures[worker_id] = future
         future.add_done_callback(functools.partial(_note, self._ended, self._news, worker_id))
 
-    def _kept(self, worker_id: int, future: Future[TensorDictBase]) -> bool:
-        """Whether a batch was made; if its worker is lost, its place is taken by another.
+    def _made_by(
+        self, worker_id: int, future: Future[TensorDictBase | None]
+    ) -> TensorDictBase | None:
+        """The batch of a worker; None where it is asked for anew.
 
-        Of one that was removed, nothing is expected any more.
+        That is so if its worker is lost and another takes its place, or if it did not get the
+        weights that the batch required. Of one that was removed, nothing is expected any more.
 
         Raises what else became of it.
         """
         error = future.exception()
         if error is None:
-            if self._replacement is not None:
+            batch = future.result()
+            if batch is None:
+                self._begin_again(worker_id)
+            elif self._replacement is not None:
                 self._replacement.delivered(worker_id)
-            return True
+            return batch
         if isinstance(error, WorkerLostError) and self._crew.removed(worker_id):
             self.drop(worker_id)
-            return False
+            return None
         if self._replacement is None or not isinstance(error, WorkerLostError):
             raise error
         self._replacement.replace(error)
         self._forget(worker_id)
         self.ask(worker_id)
-        return False
+        return None
+
+    def _begin_again(self, worker_id: int) -> None:
+        self.drop(worker_id)
+        for callback in self.on_stale:
+            callback(worker_id)
+        self.ask(worker_id)
 
     def _forget(self, worker_id: int) -> None:
         self._futures.pop(worker_id, None)
@@ -245,10 +269,10 @@ class Requests:
 
 
 def _note(
-    ended: deque[tuple[int, Future[TensorDictBase]]],
+    ended: deque[tuple[int, Future[TensorDictBase | None]]],
     news: threading.Event,
     worker_id: int,
-    future: Future[TensorDictBase],
+    future: Future[TensorDictBase | None],
 ) -> None:
     ended.append((worker_id, future))
     news.set()

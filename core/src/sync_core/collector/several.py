@@ -109,6 +109,15 @@ class SeveralModels:
                     pending.abandon()
                 self.seconds = time.perf_counter() - started
 
+    def refresh(self, worker_ids: Sequence[int]) -> PendingSend | None:
+        """See `PolicyWeights.refresh`."""
+        sent = self.update({}, worker_ids, blocking=False)
+        return sent if isinstance(sent, PendingSend) else None
+
+    def settle(self, pending: PendingSend) -> None:
+        """See `PolicyWeights.settle`."""
+        pending.wait()
+
     def restore(self, version: int) -> int:
         """Count on from another version, which workers are not told; by how many it is further."""
         with self._crew.lock:

@@ -18,8 +18,8 @@ class CollectorStats:
         mean_lag: the same, on average over the batches delivered.
         max_lag: likewise, the most that it ever was.
         sync_seconds: how long the last `update_policy_weights_` took, from the call to the last
-            worker's acknowledgement; 0.0 before the first. One with ``blocking=False`` counts
-            only for what the call took.
+            worker's acknowledgement; 0.0 before the first. One with ``blocking=False``, and one
+            that the collector did by itself, count only for what the caller waited.
     """
 
     frames: int = 0

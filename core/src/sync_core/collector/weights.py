@@ -62,7 +62,7 @@ class PolicyWeights:
         self._timeout = timeout
         self._increments = 0
         self._pending: PendingSend | None = None
-        self._calls: dict[int, Future[int | None]] = {}
+        self._calls: dict[int, Future[bool]] = {}
         # What was sent last, and whether it went to all workers: a new one is to have it too.
         self._last: Mapping[str, Any] = {}
         self._last_to_all = True
@@ -97,10 +97,42 @@ class PolicyWeights:
         """What sends the weights."""
         return {} if self.sender is None else {POLICY: self.sender}
 
+    def refresh(self, worker_ids: Sequence[int]) -> PendingSend | None:
+        """Send the policy's weights to workers at rest, which commit them before what comes next.
+
+        None where there is nothing to wait for.
+        """
+        sent = self.update({}, worker_ids, blocking=False, patience=self._timeout)
+        return sent if isinstance(sent, PendingSend) else None
+
+    def settle(self, pending: PendingSend) -> None:
+        """Wait for the outcome of `refresh`.
+
+        Raises:
+            SendError: some workers could not be refreshed.
+        """
+        with self._crew.lock:
+            if pending is self._pending:
+                self._see_through(pending)
+            pending.wait()
+
     def update(
-        self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None, *, blocking: bool
+        self,
+        given: Mapping[str, Any],
+        worker_ids: int | Iterable[int] | None,
+        *,
+        blocking: bool,
+        patience: float = _PATIENCE,
     ) -> SendReport | PendingSend:
-        """Send the weights given, or the policy's, and let the workers commit them."""
+        """Send the weights given, or the policy's, and let the workers commit them.
+
+        Args:
+            given: weights by name, of which the policy's count; none for the trainer's.
+            worker_ids: who gets them; None for all.
+            blocking: wait until they have been committed.
+            patience: how long a worker at rest waits for them, in seconds, before it does
+                anything else.
+        """
         weights = given.get(POLICY)
         with self._crew.lock:
             started = time.perf_counter()
@@ -115,7 +147,7 @@ class PolicyWeights:
                 self._last = dict(given)
                 self._last_to_all = set(pending.worker_ids) >= set(self._crew.ids)
                 self._tell(pending.worker_ids)
-                self._calls = {worker_id: self._ask(worker_id) for worker_id in pending.unanswered}
+                self._calls = {i: self._ask(i, pending, patience) for i in pending.unanswered}
                 if not blocking:
                     self._pending = pending
                     return pending
@@ -178,20 +210,23 @@ class PolicyWeights:
                     continue
                 error = call.exception()
                 if error is None:
-                    if call.result() is None:
-                        self._calls[worker_id] = self._ask(worker_id)
+                    if not call.result():
+                        self._calls[worker_id] = self._ask(worker_id, pending)
                 # What the worker itself has to say may still be on its way, and says more.
                 elif isinstance(error, WorkerError) and not delivery.wait(_PATIENCE):
                     delivery.fail(error)
             next(iter(unanswered.values())).wait(_GLANCE)
 
-    def _ask(self, worker_id: int) -> Future[int | None]:
+    def _ask(
+        self, worker_id: int, pending: PendingSend, patience: float = _PATIENCE
+    ) -> Future[bool]:
         """Let a worker commit now if it is idle; if not, as soon as its batch is made.
 
         It will have done so before that, but for weights that came with its last step.
         """
-        patience = 0.0 if self._busy(worker_id) else _PATIENCE
-        return self._crew.request(worker_id, Host.receive, patience)
+        if self._busy(worker_id):
+            patience = 0.0
+        return self._crew.request(worker_id, Host.reach, pending.version, patience)
 
     def _connect(self, model: Any) -> None:
         ids = self._crew.ids

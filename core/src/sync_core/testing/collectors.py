@@ -185,6 +185,24 @@ class CollectorConformance(Conformance):
             assert versions[worker] == sorted(versions[worker])
         assert max(map(max, versions.values())) >= (1 if self.works_ahead else 9)
 
+    def test_refreshed_by_itself(self) -> None:
+        for sync in (True, False):
+            policy = Scale()
+            least: dict[int, float] = {}
+            with self.collector(
+                policy=policy, sync=sync, update_after_each_batch=True
+            ) as collector:
+                for step in range(1, 7):
+                    batch = next(collector)
+                    for part in batch.unbind(0) if sync else [batch]:
+                        worker = int(part["collector", "traj_ids"][0].item()) // PER_WORKER
+                        (acted,) = part["action"].unique().tolist()
+                        # Nobody begins a batch with older weights than it was to get before.
+                        assert acted >= least.get(worker, 0.0)
+                        assert sync is False or acted == step - 1
+                        least[worker] = float(step)
+                    policy.set(float(step))
+
     def test_policy_factory(self) -> None:
         options: dict[str, Any] = {
             "policy_factory": [lambda: Scale(1.0), lambda: Scale(2.0)],
