@@ -109,7 +109,7 @@ class Refused:
     ("error", "raises"), [(WorkerLostError(0, "died"), False), (WorkerError(0, "refused"), True)]
 )
 def test_who_died_and_was_replaced_since_is_no_failure(error: WorkerError, raises: bool) -> None:
-    crew: Any = SimpleNamespace(ids=(0,), alive=lambda worker_id: True)
+    crew: Any = SimpleNamespace(ids=(0,), alive=lambda worker_id: True, on_join=[])
     released: list[int] = []
     requests: Any = SimpleNamespace(
         hold=lambda _: None, require=lambda *_: None, release=released.append, on_stale=[]
@@ -246,6 +246,15 @@ def test_who_dies_while_it_is_refreshed_is_replaced(tmp_path: Path) -> None:
             least[owner(batch)] = step
             policy.set(float(step))
     assert (tmp_path / "died").exists()
+
+
+def test_who_takes_a_place_has_the_newest_weights_and_is_not_refreshed() -> None:
+    sent: list[tuple[int, ...]] = []
+    with collector(Scale(), update_after_each_batch=True) as made:
+        made._weights.on_update.append(lambda ids: sent.append(tuple(ids)))
+        made._crew.restart(owner(next(made)))
+        next(made)
+        assert sent == []
 
 
 class Dies:

@@ -40,6 +40,8 @@ class Freshness:
         self._under_way: PendingSend | None = None
         requests.on_stale.append(lambda _: self.settle())
         weights.on_update.append(self._sent)
+        # Who takes a place has the newest weights.
+        crew.on_join.append(lambda worker_id: self._sent((worker_id,)))
 
     @property
     def by_itself(self) -> bool:
