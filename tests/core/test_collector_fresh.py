@@ -257,6 +257,18 @@ def test_who_takes_a_place_has_the_newest_weights_and_is_not_refreshed() -> None
         assert sent == []
 
 
+@pytest.mark.parametrize("total_frames", [-1, 12])
+def test_a_refresh_on_its_way_is_no_failure_at_the_end(
+    total_frames: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"workers": "process", "scheme": "shm", "total_frames": total_frames}
+    for _ in range(5):
+        with collector(Scale(), **options, update_after_each_batch=True) as made:
+            for _ in range(3):
+                next(made)
+    assert [record.getMessage() for record in caplog.records] == []
+
+
 class Dies:
     """Ends the process in its second commit, unless another one did."""
 

@@ -90,6 +90,7 @@ class Delivery:
         """
         batch = self._take(self.wanted)
         if self.wanted == 0:
+            self._weights.let_end()
             self._crew.dismiss()
         return batch
 

@@ -240,6 +240,8 @@ class Life:
 def end(crew: Crew, weights: PolicyWeights | SeveralModels, timeout: float | None = None) -> None:
     """End workers and senders, come what may."""
     try:
+        # A refresh may have been sent just now; its workers have it in a moment.
+        weights.let_end(timeout)
         crew.stop(timeout)
     except BaseException:
         # Such as a second Ctrl-C: nobody waits any longer, and nothing may be left behind.

@@ -24,6 +24,8 @@ from sync_core.workers.worker_ids import normalize
 
 # How long an idle worker waits for weights that come later than the call that announces them.
 _PATIENCE = 0.1
+# How long an update that nobody has waited for may keep a collector from ending, in seconds.
+_MOMENT = 0.5
 # How often the driver looks whether a worker has to be asked again.
 _GLANCE = 0.002
 
@@ -165,6 +167,14 @@ class PolicyWeights:
             self._increments += increments
             return increments
 
+    def let_end(self, timeout: float | None = None) -> None:
+        """Give an update that nobody has waited for a moment to reach its workers.
+
+        Args:
+            timeout: the most that this may take, in seconds, if that is less than the moment.
+        """
+        let_end(self._pending, timeout)
+
     def close(self) -> None:
         """Release what the sender holds."""
         if self.sender is not None:
@@ -281,6 +291,13 @@ class PolicyWeights:
             # One that could not join may not be there.
             if self.sender is not None and worker_id in self.sender.all_worker_ids():
                 self.sender.remove_worker(worker_id)
+
+
+def let_end(pending: PendingSend | None, timeout: float | None) -> None:
+    """See `PolicyWeights.let_end`; the outcome is told by itself."""
+    if pending is not None:
+        with suppress(SendError):
+            pending.wait(_MOMENT if timeout is None else min(_MOMENT, timeout))
 
 
 def end_interrupted(senders: Iterable[Sender]) -> None:
