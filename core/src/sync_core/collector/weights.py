@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -15,19 +14,16 @@ from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.host import Host
 from sync_core.collector.modules import module_of
+from sync_core.collector.prompts import PATIENCE, Prompts
 from sync_core.collector.schemes import POLICY
-from sync_core.errors import ModelError, PendingSendError, SendError, WorkerError
+from sync_core.errors import ModelError, PendingSendError, SendError
 from sync_core.report import SendReport
 from sync_core.sending.pending import PendingSend
 from sync_core.sending.sender import Sender
 from sync_core.workers.worker_ids import normalize
 
-# How long an idle worker waits for weights that come later than the call that announces them.
-_PATIENCE = 0.1
 # How long an update that nobody has waited for may keep a collector from ending, in seconds.
 _MOMENT = 0.5
-# How often the driver looks whether a worker has to be asked again.
-_GLANCE = 0.002
 
 
 class PolicyWeights:
@@ -57,14 +53,13 @@ class PolicyWeights:
         timeout: float,
     ) -> None:
         self._crew = crew
-        self._busy = busy
+        self._prompts = Prompts(crew, busy)
         self._make_sender = make_sender
         self._collector = collector
         self._made_by_workers = made_by_workers
         self._timeout = timeout
         self._increments = 0
         self._pending: PendingSend | None = None
-        self._calls: dict[int, Future[bool]] = {}
         # What was sent last, and whether it went to all workers: a new one is to have it too.
         self._last: Mapping[str, Any] = {}
         self._last_to_all = True
@@ -115,7 +110,7 @@ class PolicyWeights:
         """
         with self._crew.lock:
             if pending is self._pending:
-                self._see_through(pending)
+                self._prompts.see_through(pending, self._timeout)
             pending.wait()
 
     def update(
@@ -124,7 +119,7 @@ class PolicyWeights:
         worker_ids: int | Iterable[int] | None,
         *,
         blocking: bool,
-        patience: float = _PATIENCE,
+        patience: float = PATIENCE,
     ) -> SendReport | PendingSend:
         """Send the weights given, or the policy's, and let the workers commit them.
 
@@ -149,11 +144,11 @@ class PolicyWeights:
                 self._last = dict(given)
                 self._last_to_all = set(pending.worker_ids) >= set(self._crew.ids)
                 self._tell(pending.worker_ids)
-                self._calls = {i: self._ask(i, pending, patience) for i in pending.unanswered}
+                self._prompts.begin(pending, patience)
                 if not blocking:
                     self._pending = pending
                     return pending
-                self._see_through(pending)
+                self._prompts.see_through(pending, self._timeout)
                 return pending.wait()
             finally:
                 if self._pending is None:
@@ -202,41 +197,10 @@ class PolicyWeights:
     def _end_last(self) -> None:
         """See an update through that was not waited for; its outcome is told by itself."""
         if self._pending is not None:
-            self._see_through(self._pending)
+            self._prompts.see_through(self._pending, self._timeout)
             self._pending.abandon()
             self._pending = None
         end_interrupted(self.senders.values())
-
-    def _see_through(self, pending: PendingSend) -> None:
-        """Wait until every worker has answered, or the deadline is over.
-
-        A worker in the middle of a batch commits between two steps; an idle one when it is asked.
-        """
-        deadline = time.monotonic() + self._timeout
-        while (unanswered := pending.unanswered) and time.monotonic() < deadline:
-            for worker_id, delivery in unanswered.items():
-                call = self._calls[worker_id]
-                if not call.done():
-                    continue
-                error = call.exception()
-                if error is None:
-                    if not call.result():
-                        self._calls[worker_id] = self._ask(worker_id, pending)
-                # What the worker itself has to say may still be on its way, and says more.
-                elif isinstance(error, WorkerError) and not delivery.wait(_PATIENCE):
-                    delivery.fail(error)
-            next(iter(unanswered.values())).wait(_GLANCE)
-
-    def _ask(
-        self, worker_id: int, pending: PendingSend, patience: float = _PATIENCE
-    ) -> Future[bool]:
-        """Let a worker commit now if it is idle; if not, as soon as its batch is made.
-
-        It will have done so before that, but for weights that came with its last step.
-        """
-        if self._busy(worker_id):
-            patience = 0.0
-        return self._crew.request(worker_id, Host.reach, pending.version, patience)
 
     def _connect(self, model: Any) -> None:
         ids = self._crew.ids

@@ -1,0 +1,69 @@
+"""Lets workers commit what was sent to them: those at rest look for it only when asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from sync_core.collector.crew import Crew
+from sync_core.collector.host import Host
+from sync_core.errors import WorkerError
+from sync_core.sending.pending import PendingSend
+
+#: How long a worker at rest waits for weights that come later than the call that announces them.
+PATIENCE = 0.1
+# How often the driver looks whether a worker has to be asked again.
+_GLANCE = 0.002
+
+
+class Prompts:
+    """Asks the workers of one send after the other.
+
+    Args:
+        crew: the workers.
+        busy: whether a worker is at work on a batch.
+    """
+
+    def __init__(self, crew: Crew, busy: Callable[[int], bool]) -> None:
+        self._crew = crew
+        self._busy = busy
+        self._calls: dict[int, Future[bool]] = {}
+
+    def begin(self, pending: PendingSend, patience: float) -> None:
+        """Ask each worker once.
+
+        Args:
+            pending: what was sent.
+            patience: how long a worker at rest waits for it, in seconds.
+        """
+        self._calls = {i: self._ask(i, pending, patience) for i in pending.unanswered}
+
+    def see_through(self, pending: PendingSend, timeout: float) -> None:
+        """Wait until every worker has answered, or so many seconds are over.
+
+        A worker in the middle of a batch commits between two steps; one at rest when it is asked.
+        """
+        deadline = time.monotonic() + timeout
+        while (unanswered := pending.unanswered) and time.monotonic() < deadline:
+            for worker_id, delivery in unanswered.items():
+                call = self._calls[worker_id]
+                if not call.done():
+                    continue
+                error = call.exception()
+                if error is None:
+                    if not call.result():
+                        self._calls[worker_id] = self._ask(worker_id, pending, PATIENCE)
+                # What the worker itself has to say may still be on its way, and says more.
+                elif isinstance(error, WorkerError) and not delivery.wait(PATIENCE):
+                    delivery.fail(error)
+            next(iter(unanswered.values())).wait(_GLANCE)
+
+    def _ask(self, worker_id: int, pending: PendingSend, patience: float) -> Future[bool]:
+        """Let a worker commit now if it is at rest; if not, as soon as its batch is made.
+
+        It will have done so before that, but for weights that came with its last step.
+        """
+        if self._busy(worker_id):
+            patience = 0.0
+        return self._crew.request(worker_id, Host.reach, pending.version, patience)
