@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -353,6 +354,30 @@ def test_a_policy_may_reuse_its_tensors(env: Callable[..., Any]) -> None:
     action = torch.zeros(1)
     batch = rollout(env(9), lambda observation: action.add_(1), frames=4).collect()
     assert batch["action"].flatten().tolist() == [1, 2, 3, 4]
+
+
+def test_arguments_with_defaults_take_what_they_are_named_after() -> None:
+    def with_gap(observation: Tensor, memory: Any = None, step_count: Any = None) -> Any:
+        assert memory is None
+        return observation + 10 * step_count
+
+    def by_name(*, observation: Tensor, step_count: Any = 5) -> Any:
+        return with_gap(observation, step_count=step_count)
+
+    def under_another_name(x: Tensor, step_count: Any = 5) -> Any:
+        return with_gap(x, step_count=step_count)
+
+    def all_have_defaults(observation: Any = None, step_count: Any = 5) -> Any:
+        return with_gap(observation, step_count=step_count)
+
+    options = RolloutOptions(frames_per_batch=3, max_frames_per_traj=2)
+    for policy in (with_gap, by_name, under_another_name, all_have_defaults):
+        for env in ENVS:
+            batch = Rollout(env(9), policy, 0, options).collect()
+            assert batch["action"].flatten().tolist() == [0, 11, 0], policy
+    given: Any = partial(all_have_defaults, step_count=torch.tensor([7]))
+    batch = Rollout(CountingEnv(9), given, 0, options).collect()
+    assert batch["action"].flatten().tolist() == [70, 71, 70]
 
 
 def test_names_that_are_no_observations() -> None:

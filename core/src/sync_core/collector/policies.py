@@ -6,11 +6,14 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+
+from sync_core.envs.limit import STEP_COUNT
 
 TensorDictPolicy: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 
@@ -71,10 +74,11 @@ def adapt(
 ) -> TensorPolicy | TensorDictPolicy:
     """The policy in the form in which it can be called.
 
-    A policy takes the TensorDict itself if it is a TensorDictModule, or if its first argument is
-    named ``tensordict`` or ``td`` or annotated as a TensorDict. Any other takes observations: those
-    whose keys its arguments are named after, or the only one if it has one argument and the
-    environment one observation.
+    A policy takes the TensorDict itself if it is a TensorDictModule, or if the one argument that it
+    must be given is named ``tensordict`` or ``td`` or annotated as a TensorDict. Any other takes
+    observations: each argument, also one with a default, takes the observation that it is named
+    after. If it must be given one alone, that may have any name where the environment has one
+    observation, the count of ``max_frames_per_traj`` apart.
 
     Args:
         policy: a module or another callable.
@@ -89,24 +93,43 @@ def adapt(
     written = getattr(policy, "_orig_mod", policy)
     if trust or isinstance(written, TensorDictModuleBase):
         return CheckedTensorDictPolicy(policy)
-    required = _required(written)
+    arguments = _arguments(written)
+    required = [argument for argument in arguments if argument.default is argument.empty]
     if len(required) == 1 and _takes_tensordict(required[0]):
         return CheckedTensorDictPolicy(policy)
-    names = tuple(parameter.name for parameter in required)
-    if names and all(name in observation_keys for name in names):
-        return TensorPolicy(policy, names, action_key)
-    if len(names) == len(observation_keys) == 1:
-        return TensorPolicy(policy, tuple(observation_keys), action_key)
-    raise TypeError(
-        f"the policy {type(policy).__name__} takes {_listed(names)}, and the environment observes "
-        f"{_listed(observation_keys)}: name the policy's arguments after observations, or wrap it: "
-        f"TensorDictModule(policy, in_keys={[*observation_keys]}, out_keys=[{action_key!r}]); "
-        "trust_policy=True if it takes a TensorDict under another name"
-    )
+    takes = {one.name: one.name for one in arguments if one.name in observation_keys}
+    observed = [key for key in observation_keys if key != STEP_COUNT]
+    if len(required) == len(observed) == 1:
+        takes.setdefault(required[0].name, observed[0])
+    if not takes or any(one.name not in takes for one in required):
+        raise TypeError(
+            f"the policy {type(policy).__name__} takes {_listed([one.name for one in required])}, "
+            f"and the environment observes {_listed(observation_keys)}: name the policy's "
+            "arguments after observations, or wrap it: "
+            f"TensorDictModule(policy, in_keys={observed}, out_keys=[{action_key!r}]); "
+            "trust_policy=True if it takes a TensorDict under another name"
+        )
+    taken = [one for one in arguments if one.name in takes]
+    by_position = [*takewhile(lambda one: one in taken and one.kind != one.KEYWORD_ONLY, arguments)]
+    by_name = tuple(one.name for one in taken[len(by_position) :])
+    in_keys = tuple(takes[one.name] for one in taken)
+    return TensorPolicy(_Named(policy, by_name) if by_name else policy, in_keys, action_key)
 
 
-def _required(policy: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The arguments that the policy must be given, in their order."""
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A function that is given its last arguments by their names."""
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+
+    def __call__(self, *given: Any) -> Any:
+        first = len(given) - len(self.names)
+        return self.function(*given[:first], **dict(zip(self.names, given[first:], strict=True)))
+
+
+def _arguments(policy: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The arguments that the policy may be given, in their order."""
     try:
         signature = inspect.signature(_forward(policy))
     except ValueError as error:
@@ -114,11 +137,13 @@ def _required(policy: Callable[..., Any]) -> list[inspect.Parameter]:
             f"the policy {type(policy).__name__} does not say what it takes ({error}); wrap it: "
             "TensorDictModule(policy, in_keys=[…], out_keys=['action'])"
         ) from error
+    # What somebody has given already is to stay.
+    given = policy.keywords if isinstance(policy, functools.partial) else {}
     return [
         parameter
-        for parameter in signature.parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        for name, parameter in signature.parameters.items()
+        if name not in given
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
 
 

@@ -24,7 +24,7 @@ from sync_core.collector.random_state import random_state, seed_process, set_ran
 from sync_core.collector.refresh import Refresher
 from sync_core.collector.trajectories import TrajectoryIds
 from sync_core.envs.arrays import speaks_arrays
-from sync_core.envs.limit import STEP_COUNT, limit_frames
+from sync_core.envs.limit import limit_frames
 from sync_core.envs.normal import Conventions
 from sync_core.envs.protocol import Env, close_env, load_env, save_env, seed_env
 
@@ -174,9 +174,11 @@ class Rollout:
         self._close_env()
 
     def _adapt(self, policy: Any) -> TensorPolicy | TensorDictPolicy:
-        keys = [key for key in self._loop.observation_keys() if key != STEP_COUNT]
         act = adapt(
-            policy, keys, Conventions(self._env).action_key, trust=self._options.trust_policy
+            policy,
+            self._loop.observation_keys(),
+            Conventions(self._env).action_key,
+            trust=self._options.trust_policy,
         )
         act = self._options.devices.place_act(act)
         if is_lazy(policy):
