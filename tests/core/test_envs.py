@@ -132,6 +132,17 @@ def test_multi_discrete_actions() -> None:
     assert env.rand_action()["action"].sum() == 2
 
 
+@pytest.mark.parametrize(("categorical", "action"), [(False, [0, 1, 1, 0, 0]), (True, [1, 0])])
+def test_several_that_do_not_start_at_zero(categorical: bool, action: list[int]) -> None:
+    several = codec(spaces.MultiDiscrete([2, 3], start=[5, 7]), categorical=categorical)
+    assert several.decode(np.array(action)).tolist() == [6, 7]
+    assert several.encode(np.array([6, 7])).tolist() == action
+    assert several.encode_batch(np.array([[6, 7], [6, 7]])).tolist() == [action, action]
+    assert several.spec.dtype == np.int64
+    with pytest.raises(TypeError, match=r"one-hot|are integers, not float64"):
+        several.decode(np.array(action) / 2)
+
+
 @pytest.mark.parametrize("action", [[0.3, 0.7], [0, 0], [1, 1], [1, 0, 0], 1, [2, 1]], ids=str)
 def test_an_action_that_is_not_one_hot_is_an_error(action: Any) -> None:
     env = GymEnv("CartPole-v1")

@@ -67,7 +67,7 @@ class Index(Codec):
     """A discrete space, as a number that counts from 0."""
 
     def __init__(self, space: Any) -> None:
-        self._start = int(space.start)
+        self._start: Any = int(space.start)
         self.spec = ArraySpec((), np.dtype(np.int64))
 
     def encode(self, value: Any) -> Any:
@@ -83,6 +83,21 @@ class Index(Codec):
                 "leave out categorical=True if the policy gives one-hot actions"
             )
         return array.item() + self._start
+
+
+class Indices(Index):
+    """Several discrete spaces side by side, as numbers that count from 0."""
+
+    def __init__(self, space: Any) -> None:
+        self._start = getattr(space, "start", 0)
+        self._dtype = space.dtype
+        self.spec = ArraySpec(tuple(space.shape), np.dtype(np.int64))
+
+    def decode(self, array: Array) -> Any:
+        _check_shape(array, self.spec)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"categorical actions are integers, not {array.dtype}")
+        return (array + self._start).astype(self._dtype)
 
 
 class OneHot(Codec):
@@ -152,7 +167,7 @@ def codec(space: Any, *, categorical: bool) -> Codec:
     ]
     if isinstance(space, spaces.MultiDiscrete):
         if categorical:
-            return Same(space)
+            return Indices(space)
         if len(space.shape) == 1:
             return OneHots(space)
         raise TypeError(f"one-hot vectors of the space {space} would differ; give categorical=True")
