@@ -273,6 +273,21 @@ def test_what_a_buffer_raised_at_is_given_to_it_again(
         assert seen == [float(i) for i in range(len(seen))]
 
 
+def test_an_iterator_that_has_ended_is_not_the_end_of_the_collector() -> None:
+    with (
+        collector(postproc=lambda batch: (batch, next(iter(())))) as made,
+        pytest.raises(RuntimeError, match="postproc raised StopIteration") as raised,
+    ):
+        list(made)
+    assert isinstance(raised.value.__cause__, StopIteration)
+    with collector(replay_buffer=Moody(StopIteration)) as made:
+        made.start()
+        while collecting():
+            time.sleep(0.005)
+        with pytest.raises(RuntimeError, match="the replay buffer raised StopIteration"):
+            made.stats()
+
+
 def test_what_was_not_handed_on_is_saved_and_dropped_with_the_rest() -> None:
     buffer = Moody(OSError)
     with collector(replay_buffer=buffer, num_workers=1) as made:

@@ -63,7 +63,7 @@ class Output:
     def write(self, made: TensorDictBase) -> None:
         """Write what one worker has made into the replay buffer."""
         assert self.replay_buffer is not None
-        self.replay_buffer.extend(self._finish(made))
+        _given("the replay buffer", self.replay_buffer.extend, self._finish(made))
 
     def yielded(self, batch: TensorDictBase) -> Any:
         """What is yielded of a batch; None where it is written to a replay buffer."""
@@ -72,4 +72,13 @@ class Output:
     def _finish(self, batch: TensorDictBase) -> Any:
         if self.split_trajs:
             batch = split_trajectories(batch)
-        return batch if self.postproc is None else self.postproc(batch)
+        return batch if self.postproc is None else _given("postproc", self.postproc, batch)
+
+
+def _given(name: str, function: Callable[[Any], Any], batch: Any) -> Any:
+    """What a function of the user's makes of a batch."""
+    try:
+        return function(batch)
+    except StopIteration as error:
+        # It would end the loop over the collector as if all frames had been yielded.
+        raise RuntimeError(f"{name} raised StopIteration, as next() does at an end") from error
