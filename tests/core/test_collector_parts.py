@@ -592,12 +592,23 @@ def test_policies_without_modules() -> None:
         ({"policy_factory": Scale(), "scheme": "thread"}, TypeError, "policy_factory=lambda: Sc"),
         ({"policy_factory": [Scale, 3], "num_workers": 2, "scheme": "thread"}, TypeError, "not 3"),
         ({"create_env_fn": []}, ValueError, "num_workers is 0"),
+        ({"policy": [Scale(), Scale()]}, TypeError, r"policy is a list, .* policy_factory=\[…\]"),
+        ({"policy": Scale}, TypeError, r"policy is the class Scale, .* type Scale\(…\)"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     options = {"create_env_fn": CountingEnv, "frames_per_batch": 2, "scheme": "none", **options}
     with pytest.raises(error, match=message):
         Collector(**options)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [(None, "made a NoneType, which cannot be called"), (Scale, "made the class Scale")],
+)
+def test_a_factory_that_makes_no_policy(made: Any, message: str) -> None:
+    with pytest.raises(RemoteCallError, match=f"policy_factory {message}"):
+        Collector(CountingEnv, policy_factory=lambda: made, scheme="thread", frames_per_batch=2)
 
 
 @pytest.mark.parametrize("scheme", ["thread", "shm"])

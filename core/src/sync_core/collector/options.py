@@ -76,6 +76,8 @@ def factories(
 
 def check_policy(policy: Any, policy_factory: Any, scheme: Any, *, shares_policy: bool) -> None:
     """Raise unless the arguments about policies go together."""
+    if policy is not None:
+        check_acts(policy, "policy is")
     if policy_factory is None:
         return
     if policy is not None:
@@ -85,6 +87,23 @@ def check_policy(policy: Any, policy_factory: Any, scheme: Any, *, shares_policy
             f"scheme {scheme!r} lets workers act with the trainer's own policy, and policy_factory "
             "makes others, which it could never update; give policy=…, or use scheme='thread' "
             "(scheme='shm' for workers in processes)"
+        )
+
+
+def check_acts(policy: Any, said: str) -> None:
+    """Raise `TypeError` unless something can act as a policy.
+
+    Args:
+        policy: what should.
+        said: how the message begins.
+    """
+    if isinstance(policy, type):
+        kind = policy.__name__
+        raise TypeError(f"{said} the class {kind}, and no policy of that class; type {kind}(…)")
+    if not callable(policy):
+        raise TypeError(
+            f"{said} a {type(policy).__name__}, which cannot be called; a policy is a module or a "
+            "function, and policy_factory=[…] makes one for each worker"
         )
 
 

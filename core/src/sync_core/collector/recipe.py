@@ -9,6 +9,7 @@ from typing import Any
 
 from sync_core.collector.devices import Devices
 from sync_core.collector.lazy import is_lazy
+from sync_core.collector.options import check_acts
 from sync_core.collector.rollout import Rollout, RolloutOptions
 from sync_core.envs.adapt import as_env
 from sync_core.envs.protocol import Env, close_env
@@ -69,6 +70,9 @@ class WorkerRecipe:
         """The policy, and the models beside it, made in the worker.
 
         Copies are made of all of them as one: a policy that uses a model uses the worker's copy.
+
+        Raises:
+            TypeError: what was made is no policy.
         """
         if self.share_policy:
             self.options.devices.check_shared(self.policy)
@@ -79,6 +83,7 @@ class WorkerRecipe:
         place = self.options.devices.place_policy
         if self.policy_fn is not None:
             policy = self.policy_fn()
+            check_acts(policy, "policy_factory made")
         return place(policy), {name: place(model) for name, model in models.items()}
 
 
