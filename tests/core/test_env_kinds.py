@@ -357,6 +357,26 @@ def test_a_vector_environment_without_a_reward_for_each(reward: Any) -> None:
         collect(as_env(Unpaid(three())), Left(), 6)
 
 
+class Wide(Count):
+    """Says that it observes three numbers, and gives one."""
+
+    observation_space = gymnasium.spaces.Box(0, 100, (3,), np.float32)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GymEnv(Wide),
+        lambda: GymEnv(Wide, num_envs=2),
+        lambda: stack_envs([GymEnv(Wide), GymEnv(Wide)]),
+    ],
+    ids=["single", "batch", "stack"],
+)
+def test_an_observation_of_another_size_than_its_space(make: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match=r"'observation' .* shape \(1,\), .* declares \(3,\)"):
+        collect(make(), None, 4)
+
+
 def test_a_vector_environment_is_no_single_one() -> None:
     with pytest.raises(TypeError, match="give the vector environment itself"):
         GymEnv(lambda: SyncVectorEnv(three()))

@@ -19,7 +19,7 @@ from sync_core.collector.choosers import (
 from sync_core.collector.columns import Leaves, stack
 from sync_core.collector.loops import BetweenSteps, Steps
 from sync_core.collector.policies import TensorDictPolicy, TensorPolicy
-from sync_core.envs.arrays import ArrayEnv, Arrays, as_array
+from sync_core.envs.arrays import ArrayEnv, Arrays, as_array, put_row
 from sync_core.envs.normal import no_flags, outcome_of, spread
 
 
@@ -118,8 +118,8 @@ class ArrayLoop:
             rows.action = action
         made = self._env.step_arrays(rows.action)
         observation, rows.reward[t], rows.terminated[t], rows.truncated[t] = made
-        _put(rows.following, t, observation)
-        _put(rows.seen, t + 1, observation)
+        put_row(rows.following, t, observation)
+        put_row(rows.seen, t + 1, observation)
         self._ended = rows.terminated[t] | rows.truncated[t]
         rows.action, rows.made = None, t + 1
 
@@ -136,11 +136,11 @@ class ArrayLoop:
     def _reset_ended(self, rows: _Rows) -> None:
         t, ended = rows.made, self._ended
         if ended is None:
-            _put(rows.seen, t, self._env.reset_arrays())
+            put_row(rows.seen, t, self._env.reset_arrays())
         elif not ended.any():
             return
         elif not self._batch:
-            _put(rows.seen, t, self._env.reset_arrays())
+            put_row(rows.seen, t, self._env.reset_arrays())
             self._carried.clear()
         else:
             fresh = self._env.reset_arrays(ended)
@@ -159,7 +159,7 @@ class ArrayLoop:
     def _new_rows(self, steps: int, policy: TensorPolicy | TensorDictPolicy | None) -> _Rows:
         seen = self._empty(steps + 1)
         if self._current is not None:
-            _put(seen, 0, self._current)
+            put_row(seen, 0, self._current)
         terminated, truncated = np.empty((2, steps, *self._batch), np.bool_)
         return _Rows(
             steps=steps,
@@ -198,8 +198,3 @@ class ArrayLoop:
     def _column(self, rows: np.ndarray[Any, Any]) -> Tensor:
         """Put time behind the batch dimensions."""
         return torch.from_numpy(rows).movedim(0, len(self._batch)).contiguous()
-
-
-def _put(rows: Rows, t: int, observation: Arrays) -> None:
-    for key, row in rows.items():
-        row[t] = observation[key]

@@ -149,6 +149,23 @@ class ArrayEnv(ABC):
         return torch.as_tensor(values, dtype=dtype).reshape(self.batch_size)
 
 
+def put_row(rows: Mapping[Any, np.ndarray[Any, Any]], where: int, observation: Arrays) -> None:
+    """Write what was observed into a row of each array.
+
+    Raises:
+        TypeError: there is more of it, or less, than a row has.
+    """
+    for key, array in rows.items():
+        values, row = observation[key], array[where]
+        # Of too few, numpy would make a row by repeating them.
+        if np.size(values) != row.size:
+            raise TypeError(
+                f"{key!r} was observed with the shape {np.shape(values)}, and the environment "
+                f"declares {row.shape}; make its space, or spec, and what it gives alike"
+            )
+        array[where] = values
+
+
 def as_array(action: Tensor) -> np.ndarray[Any, Any]:
     """An action for `ArrayEnv.step_arrays`."""
     # numpy has no bfloat16, and float32 has all of its values.

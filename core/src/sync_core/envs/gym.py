@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sync_core.envs.arrays import ArrayEnv, Arrays, ArrayStep
+from sync_core.envs.arrays import ArrayEnv, Arrays, ArrayStep, put_row
 
 
 class GymEnv(ArrayEnv):
@@ -80,7 +80,7 @@ class GymEnv(ArrayEnv):
         rows = self._new_rows()
         for i, env in enumerate(self._envs):
             if mask is None or mask[i]:
-                self._write(rows, i, env.reset()[0])
+                put_row(rows, i, self._encode(env.reset()[0]))
         return rows
 
     def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
@@ -96,7 +96,7 @@ class GymEnv(ArrayEnv):
             value = self._action.decode(action[i])
             observation, reward, terminated[i], truncated[i], _ = env.step(value)
             rewards[i] = _scalar(reward, env)
-            self._write(rows, i, observation)
+            put_row(rows, i, self._encode(observation))
         return rows, rewards, terminated, truncated
 
     def sample_action(self) -> np.ndarray[Any, Any]:
@@ -153,10 +153,6 @@ class GymEnv(ArrayEnv):
             key: np.empty((len(self._envs), *spec.shape), spec.dtype)
             for key, spec in self.array_specs.items()
         }
-
-    def _write(self, rows: dict[Any, np.ndarray[Any, Any]], i: int, observation: Any) -> None:
-        for key, value in self._encode(observation).items():
-            rows[key][i] = value
 
 
 def wrong_reward(reward: Any, env: Any, wanted: str) -> TypeError:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase, stack
 
-from sync_core.envs.arrays import ArrayEnv, Arrays, ArrayStep, speaks_arrays
+from sync_core.envs.arrays import ArrayEnv, Arrays, ArrayStep, put_row, speaks_arrays
 from sync_core.envs.normal import Conventions
 from sync_core.envs.protocol import (
     Env,
@@ -97,9 +97,9 @@ class _ArrayStack(_Members, ArrayEnv):
         for i, env in enumerate(self._members):
             where = None if mask is None else np.asarray(mask[i])
             if where is None or where.all():
-                self._write(rows, i, env.reset_arrays())
+                put_row(rows, i, env.reset_arrays())
             elif where.any():
-                self._write(rows, i, env.reset_arrays(where))
+                put_row(rows, i, env.reset_arrays(where))
         return rows
 
     def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
@@ -108,7 +108,7 @@ class _ArrayStack(_Members, ArrayEnv):
         terminated, truncated = np.empty((2, *self.batch_size), np.bool_)
         for i, env in enumerate(self._members):
             observation, reward[i], terminated[i], truncated[i] = env.step_arrays(action[i])
-            self._write(rows, i, observation)
+            put_row(rows, i, observation)
         return rows, reward, terminated, truncated
 
     def sample_action(self) -> np.ndarray[Any, Any]:
@@ -119,10 +119,6 @@ class _ArrayStack(_Members, ArrayEnv):
             key: np.empty((*self.batch_size, *spec.shape), spec.dtype)
             for key, spec in self.array_specs.items()
         }
-
-    def _write(self, rows: dict[Any, np.ndarray[Any, Any]], i: int, observation: Arrays) -> None:
-        for key, row in rows.items():
-            row[i] = observation[key]
 
 
 class _TensorDictStack(_Members):
