@@ -213,6 +213,23 @@ def test_a_reward_that_is_no_number(reward: Any, num_envs: int | None) -> None:
         Rollout(env, None, 0, RolloutOptions(frames_per_batch=2)).collect()
 
 
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_environments_of_the_interface_before_gymnasium(num_envs: int | None) -> None:
+    class OldStep(Line):
+        def step(self, action: Any) -> Any:
+            observation, reward, terminated, _, info = super().step(action)
+            return observation, reward, terminated, info
+
+    class OldReset(Line):
+        def reset(self, **options: Any) -> Any:
+            return super().reset(**options)[0]
+
+    for old, message in ((OldStep, r"OldStep\.step\(\)"), (OldReset, r"OldReset\.reset\(\)")):
+        env = GymEnv(old, num_envs=num_envs)
+        with pytest.raises(TypeError, match=f"{message} must return .* and a dict, as those of"):
+            Rollout(env, None, 0, RolloutOptions(frames_per_batch=2)).collect()
+
+
 def test_a_space_without_arrays_is_an_error() -> None:
     with pytest.raises(TypeError, match="Text"):
         GymEnv(lambda: Line(observation_space=spaces.Text(3)))

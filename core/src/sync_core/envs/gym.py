@@ -76,27 +76,24 @@ class GymEnv(ArrayEnv):
     def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
         """Begin an episode, for a batch where the mask says."""
         if self._single:
-            return self._encode(self._envs[0].reset()[0])
+            return self._begun(self._envs[0])
         rows = self._new_rows()
         for i, env in enumerate(self._envs):
             if mask is None or mask[i]:
-                put_row(rows, i, self._encode(env.reset()[0]))
+                put_row(rows, i, self._begun(env))
         return rows
 
     def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
         """Act in each environment."""
         if self._single:
-            value = self._action.decode(action)
-            observation, reward, terminated, truncated, _ = self._envs[0].step(value)
-            return self._encode(observation), _scalar(reward, self._envs[0]), terminated, truncated
+            return self._stepped(self._envs[0], action)
         rows = self._new_rows()
         rewards = np.empty(len(self._envs), np.float32)
         terminated, truncated = np.empty((2, len(self._envs)), np.bool_)
         for i, env in enumerate(self._envs):
-            value = self._action.decode(action[i])
-            observation, reward, terminated[i], truncated[i], _ = env.step(value)
-            rewards[i] = _scalar(reward, env)
-            put_row(rows, i, self._encode(observation))
+            made = self._stepped(env, action[i])
+            observation, rewards[i], terminated[i], truncated[i] = made
+            put_row(rows, i, observation)
         return rows, rewards, terminated, truncated
 
     def sample_action(self) -> np.ndarray[Any, Any]:
@@ -148,11 +145,32 @@ class GymEnv(ArrayEnv):
         for env in self._envs:
             env.close()
 
+    def _begun(self, env: Any) -> Arrays:
+        made = env.reset()
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise _of_another_interface(env, "reset", "the observation and a dict")
+        return self._encode(made[0])
+
+    def _stepped(self, env: Any, action: np.ndarray[Any, Any]) -> ArrayStep:
+        made = env.step(self._action.decode(action))
+        if not isinstance(made, tuple) or len(made) != 5:
+            wanted = "observation, reward, terminated, truncated and a dict"
+            raise _of_another_interface(env, "step", wanted)
+        observation, reward, terminated, truncated, _ = made
+        return self._encode(observation), _scalar(reward, env), terminated, truncated
+
     def _new_rows(self) -> dict[Any, np.ndarray[Any, Any]]:
         return {
             key: np.empty((len(self._envs), *spec.shape), spec.dtype)
             for key, spec in self.array_specs.items()
         }
+
+
+def _of_another_interface(env: Any, method: str, wanted: str) -> TypeError:
+    return TypeError(
+        f"{type(env).__name__}.{method}() must return {wanted}, as those of Gymnasium's "
+        "environments do; those of gym, its predecessor, return one value less"
+    )
 
 
 def wrong_reward(reward: Any, env: Any, wanted: str) -> TypeError:
