@@ -31,13 +31,21 @@ class Refusing(nn.Linear):
             raise RuntimeError("no")
 
 
+class Tied(nn.Linear):
+    """Has its weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.again = self.weight
+
+
 class Pair:
     """Two senders, and the receivers of one worker."""
 
     def __init__(self, stack: ExitStack, scheme: str, zero_copy: bool) -> None:
-        self.models = {"a": nn.Linear(2, 1), "b": Refusing()}
+        self.models = {"a": Tied(), "b": Refusing()}
         self.refusing = Refusing()
-        self.copies = {"a": nn.Linear(2, 1), "b": self.refusing}
+        self.copies = {"a": Tied(), "b": self.refusing}
         self.senders = {
             name: stack.enter_context(
                 Sender(scheme, model, num_workers=1, zero_copy=zero_copy, timeout=10.0)

@@ -289,7 +289,7 @@ class Receiver:
         if self._stack_without_layers.implements("apply_weights"):
             return None
         named = named_tensors(self._resolve_model(), self._address.strategy)
-        return {name: tensor.detach().clone() for name, tensor in named.items()}
+        return dict(Update.of(named).copied().items())
 
     def apply_weights(self, weights: Any) -> None:
         """Commit weights given by hand; the version stays what it is.
@@ -303,7 +303,7 @@ class Receiver:
         update = Update.of(named_tensors(weights, self._address.strategy))
         # What zero-copy parameters view is shared and read-only, so they get memory of their own.
         if self._address.zero_copy:
-            update.replace([tensor.detach().clone() for tensor in update.tensors])
+            update = update.copied()
         self._stack_without_layers.apply_weights(
             update, self._resolve_model(), self._address.apply_context(version=0)
         )

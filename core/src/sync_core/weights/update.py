@@ -60,6 +60,10 @@ class Update:
         for name, position in self.layout.index.items():
             yield name, tensors[position]
 
+    def copied(self) -> Update:
+        """The same weights in memory of their own; tied tensors stay tied."""
+        return Update(self.layout, [tensor.detach().clone() for tensor in self.tensors])
+
     def replace(self, tensors: Sequence[Tensor]) -> None:
         """Put other tensors under the same names."""
         self.layout = self.layout.with_tensors(tensors)
