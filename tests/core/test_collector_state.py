@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
 from sync_core import Collector
 from sync_core.collector.trajectories import PER_WORKER
@@ -39,6 +39,49 @@ class Recurrent(nn.Module):
         td["action"] = nn.functional.one_hot(index, 2)
         td["next"] = TensorDict({"count": count + 1}, batch_size=td.batch_size)
         return td
+
+
+class Tied(Scale):
+    """Has its weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.weight
+
+
+class Renaming(Scale):
+    """Has another name for its weight in its state_dict."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}w"] = self.weight if keep_vars else self.weight.detach()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state_dict[f"{prefix}w"])
+
+
+class Offset(CountingEnv):
+    """Observes what a module adds."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+        self.transform = [Scale()]
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        following = super().step(tensordict)["next"]
+        following["observation"] += self.transform[0].weight.detach()
+        return tensordict
+
+
+class Whole(nn.Module):
+    """Acts with two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Scale(), Scale()
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.one.forward(observation) + self.other.forward(observation)
 
 
 class Unsaved:
@@ -168,6 +211,71 @@ def test_weights_and_versions() -> None:
         seen = [next(made) for _ in range(3)]
         assert [batch["action"].item() for batch in seen] == [9.0] * 3
         assert [batch["policy_version"].item() for batch in seen] == [4] * 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (Tied, {}),
+        (Renaming, {"scheme_options": {"strategy": "state_dict"}}),
+        (Scale, {"scheme": None, "weight_sync_schemes": {"env.transform[0]": "thread"}}),
+    ],
+)
+def test_weights_of_any_kind(policy: Callable[[], Any], options: dict[str, Any]) -> None:
+    names = options.get("weight_sync_schemes", {"policy"})
+
+    def update(made: Collector, weight: float) -> None:
+        model = policy()
+        model.set(weight)
+        made.update_policy_weights_(weights_dict=dict.fromkeys(names, model))
+
+    with collector(Offset, policy(), **options) as made:
+        update(made, 3.0)
+        next(made)
+        state = saved(made)
+        expected = next(made)
+        update(made, 5.0)
+        made.load_state_dict(state)
+        assert (next(made) == expected).all()
+    with collector(Offset, policy(), **options) as made:
+        made.load_state_dict(state)
+        assert (next(made) == expected).all()
+
+
+def test_weights_of_what_is_no_module() -> None:
+    stats = {"mean": torch.zeros(1)}
+    schemes = {"policy": "thread", "stats": "thread"}
+    options = {"scheme": None, "weight_sync_schemes": schemes, "models": {"stats": stats}}
+    with collector(CountingEnv, Scale(), **options) as made:
+        stats["mean"].fill_(3.0)
+        made.update_policy_weights_()
+        state = saved(made)
+    stats["mean"].fill_(5.0)
+    with collector(CountingEnv, Scale(), **options) as made:
+        made.load_state_dict(state)
+        assert made.cascade_execute("stats") == [{"mean": torch.tensor([3.0])}]
+
+
+def test_weights_whose_memory_is_lent_to_a_part_of_the_policy() -> None:
+    policy = Whole()
+    options = {
+        "scheme": None,
+        "workers": "process",
+        "weight_sync_schemes": {"policy.other": {"scheme": "shm", "zero_copy": True}},
+        "models": {"policy.other": policy.other},
+        "frames_per_batch": 1,
+        "sync": True,
+    }
+    with collector(CountingEnv, policy, **options) as made:
+        for weight in (2.0, 4.0):
+            policy.other.set(weight)
+            made.update_policy_weights_()
+            if weight == 2.0:
+                state = saved(made)
+        made.load_state_dict(state)
+        assert next(made)["action"].item() == 2.0
+        made.update_policy_weights_()
+        assert next(made)["action"].item() == 4.0
 
 
 def test_the_version_of_the_trainers_own_policy() -> None:

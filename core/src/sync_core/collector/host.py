@@ -17,6 +17,7 @@ from sync_core.collector.rollout import Rollout
 from sync_core.collector.schemes import POLICY
 from sync_core.collector.worker_state import check_models, read_models, write_models
 from sync_core.plugins.address import Address
+from sync_core.receiving.receiver import Receiver
 
 
 class Host:
@@ -100,13 +101,13 @@ class Host:
         if self._shares_policy:
             # It has the trainer's weights whether their version was looked at or not.
             refresher.look()
-        models = {} if self._shares_policy else read_models(self._parts)
+        models = {} if self._shares_policy else read_models(self._parts, self._receivers)
         return {**self._built.state_dict(), "models": models, "version": refresher.version}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise `LayoutMismatchError` unless the weights in a state fit those of the worker."""
         if not self._shares_policy:
-            check_models(self._parts, state["models"])
+            check_models(self._parts, self._receivers, state["models"])
 
     def load_state_dict(self, state: dict[str, Any], increments: int) -> None:
         """Go on from there.
@@ -117,10 +118,7 @@ class Host:
         """
         refresher = self._built.refresher
         if not self._shares_policy:
-            receivers = dict(self._joint.receivers)
-            if refresher.receiver is not None:
-                receivers[POLICY] = refresher.receiver
-            write_models(self._parts, receivers, state["models"])
+            write_models(self._parts, self._receivers, state["models"])
         refresher.restore(state["version"], increments)
         self._built.load_state_dict(state)
 
@@ -128,6 +126,12 @@ class Host:
         """See `Rollout.start_over`; with the weights that the worker has."""
         self._built.refresher.increment_version(increments)
         self._built.start_over(seat)
+
+    @property
+    def _receivers(self) -> Mapping[str, Receiver]:
+        """What writes into each model, by name."""
+        receiver = self._built.refresher.receiver
+        return self._joint.receivers | ({} if receiver is None else {POLICY: receiver})
 
     @property
     def _built(self) -> Rollout:

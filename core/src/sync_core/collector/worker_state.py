@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from sync_core.collector.modules import module_of
 from sync_core.collector.schemes import POLICY
 from sync_core.models.binding import Binding
 from sync_core.models.compare import check_match
 from sync_core.models.extract import named_tensors
+from sync_core.models.paths import resolve
 from sync_core.receiving.receiver import Receiver
 from sync_core.weights.layout import Layout
 from sync_core.weights.update import Update
 
 
-def read_models(parts: SimpleNamespace) -> dict[str, dict[str, Tensor]]:
+def read_models(
+    parts: SimpleNamespace, receivers: Mapping[str, Receiver]
+) -> dict[str, Mapping[str, Tensor]]:
     """A copy of the weights of each model of a worker, by name.
 
     Args:
         parts: what the worker has.
+        receivers: those that write into its models, by name; also into such as are found by a
+            path, in its environment for example.
     """
-    return {
-        name: {key: tensor.detach().clone() for key, tensor in named_tensors(model).items()}
-        for name, model in _models(parts).items()
-    }
+    models = _models(parts, receivers)
+    return {name: _read(model, receivers.get(name)) for name, model in models.items()}
 
 
 def write_models(
@@ -46,22 +50,39 @@ def write_models(
         LayoutMismatchError: a model has changed since; it was not written to.
         ModelError: a model is missing.
     """
-    for name, model in _models(parts).items():
-        weights = dict(saved.get(name, {}))
-        receiver = receivers.get(name)
-        if receiver is None:
-            Binding(model).write(Update.of(weights))
+    models = _models(parts, saved)
+    # What a receiver lends to a model may be part of another one, which has memory of its own
+    # once the receiver has written.
+    for name in sorted(models, key=lambda name: name not in receivers):
+        if name in receivers:
+            receivers[name].apply_weights(saved[name])
         else:
-            receiver.apply_weights(weights)
+            Binding(models[name]).write(Update.of(saved[name]))
 
 
-def check_models(parts: SimpleNamespace, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Raise `LayoutMismatchError` unless `write_models` can write these weights."""
-    for name, model in _models(parts).items():
-        check_match(Layout.of(saved.get(name, {})), Binding(model).layout)
+def check_models(
+    parts: SimpleNamespace,
+    receivers: Mapping[str, Receiver],
+    saved: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Raise `LayoutMismatchError` unless `write_models` can write these weights.
+
+    Raises:
+        ModelPathError: the worker has no such model.
+    """
+    for name, model in _models(parts, saved).items():
+        mine = Layout.of(_read(model, receivers.get(name)))
+        check_match(Layout.of(saved.get(name, {})), mine)
 
 
-def _models(parts: SimpleNamespace) -> dict[str, nn.Module]:
-    found = {name: part for name, part in vars(parts).items() if name != "env"}
-    found[POLICY] = module_of(found.get(POLICY))
-    return {name: part for name, part in found.items() if isinstance(part, nn.Module)}
+def _models(parts: SimpleNamespace, names: Iterable[str]) -> dict[str, Any]:
+    """All that a worker acts with beside its environment, and what is found by these names."""
+    own = {name: part for name, part in vars(parts).items() if name != "env"}
+    own[POLICY] = module_of(own.get(POLICY))
+    by_path = {name: resolve(parts, name) for name in names if name not in own}
+    return by_path | {name: model for name, model in own.items() if model is not None}
+
+
+def _read(model: Any, receiver: Receiver | None) -> Mapping[str, Tensor]:
+    read = None if receiver is None else receiver.snapshot()
+    return dict(Update.of(named_tensors(model)).copied().items()) if read is None else read
