@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -439,6 +440,25 @@ def test_a_place_that_is_lost_again_and_again() -> None:
         with pytest.raises(WorkerLostError, match="worker 0: died, and so did the 3"):
             next(made)
         assert not descendants()
+
+
+def test_a_worker_that_dies_before_it_has_taken_a_place(tmp_path: Path) -> None:
+    made_so_far = tmp_path / "made"
+
+    def make() -> Pid:
+        with made_so_far.open("a") as file:
+            file.write("x")
+        if made_so_far.read_text() == "xx":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Pid()
+
+    options: dict[str, Any] = {"scheme": "shm", "workers": "process", "sync": True}
+    with collector(make, Scale(), on_worker_failure="restart", **options) as made:
+        next(made)
+        kill(made, 0)
+        assert made.update_policy_weights_(Scale(2.0)).updated == (0,)
+        assert next(made)["action"].unique().tolist() == [2.0]
+        assert made_so_far.read_text() == "xxx"
 
 
 def test_what_can_be_done_about_a_dead_worker() -> None:

@@ -48,16 +48,19 @@ class Replacement:
         if not self._restarts:
             raise lost
         with self._lock:
-            if self._crew.alive(worker_id) or self._crew.removed(worker_id):
-                return
-            self._in_a_row[worker_id] += 1
-            if self._in_a_row[worker_id] > _IN_A_ROW:
-                raise WorkerLostError(
-                    worker_id,
-                    f"died, and so did the {_IN_A_ROW} that took its place one after the other, "
-                    f"before any of them had made a batch; the last one {lost.message}",
-                ) from lost
-            self._crew.restart(worker_id)
+            while not (self._crew.alive(worker_id) or self._crew.removed(worker_id)):
+                self._in_a_row[worker_id] += 1
+                if self._in_a_row[worker_id] > _IN_A_ROW:
+                    raise WorkerLostError(
+                        worker_id,
+                        f"died, and so did the {_IN_A_ROW} that took its place one after the "
+                        "other, before any of them had made a batch; the last one "
+                        f"{lost.message}",
+                    ) from lost
+                try:
+                    self._crew.restart(worker_id)
+                except WorkerLostError as error:
+                    lost = error
 
     def replace_dead(self) -> None:
         """Replace every worker that has died; raises as `replace` does."""
