@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -459,6 +460,76 @@ def test_a_worker_that_dies_before_it_has_taken_a_place(tmp_path: Path) -> None:
         assert made.update_policy_weights_(Scale(2.0)).updated == (0,)
         assert next(made)["action"].unique().tolist() == [2.0]
         assert made_so_far.read_text() == "xxx"
+
+
+@pytest.mark.parametrize("when", ["seeded", "saved", "loaded"])
+def test_a_worker_that_dies_while_all_are_at_rest(when: str, tmp_path: Path) -> None:
+    dead = tmp_path / "dead"
+
+    def die(now: str) -> None:
+        if now == when and not dead.exists():
+            dead.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Mortal(CountingEnv):
+        def set_seed(self, seed: int, static_seed: bool = False) -> int:
+            die("seeded")
+            return super().set_seed(seed, static_seed)
+
+        def save_state(self) -> Any:
+            die("saved")
+            return super().save_state()
+
+        def load_state(self, state: Any) -> None:
+            die("loaded")
+            super().load_state(state)
+
+    options: dict[str, Any] = {"scheme": "shm", "workers": "process", "sync": True}
+    options |= {"num_workers": 2, "on_worker_failure": "restart"}
+    with collector(Mortal, Scale(), **options) as made:
+        made.update_policy_weights_(Scale(1.0))
+        next(made)
+        assert made.set_seed(7) == 9
+        state = made.state_dict()
+        assert dead.exists() == (when != "loaded")
+        made.load_state_dict(state)
+        assert dead.exists()
+        batch = next(made)
+        assert set(versions(batch)) == {1}
+        assert made.stats().frames == 8
+        # Whoever died when it was saved has not been seeded since.
+        assert batch["observation"][:, 0, 0].tolist() == [7.0, 8.0] or when == "saved"
+
+
+def test_nobody_joins_while_all_are_saved() -> None:
+    saving, joined = threading.Event(), threading.Event()
+
+    class Slow(CountingEnv):
+        def save_state(self) -> Any:
+            saving.set()
+            joined.wait(0.5)
+            return super().save_state()
+
+    def add() -> None:
+        saving.wait(10)
+        made.add_workers()
+        joined.set()
+
+    with collector(Slow, Scale(), workers="thread", num_workers=2) as made:
+        thread = threading.Thread(target=add)
+        thread.start()
+        state = made.state_dict()
+        assert len(state["workers"]) == len(state["delivery"]["since_update"]) == 2
+        thread.join()
+        assert made.worker_ids == (0, 1, 2)
+
+
+def test_what_a_worker_that_is_being_removed_has_made_is_not_saved() -> None:
+    with collector(workers="thread", num_workers=2) as made:
+        next(made)
+        assert len(made.state_dict()["made"]) == 2
+        made._crew.remove(0)
+        assert [position for position, _ in made.state_dict()["made"]] == [0]
 
 
 def test_what_can_be_done_about_a_dead_worker() -> None:

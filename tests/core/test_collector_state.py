@@ -322,8 +322,9 @@ def test_the_state_of_other_models_changes_nothing() -> None:
 def test_an_environment_that_cannot_be_saved() -> None:
     with collector(Unsaved, Scale(), frames_per_batch=3) as made:
         next(made)
-        with pytest.warns(UserWarning, match=r"workers \[0\] cannot be saved"):
+        with pytest.warns(UserWarning, match=r"workers \[0\] cannot be saved") as told:
             state = saved(made)
+        assert told[0].filename == __file__
         following = next(made)
     with collector(Unsaved, Scale(), frames_per_batch=3) as made:
         made.load_state_dict(state)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 from sync_core.arguments import check_integer
-from sync_core.calls import gather
 from sync_core.collector.background import Background
 from sync_core.collector.crew import Crew
 from sync_core.collector.delivery import Delivery
-from sync_core.collector.host import Host
 from sync_core.collector.options import count_workers, factories
 from sync_core.collector.replacement import Replacement
 from sync_core.collector.requests import Requests
@@ -25,6 +22,8 @@ from sync_core.collector.weights import PolicyWeights
 from sync_core.errors import ClosedError
 from sync_core.seconds import check_seconds
 from sync_core.workers.worker_ids import normalize
+
+Result = TypeVar("Result")
 
 
 class Life:
@@ -126,13 +125,7 @@ class Life:
             WorkerTimeoutError: a worker was not ready in time.
         """
         seed = check_integer(seed, "seed", "give one such as 0")
-        with self._at_rest():
-            self._requests.drop_all()
-            self._delivery.drop()
-            for worker_id in self._crew.ids:
-                call = self._crew.call(worker_id, Host.set_seed, seed, static_seed)
-                (seed,) = gather({worker_id: call}, self._timeout, "set its seed")
-        return seed
+        return self._at_rest(lambda: self._state.seed(seed, static_seed))
 
     def state_dict(self) -> dict[str, Any]:
         """What a collector goes on from exactly, as something that pickles (``torch.save``).
@@ -147,8 +140,7 @@ class Life:
         Raises:
             WorkerTimeoutError: a worker was not ready in time.
         """
-        with self._at_rest(whole_batches=True):
-            return self._state.save()
+        return self._at_rest(self._state.save, whole_batches=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, here or in another process.
@@ -164,9 +156,7 @@ class Life:
             ValueError: it is that of another kind of collector; nothing was done.
         """
         self._check_working()
-        self._state.check(state_dict)
-        with self._at_rest():
-            self._state.load(state_dict)
+        self._at_rest(lambda: self._state.load(state_dict))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the workers; batches under way are lost. Doing so again does nothing.
@@ -221,20 +211,25 @@ class Life:
             self._crew, self._requests, self._delivery, self._weights, self._warmup, self._timeout
         )
 
-    @contextmanager
-    def _at_rest(self, *, whole_batches: bool = False) -> Iterator[None]:
-        """For ``with``: every worker lives, and none is at work.
+    def _at_rest(self, function: Callable[[], Result], *, whole_batches: bool = False) -> Result:
+        """Do something while every worker lives, none is at work, and none comes or goes.
 
         Args:
+            function: what to do; again, if a worker has died in it and was replaced.
             whole_batches: let none be in the middle of a batch either, after Ctrl-C.
         """
+
+        def do() -> Result:
+            with self._crew.lock:
+                if whole_batches:
+                    self._state.finish_batches()
+                with self._requests.settled():
+                    return function()
+
         self._check_open()
         with self._background.paused(self._timeout):
             self._replacement.replace_dead()
-            if whole_batches:
-                self._state.finish_batches()
-            with self._requests.settled():
-                yield
+            return self._replacement.repeat(do)
 
 
 def end(crew: Crew, weights: PolicyWeights | SeveralModels, timeout: float | None = None) -> None:

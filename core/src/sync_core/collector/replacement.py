@@ -13,6 +13,7 @@ from sync_core.collector.crew import Crew
 from sync_core.errors import SendError, WorkerLostError
 from sync_core.report import SendReport
 
+Result = TypeVar("Result")
 Sent = TypeVar("Sent")
 OnWorkerFailure = Literal["raise", "restart"]
 
@@ -67,6 +68,17 @@ class Replacement:
         for worker_id in self._crew.ids:
             if not self._crew.alive(worker_id):
                 self.replace(WorkerLostError(worker_id, "died"))
+
+    def repeat(self, function: Callable[[], Result]) -> Result:
+        """Do something with all workers; again, if one has died in it and was replaced.
+
+        Raises as `replace` does.
+        """
+        while True:
+            try:
+                return function()
+            except WorkerLostError as lost:
+                self.replace(lost)
 
     def see_through(self, update: Callable[[], Sent]) -> Sent | SendReport:
         """Send weights, and replace the workers that do not get them because they have died.

@@ -58,9 +58,10 @@ class State:
                 f"the environments of workers {lost} cannot be saved, and will begin new episodes "
                 "when this state is loaded; write save_state() and load_state() to go on exactly "
                 "(sync_core.envs.Env)",
-                stacklevel=4,
+                stacklevel=6,
             )
-        made = self.requests.made()
+        # One that is being removed may have made a batch too, which is lost.
+        made = {i: batch for i, batch in self.requests.made().items() if i in ids}
         return {
             "delivery": self.delivery.state_dict(),
             "version": self.weights.version,
@@ -71,7 +72,40 @@ class State:
             "made": [(ids.index(i), batch.clone()) for i, batch in made.items()],
         }
 
-    def check(self, state: Mapping[str, Any]) -> None:
+    def seed(self, seed: int, static_seed: bool) -> int:
+        """Seed one worker after the other, and begin anew; the seed that the last one returned."""
+        self.requests.drop_all()
+        self.delivery.drop()
+        for worker_id in self.crew.ids:
+            call = self.crew.call(worker_id, Host.set_seed, seed, static_seed)
+            (seed,) = gather({worker_id: call}, self.timeout, "set its seed")
+        return seed
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: it does not suit the workers; nothing was done.
+        """
+        self._check(state)
+        self.requests.drop_all()
+        increments = self.weights.restore(state["version"])
+        self.crew.next_seat = max(self.crew.next_seat, state["seats"])
+        ids = self.crew.ids
+        if state["workers"]:
+            saved = zip(ids, state["workers"], strict=True)
+            calls = {i: self.crew.call(i, Host.load_state_dict, s, increments) for i, s in saved}
+        else:
+            calls = {
+                i: self.crew.call(i, Host.start_over, self.crew.take_seat(), increments)
+                for i in ids
+            }
+        gather(calls, self.timeout, "load its state")
+        self.warmup.load_state_dict(state["random_frames"])
+        self.delivery.load_state_dict(state["delivery"])
+        self.requests.put_back({ids[position]: batch.clone() for position, batch in state["made"]})
+
+    def _check(self, state: Mapping[str, Any]) -> None:
         """Raise `ValueError` unless a state suits the workers."""
         if not isinstance(state, Mapping) or "frames_per_worker" not in state:
             raise ValueError("that is no state of a collector; state_dict() gives one")
@@ -95,22 +129,3 @@ class State:
             gather(calls, self.timeout, "compare its models with those of the state")
         except RemoteCallError as error:
             raise ValueError(f"the state is that of other models: {error}") from error
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that was checked."""
-        self.requests.drop_all()
-        increments = self.weights.restore(state["version"])
-        self.crew.next_seat = max(self.crew.next_seat, state["seats"])
-        ids = self.crew.ids
-        if state["workers"]:
-            saved = zip(ids, state["workers"], strict=True)
-            calls = {i: self.crew.call(i, Host.load_state_dict, s, increments) for i, s in saved}
-        else:
-            calls = {
-                i: self.crew.call(i, Host.start_over, self.crew.take_seat(), increments)
-                for i in ids
-            }
-        gather(calls, self.timeout, "load its state")
-        self.warmup.load_state_dict(state["random_frames"])
-        self.delivery.load_state_dict(state["delivery"])
-        self.requests.put_back({ids[position]: batch.clone() for position, batch in state["made"]})
