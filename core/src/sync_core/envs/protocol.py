@@ -31,8 +31,9 @@ class Env(Protocol):
       state begins new episodes.
     - ``close()``, and ``is_closed``.
 
-    TorchRL's ``EnvBase`` has all of it. An environment that computes with arrays does best to
-    subclass `sync_core.envs.ArrayEnv`, which a collector steps without making TensorDicts.
+    TorchRL's ``EnvBase`` has all of it but the saving. An environment that computes with arrays
+    does best to subclass `sync_core.envs.ArrayEnv`, which a collector steps without making
+    TensorDicts.
     """
 
     @property
