@@ -125,8 +125,8 @@ class Crew:
         return self.call(worker_id, function, *args)
 
     def call_all(self, function: Callable[..., Result], /, *args: Any) -> dict[int, Future[Result]]:
-        """Run a function on every worker at once."""
-        return {worker_id: self.call(worker_id, function, *args) for worker_id in self.ids}
+        """The same on every worker at once."""
+        return {worker_id: self.request(worker_id, function, *args) for worker_id in self.ids}
 
     def add(self, env_fn: Callable[[], Any] | None = None) -> int:
         """Start and build one more worker; its id, never used before.

@@ -77,7 +77,7 @@ class State:
         self.requests.drop_all()
         self.delivery.drop()
         for worker_id in self.crew.ids:
-            call = self.crew.call(worker_id, Host.set_seed, seed, static_seed)
+            call = self.crew.request(worker_id, Host.set_seed, seed, static_seed)
             (seed,) = gather({worker_id: call}, self.timeout, "set its seed")
         return seed
 
@@ -94,10 +94,10 @@ class State:
         ids = self.crew.ids
         if state["workers"]:
             saved = zip(ids, state["workers"], strict=True)
-            calls = {i: self.crew.call(i, Host.load_state_dict, s, increments) for i, s in saved}
+            calls = {i: self.crew.request(i, Host.load_state_dict, s, increments) for i, s in saved}
         else:
             calls = {
-                i: self.crew.call(i, Host.start_over, self.crew.take_seat(), increments)
+                i: self.crew.request(i, Host.start_over, self.crew.take_seat(), increments)
                 for i in ids
             }
         gather(calls, self.timeout, "load its state")
@@ -122,7 +122,7 @@ class State:
                 f"collector's have {frames}; give it the same frames_per_batch and sync"
             )
         calls = {
-            worker_id: self.crew.call(worker_id, Host.check_state_dict, worker)
+            worker_id: self.crew.request(worker_id, Host.check_state_dict, worker)
             for worker_id, worker in zip(self.crew.ids, state["workers"], strict=False)
         }
         try:
