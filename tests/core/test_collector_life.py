@@ -268,6 +268,17 @@ def test_a_dead_worker_is_replaced(sync: bool) -> None:
         assert seats == ({0, 1, 3} if sync else {0, 1, 2})
 
 
+def test_a_worker_that_dies_after_its_random_frames_were_delivered() -> None:
+    options: dict[str, Any] = {"scheme": "shm", "workers": "process", "num_workers": 2}
+    options |= {"sync": True, "init_random_frames": 4, "on_worker_failure": "restart"}
+    with collector(Pid, Scale(5.0), **options) as made:
+        assert (next(made)["action"] != 5.0).all()
+        kill(made, 0)
+        made.update_policy_weights_()
+        # Those frames are not made again, least of all beside the policy's own.
+        assert next(made)["action"].unique().tolist() == [5.0]
+
+
 MODELS: list[dict[str, Any]] = [
     {"scheme": "shm"},
     {

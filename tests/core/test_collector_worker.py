@@ -137,7 +137,7 @@ def test_random_frames_that_a_lost_worker_was_asked_for() -> None:
     crew = Crew(find(WORKERS, "inline").object, recipe, 2, 10.0)
     warmup = Warmup(crew, 8, together=False)
     assert [warmup.order(i).random for i in (0, 1, 0)] == [True, True, False]
-    crew.restart(1)
+    warmup.take_back(1)
     assert [warmup.order(i).random for i in (1, 0)] == [True, False]
     together = Warmup(crew, 5, together=True)
     assert [together.order(i).random for i in (0, 1, 0)] == [True, True, False]

@@ -246,7 +246,7 @@ class Requests:
         if self._replacement is None or not isinstance(error, WorkerLostError):
             raise error
         self._replacement.replace(error)
-        self._forget(worker_id)
+        self.drop(worker_id)
         self.ask(worker_id)
         return None
 

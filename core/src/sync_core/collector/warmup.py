@@ -27,7 +27,6 @@ class Warmup:
         self._random = frames > 0
         # What each was asked for last; of workers that are asked together, in this round.
         self._asked: dict[int, int] = {}
-        crew.on_join.append(self.take_back)
 
     def order(self, worker_id: int) -> Order:
         """What to ask a worker for next."""
