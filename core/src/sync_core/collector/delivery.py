@@ -16,7 +16,7 @@ from sync_core.collector.schedules import Delivered, Schedule
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.stale import StaleWatch
 from sync_core.collector.stats import CollectorStats, Lag
-from sync_core.collector.weights import PolicyWeights
+from sync_core.collector.weights import MOMENT, PolicyWeights
 from sync_core.errors import ClosedError, RemoteCallError, WorkerLostError
 
 
@@ -90,7 +90,7 @@ class Delivery:
         """
         batch = self._take(self.wanted)
         if self.wanted == 0:
-            self._weights.let_end()
+            self._weights.let_end(MOMENT)
             self._crew.dismiss()
         return batch
 

@@ -51,10 +51,8 @@ class Host:
         return self._rollout.frames_per_batch()
 
     def collect(self, order: Order) -> TensorDictBase | None:
-        """See `Rollout.collect`; None where the weights are not here that the order names."""
-        if order.version > max(self._built.refresher.received, self._joint.version):
-            return None
-        return self._built.collect(order)
+        """See `Rollout.collect`; None where the weights did not come that the order names."""
+        return self._built.collect(order) if self._has_weights(order) else None
 
     def connect(self, address: Address) -> None:
         """See `Refresher.connect`."""
@@ -126,6 +124,15 @@ class Host:
         """See `Rollout.start_over`; with the weights that the worker has."""
         self._built.refresher.increment_version(increments)
         self._built.start_over(seat)
+
+    def _has_weights(self, order: Order) -> bool:
+        if order.version <= self._joint.version:
+            return True
+        try:
+            return self._built.refresher.reach(order.version, order.patience)
+        except Exception:
+            # The sender is told why, and tells the trainer.
+            return False
 
     @property
     def _receivers(self) -> Mapping[str, Receiver]:

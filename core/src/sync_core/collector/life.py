@@ -18,7 +18,7 @@ from sync_core.collector.several import SeveralModels
 from sync_core.collector.state import State
 from sync_core.collector.tree import Upstream
 from sync_core.collector.warmup import Warmup
-from sync_core.collector.weights import PolicyWeights
+from sync_core.collector.weights import MOMENT, PolicyWeights
 from sync_core.errors import ClosedError
 from sync_core.seconds import check_seconds
 from sync_core.workers.worker_ids import normalize
@@ -236,7 +236,7 @@ def end(crew: Crew, weights: PolicyWeights | SeveralModels, timeout: float | Non
     """End workers and senders, come what may."""
     try:
         # A refresh may have been sent just now; its workers have it in a moment.
-        weights.let_end(timeout)
+        weights.let_end(MOMENT if timeout is None else min(MOMENT, timeout))
         crew.stop(timeout)
     except BaseException:
         # Such as a second Ctrl-C: nobody waits any longer, and nothing may be left behind.

@@ -12,7 +12,9 @@ class Order:
     Args:
         random: act at random, not by the policy.
         version: the version of the weights that it is to be made with, or a newer one.
+        patience: how long these are waited for, in seconds.
     """
 
     random: bool = False
     version: int = 0
+    patience: float = 0.0

@@ -11,8 +11,8 @@ from sync_core.collector.host import Host
 from sync_core.errors import WorkerError
 from sync_core.sending.pending import PendingSend
 
-#: How long a worker at rest waits for weights that come later than the call that announces them.
-PATIENCE = 0.1
+# How long a worker at rest waits for weights that come later than the call that announces them.
+_PATIENCE = 0.1
 # How often the driver looks whether a worker has to be asked again.
 _GLANCE = 0.002
 
@@ -30,14 +30,13 @@ class Prompts:
         self._busy = busy
         self._calls: dict[int, Future[bool]] = {}
 
-    def begin(self, pending: PendingSend, patience: float) -> None:
-        """Ask each worker once.
+    def begin(self, pending: PendingSend) -> None:
+        """Ask each worker once."""
+        self._calls = {i: self._ask(i, pending) for i in pending.unanswered}
 
-        Args:
-            pending: what was sent.
-            patience: how long a worker at rest waits for it, in seconds.
-        """
-        self._calls = {i: self._ask(i, pending, patience) for i in pending.unanswered}
+    def leave_out(self) -> None:
+        """Ask nobody: what workers are asked for next says that they need what was sent."""
+        self._calls = {}
 
     def see_through(self, pending: PendingSend, timeout: float) -> None:
         """Wait until every worker has answered, or so many seconds are over.
@@ -47,23 +46,26 @@ class Prompts:
         deadline = time.monotonic() + timeout
         while (unanswered := pending.unanswered) and time.monotonic() < deadline:
             for worker_id, delivery in unanswered.items():
-                call = self._calls[worker_id]
+                call = self._calls.get(worker_id)
+                if call is None:
+                    if not self._busy(worker_id):
+                        self._calls[worker_id] = self._ask(worker_id, pending)
+                    continue
                 if not call.done():
                     continue
                 error = call.exception()
                 if error is None:
                     if not call.result():
-                        self._calls[worker_id] = self._ask(worker_id, pending, PATIENCE)
+                        self._calls[worker_id] = self._ask(worker_id, pending)
                 # What the worker itself has to say may still be on its way, and says more.
-                elif isinstance(error, WorkerError) and not delivery.wait(PATIENCE):
+                elif isinstance(error, WorkerError) and not delivery.wait(_PATIENCE):
                     delivery.fail(error)
             next(iter(unanswered.values())).wait(_GLANCE)
 
-    def _ask(self, worker_id: int, pending: PendingSend, patience: float) -> Future[bool]:
+    def _ask(self, worker_id: int, pending: PendingSend) -> Future[bool]:
         """Let a worker commit now if it is at rest; if not, as soon as its batch is made.
 
         It will have done so before that, but for weights that came with its last step.
         """
-        if self._busy(worker_id):
-            patience = 0.0
+        patience = 0.0 if self._busy(worker_id) else _PATIENCE
         return self._crew.request(worker_id, Host.reach, pending.version, patience)

@@ -74,7 +74,9 @@ class Requests:
                 self._postponed.add(worker_id)
                 return
             version = self._required.pop(worker_id, 0)
-            order = replace(self._make_order(worker_id), version=version)
+            order = self._make_order(worker_id)
+            if version:
+                order = replace(order, version=version, patience=self._timeout)
             self._expect(worker_id, self._crew.request(worker_id, Host.collect, order))
 
     def require(self, worker_id: int, version: int) -> None:

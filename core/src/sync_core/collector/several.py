@@ -14,7 +14,7 @@ from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.host import Host
 from sync_core.collector.schemes import POLICY
-from sync_core.collector.weights import end_interrupted, let_end
+from sync_core.collector.weights import end_interrupted
 from sync_core.errors import ModelError, SendError, WorkerError, WorkerTimeoutError
 from sync_core.report import SendReport
 from sync_core.sending.pending import PendingSend
@@ -125,9 +125,11 @@ class SeveralModels:
             self._increments += increments
             return increments
 
-    def let_end(self, timeout: float | None = None) -> None:
+    def let_end(self, timeout: float) -> None:
         """See `PolicyWeights.let_end`."""
-        let_end(self._pending, timeout)
+        if self._pending is not None:
+            with suppress(SendError):
+                self._pending.wait(timeout)
 
     def close(self) -> None:
         """Release what the senders hold."""

@@ -14,7 +14,7 @@ from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.host import Host
 from sync_core.collector.modules import module_of
-from sync_core.collector.prompts import PATIENCE, Prompts
+from sync_core.collector.prompts import Prompts
 from sync_core.collector.schemes import POLICY
 from sync_core.errors import ModelError, PendingSendError, SendError
 from sync_core.report import SendReport
@@ -22,8 +22,8 @@ from sync_core.sending.pending import PendingSend
 from sync_core.sending.sender import Sender
 from sync_core.workers.worker_ids import normalize
 
-# How long an update that nobody has waited for may keep a collector from ending, in seconds.
-_MOMENT = 0.5
+#: How long an update that nobody has waited for may keep a collector from ending, in seconds.
+MOMENT = 0.5
 
 
 class PolicyWeights:
@@ -95,12 +95,14 @@ class PolicyWeights:
         return {} if self.sender is None else {POLICY: self.sender}
 
     def refresh(self, worker_ids: Sequence[int]) -> PendingSend | None:
-        """Send the policy's weights to workers at rest, which commit them before what comes next.
+        """Send the policy's weights to workers whose next batch will require them.
 
         None where there is nothing to wait for.
         """
-        sent = self.update({}, worker_ids, blocking=False, patience=self._timeout)
-        return sent if isinstance(sent, PendingSend) else None
+        with self._crew.lock:
+            self._pending = self._begin({}, worker_ids)
+            self._prompts.leave_out()
+            return self._pending
 
     def settle(self, pending: PendingSend) -> None:
         """Wait for the outcome of `refresh`.
@@ -114,44 +116,24 @@ class PolicyWeights:
             pending.wait()
 
     def update(
-        self,
-        given: Mapping[str, Any],
-        worker_ids: int | Iterable[int] | None,
-        *,
-        blocking: bool,
-        patience: float = PATIENCE,
+        self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None, *, blocking: bool
     ) -> SendReport | PendingSend:
-        """Send the weights given, or the policy's, and let the workers commit them.
-
-        Args:
-            given: weights by name, of which the policy's count; none for the trainer's.
-            worker_ids: who gets them; None for all.
-            blocking: wait until they have been committed.
-            patience: how long a worker at rest waits for them, in seconds, before it does
-                anything else.
-        """
-        weights = given.get(POLICY)
+        """Send the weights given, or the policy's, and let the workers commit them."""
         with self._crew.lock:
             started = time.perf_counter()
-            self._end_last()
-            self._ensure_sender(weights)
-            if self.sender is None:
-                # Random actions, or a policy without tensors: every worker has the newest weights.
-                self._tell(normalize(worker_ids, self._crew.ids))
-                return SendReport(0, time.perf_counter() - started, {})
-            pending = self.sender.send_async(weights, worker_ids)
+            pending: PendingSend | None = None
             try:
-                self._last = dict(given)
-                self._last_to_all = set(pending.worker_ids) >= set(self._crew.ids)
-                self._tell(pending.worker_ids)
-                self._prompts.begin(pending, patience)
+                pending = self._begin(given, worker_ids)
+                if pending is None:
+                    return SendReport(0, time.perf_counter() - started, {})
+                self._prompts.begin(pending)
                 if not blocking:
                     self._pending = pending
                     return pending
                 self._prompts.see_through(pending, self._timeout)
                 return pending.wait()
             finally:
-                if self._pending is None:
+                if pending is not None and self._pending is None:
                     pending.abandon()
                 self.seconds = time.perf_counter() - started
 
@@ -162,18 +144,33 @@ class PolicyWeights:
             self._increments += increments
             return increments
 
-    def let_end(self, timeout: float | None = None) -> None:
-        """Give an update that nobody has waited for a moment to reach its workers.
-
-        Args:
-            timeout: the most that this may take, in seconds, if that is less than the moment.
-        """
-        let_end(self._pending, timeout)
+    def let_end(self, timeout: float) -> None:
+        """Give an update that nobody has waited for some seconds; its outcome is told by itself."""
+        if self._pending is not None:
+            self._prompts.see_through(self._pending, timeout)
+            with suppress(SendError):
+                self._pending.wait(0)
 
     def close(self) -> None:
         """Release what the sender holds."""
         if self.sender is not None:
             self.sender.close()
+
+    def _begin(
+        self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None
+    ) -> PendingSend | None:
+        weights = given.get(POLICY)
+        self._end_last()
+        self._ensure_sender(weights)
+        if self.sender is None:
+            # Random actions, or a policy without tensors: every worker has the newest weights.
+            self._tell(normalize(worker_ids, self._crew.ids))
+            return None
+        pending = self.sender.send_async(weights, worker_ids)
+        self._last = dict(given)
+        self._last_to_all = set(pending.worker_ids) >= set(self._crew.ids)
+        self._tell(pending.worker_ids)
+        return pending
 
     def _tell(self, worker_ids: Sequence[int]) -> None:
         for callback in self.on_update:
@@ -255,13 +252,6 @@ class PolicyWeights:
             # One that could not join may not be there.
             if self.sender is not None and worker_id in self.sender.all_worker_ids():
                 self.sender.remove_worker(worker_id)
-
-
-def let_end(pending: PendingSend | None, timeout: float | None) -> None:
-    """See `PolicyWeights.let_end`; the outcome is told by itself."""
-    if pending is not None:
-        with suppress(SendError):
-            pending.wait(_MOMENT if timeout is None else min(_MOMENT, timeout))
 
 
 def end_interrupted(senders: Iterable[Sender]) -> None:
