@@ -121,11 +121,10 @@ class PolicyWeights:
         """Send the weights given, or the policy's, and let the workers commit them."""
         with self._crew.lock:
             started = time.perf_counter()
-            pending: PendingSend | None = None
+            pending = self._begin(given, worker_ids)
+            if pending is None:
+                return SendReport(0, time.perf_counter() - started, {})
             try:
-                pending = self._begin(given, worker_ids)
-                if pending is None:
-                    return SendReport(0, time.perf_counter() - started, {})
                 self._prompts.begin(pending)
                 if not blocking:
                     self._pending = pending
@@ -133,7 +132,7 @@ class PolicyWeights:
                 self._prompts.see_through(pending, self._timeout)
                 return pending.wait()
             finally:
-                if pending is not None and self._pending is None:
+                if self._pending is None:
                     pending.abandon()
                 self.seconds = time.perf_counter() - started
 
