@@ -39,6 +39,8 @@ class Refresher:
         self._restored: tuple[int, int] | None = None
         self._cost = math.inf
         self._due = 0.0
+        # The version beyond which there was nothing when it was looked for last.
+        self._looked_beyond: int | None = None
 
     @property
     def version(self) -> int:
@@ -117,6 +119,11 @@ class Refresher:
             self._lost = error
         except Exception as error:
             self._error = error
+        # The first look after new weights may have to ask for the next ones, as over Ray: others
+        # only see whether they are there.
+        if self._looked_beyond != self.received:
+            self._looked_beyond = self.received
+            return
         now = time.monotonic()
         # The least that it ever took: the rest was waiting for a core.
         self._cost = min(self._cost, now - began)
