@@ -63,21 +63,22 @@ def run(rest: Sequence[str], *, workers: int, rounds: int, as_json: bool) -> int
 
 
 def _print(measured: Iterator[CollectorMeasurement]) -> None:
-    table = Table()
+    table = Table(caption="in brackets: over the bare sender", caption_justify="left")
     for column in ("", "mode"):
         table.add_column(column, no_wrap=True)
-    for column in ("workers", "frames/s", "sync ms", "ratio", "refresh ms", "ratio", "bare ms"):
-        table.add_column(column, justify="right")
+    for column in ("frames/s", "sync ms", "refresh ms", "bare ms"):
+        table.add_column(column, justify="right", no_wrap=True)
     for measurement in measured:
         table.add_row(
             measurement.env,
             measurement.mode,
-            str(measurement.workers),
             f"{median(measurement.frames_per_second):.0f}",
-            f"{1e3 * median(measurement.sync_seconds):.2f}",
-            f"{measurement.sync_over_bare:.2f}",
-            f"{1e3 * median(measurement.refresh_seconds):.2f}",
-            f"{measurement.refresh_over_bare:.2f}",
+            _milliseconds(measurement.sync_seconds, measurement.sync_over_bare),
+            _milliseconds(measurement.refresh_seconds, measurement.refresh_over_bare),
             f"{1e3 * median(measurement.bare_seconds):.2f}",
         )
     Console().print(table)
+
+
+def _milliseconds(seconds: Sequence[float], over_bare: float) -> str:
+    return f"{1e3 * median(seconds):.2f} ({over_bare:.1f})"
