@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import threading
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +12,11 @@ import pytest
 import torch
 
 from sync_core import (
-    ApplyContext,
     SendError,
     SendReport,
     WorkerError,
     WorkerLostError,
     WorkerResult,
-    hookimpl,
 )
 from sync_core.collector import Collector
 from sync_core.collector.freshness import Freshness
@@ -96,6 +91,7 @@ class Refused:
 
     def __init__(self, error: WorkerError) -> None:
         self.on_update: list[Any] = []
+        self.required = {0: 1}
         self._workers = {0: WorkerResult(version=None, seconds=0.0, nbytes=0, error=error)}
 
     def refresh(self, worker_ids: Any) -> Any:
@@ -109,7 +105,8 @@ class Refused:
     ("error", "raises"), [(WorkerLostError(0, "died"), False), (WorkerError(0, "refused"), True)]
 )
 def test_who_died_and_was_replaced_since_is_no_failure(error: WorkerError, raises: bool) -> None:
-    crew: Any = SimpleNamespace(ids=(0,), alive=lambda worker_id: True, on_join=[])
+    alive: Any = lambda worker_id: True  # noqa: E731
+    crew: Any = SimpleNamespace(ids=(0,), alive=alive, on_join=[], lock=threading.RLock())
     released: list[int] = []
     requests: Any = SimpleNamespace(
         hold=lambda _: None, require=lambda *_: None, release=released.append, on_stale=[]
@@ -143,145 +140,6 @@ def test_only_the_worker_that_delivered_is_refreshed(interval: int) -> None:
         # Never more batches with the same weights than were allowed.
         assert all(len(list(same)) <= interval for _, same in itertools.groupby(weights))
         assert weights == sorted(weights)
-
-
-class Gate:
-    """Lets the first commit of a refresh wait."""
-
-    def __init__(self) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-
-    @hookimpl(wrapper=True)
-    def apply_weights(self) -> Any:
-        self.reached.set()
-        assert self.open.wait(30)
-        return (yield)
-
-
-def test_nobody_waits_for_a_worker_that_is_refreshed() -> None:
-    policy, gate = Scale(), Gate()
-    with collector(policy, update_after_each_batch=True, layers=[gate]) as made:
-        first = owner(next(made))
-        policy.set(1.0)
-        assert owner(next(made)) != first
-        assert gate.reached.wait(30)
-        policy.set(2.0)
-        gate.open.set()
-        while owner(batch := next(made)) != first:
-            continue
-        assert (acted(batch), batch["policy_version"].unique().tolist()) == ([1.0], [1])
-
-
-class Refuses:
-    """Lets worker 0 refuse the policy's weights, once."""
-
-    def __init__(self, commits: int) -> None:
-        self.left = commits
-
-    @hookimpl(wrapper=True)
-    def apply_weights(self, context: ApplyContext) -> Any:
-        if (context.worker_id, context.model_id) == (0, "policy"):
-            self.left -= 1
-            if self.left == 0:
-                raise ValueError("not these")
-        return (yield)
-
-
-def one_model(scheme: str, layer: Any) -> dict[str, Any]:
-    return {"scheme": scheme, "layers": [layer]}
-
-
-def two_models(scheme: str, layer: Any) -> dict[str, Any]:
-    schemes = {"policy": {"scheme": scheme, "layers": [layer]}, "critic": scheme}
-    return {"scheme": None, "weight_sync_schemes": schemes, "models": {"critic": Scale()}}
-
-
-@pytest.mark.parametrize(
-    ("workers", "scheme"), [("inline", "thread"), ("thread", "thread"), ("process", "shm")]
-)
-@pytest.mark.parametrize("kind", [{"sync": True}, {"num_workers": 1}, {}])
-@pytest.mark.parametrize("models", [one_model, two_models])
-def test_weights_that_a_worker_refuses(workers: str, scheme: str, kind: Any, models: Any) -> None:
-    policy, refusals = Scale(), list[SendError]()
-    options = {"workers": workers, **kind, **models(scheme, Refuses(3))}
-    seen: dict[int, list[float]] = {}
-    with collector(policy, **options, update_after_each_batch=True) as made:
-        while len(seen.get(0, ())) < 24:
-            try:
-                batch = next(made)
-                for part in batch.unbind(0) if batch.ndim == 2 else [batch]:
-                    seen.setdefault(owner(part), []).extend(part["observation"].flatten().tolist())
-                    assert acted(part) == part["policy_version"].unique().tolist()
-            except SendError as error:
-                refusals.append(error)
-            policy.set(made.stats().version + 1.0)
-    (refusal,) = refusals
-    assert "not these" in str(refusal)
-    assert [*refusal.report.failed] == [0]
-    for observations in seen.values():
-        assert observations == list(range(len(observations)))
-
-
-def test_random_frames_that_were_not_made_do_not_count() -> None:
-    policy = Scale()
-    options: dict[str, Any] = {"init_random_frames": 8, "num_workers": 1, "layers": [Refuses(1)]}
-    with collector(policy, **options, update_after_each_batch=True) as made:
-        assert acted(next(made)) != [0.0]
-        with pytest.raises(SendError, match="not these"):
-            next(made)
-        assert acted(next(made)) != [0.0]
-        assert acted(next(made)) == [0.0]
-
-
-def test_who_dies_while_it_is_refreshed_is_replaced(tmp_path: Path) -> None:
-    policy = Scale()
-    # By seat: nobody acts with older weights, and whoever takes a place not with the first.
-    least = {0: 0, 1: 0, 2: 1}
-    options: dict[str, Any] = {"workers": "process", "scheme": "shm", "layers": [Dies(tmp_path)]}
-    options |= {"on_worker_failure": "restart", "update_after_each_batch": True}
-    with collector(policy, **options) as made:
-        for step in range(1, 9):
-            batch = next(made)
-            assert acted(batch)[0] >= least[owner(batch)]
-            least[owner(batch)] = step
-            policy.set(float(step))
-    assert (tmp_path / "died").exists()
-
-
-def test_who_takes_a_place_has_the_newest_weights_and_is_not_refreshed() -> None:
-    sent: list[tuple[int, ...]] = []
-    with collector(Scale(), update_after_each_batch=True) as made:
-        made._weights.on_update.append(lambda ids: sent.append(tuple(ids)))
-        made._crew.restart(owner(next(made)))
-        next(made)
-        assert sent == []
-
-
-@pytest.mark.parametrize("total_frames", [-1, 12])
-def test_a_refresh_on_its_way_is_no_failure_at_the_end(
-    total_frames: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    options: dict[str, Any] = {"workers": "process", "scheme": "shm", "total_frames": total_frames}
-    for _ in range(5):
-        with collector(Scale(), **options, update_after_each_batch=True) as made:
-            for _ in range(3):
-                next(made)
-    assert [record.getMessage() for record in caplog.records] == []
-
-
-class Dies:
-    """Ends the process in its second commit, unless another one did."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.commits = path / "died", 0
-
-    @hookimpl(wrapper=True)
-    def apply_weights(self) -> Any:
-        self.commits += 1
-        if self.commits == 2 and not self.path.exists():
-            self.path.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return (yield)
 
 
 def test_several_models_are_refreshed_too() -> None:

@@ -40,8 +40,7 @@ class Freshness:
         self._under_way: PendingSend | None = None
         requests.on_stale.append(lambda _: self.settle())
         weights.on_update.append(self._sent)
-        # Who takes a place has the newest weights.
-        crew.on_join.append(lambda worker_id: self._sent((worker_id,)))
+        crew.on_join.append(self._joined)
 
     @property
     def by_itself(self) -> bool:
@@ -65,16 +64,16 @@ class Freshness:
 
         Raises:
             SendError: some of them could not be refreshed the last time, and are alive. What
-                happened to one that is not is told with its batch.
+                happened to one that is not is told with its batch. Nobody has gone on.
         """
-        due = self._due()
-        try:
-            if due:
-                self._send(due)
-        finally:
-            for worker_id in self._held:
-                self._requests.release(worker_id)
-            self._held.clear()
+        if self._due():
+            began = time.perf_counter()
+            self.settle()
+            self._send()
+            self._weights.seconds = time.perf_counter() - began
+        for worker_id in tuple(self._held):
+            self._requests.release(worker_id)
+            self._held.discard(worker_id)
 
     def settle(self) -> None:
         """Wait for the outcome of the last refresh, and tell it once; raises as `refresh` does."""
@@ -84,6 +83,9 @@ class Freshness:
             self._weights.settle(self._under_way)
         except SendError as error:
             self._under_way = None
+            for worker_id in error.report.failed:
+                # It goes on with what it has, as the trainer has been told.
+                self._requests.require(worker_id, 0)
             # One that was lost lives again where another thread has restarted it meanwhile.
             if any(
                 self._crew.alive(worker_id) and not isinstance(result.error, WorkerLostError)
@@ -92,14 +94,21 @@ class Freshness:
                 raise
         self._under_way = None
 
-    def _send(self, due: Sequence[int]) -> None:
-        began = time.perf_counter()
-        self.settle()
-        self._under_way = under_way = self._weights.refresh(due)
-        if under_way is not None:
-            for worker_id in under_way.worker_ids:
-                self._requests.require(worker_id, under_way.version)
-        self._weights.seconds = time.perf_counter() - began
+    def _send(self) -> None:
+        # Nobody is removed meanwhile.
+        with self._crew.lock:
+            due = {worker_id: self.batches[worker_id] for worker_id in self._due()}
+            if not due:
+                return
+            try:
+                self._under_way = self._weights.refresh(tuple(due))
+                if self._under_way is not None:
+                    for worker_id, version in self._weights.required.items():
+                        self._requests.require(worker_id, version)
+            except BaseException:
+                # Such as Ctrl-C: who was sent the weights is not known to need them.
+                self.batches |= due
+                raise
 
     def go_on(self, batches: Mapping[int, int]) -> None:
         """Count on from these batches."""
@@ -107,7 +116,7 @@ class Freshness:
         self._hold_due()
 
     def _hold_due(self) -> None:
-        for due in self._due():
+        for due in set(self._due()) - self._held:
             self._held.add(due)
             self._requests.hold(due)
 
@@ -116,6 +125,11 @@ class Freshness:
             return []
         enough = max(1, self._interval)
         return [i for i in self._crew.ids if self.batches[i] >= enough and self._crew.alive(i)]
+
+    def _joined(self, worker_id: int) -> None:
+        """Who takes a place has the newest weights, and has made no batch."""
+        self._sent((worker_id,))
+        self._requests.require(worker_id, 0)
 
     def _sent(self, worker_ids: Sequence[int]) -> None:
         for worker_id in worker_ids:

@@ -224,6 +224,8 @@ class Life:
                 if whole_batches:
                     self._state.finish_batches()
                 with self._requests.settled():
+                    # What was sent and has not been committed belongs to what workers act with.
+                    self._weights.let_end(self._timeout)
                     return function()
 
         self._check_open()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +18,9 @@ from sync_core.collector.host import Host
 from sync_core.collector.order import Order
 from sync_core.collector.replacement import Replacement
 from sync_core.errors import WorkerLostError, WorkerTimeoutError
+
+# How often it is looked whether a worker that is held back was let go on, in seconds.
+_GLANCE = 0.002
 
 
 class Requests:
@@ -51,7 +54,8 @@ class Requests:
         self.on_drop: list[Callable[[int], None]] = []
         #: Called, after that, with a worker that did not get the weights which its batch required.
         self.on_stale: list[Callable[[int], None]] = []
-        self._held: set[int] = set()
+        # By how many, who do not know of each other.
+        self._held: Counter[int] = Counter()
         self._postponed: set[int] = set()
         # One thread may iterate while another holds workers back.
         self._lock = threading.RLock()
@@ -70,30 +74,34 @@ class Requests:
         with self._lock:
             if worker_id in self._futures or self._crew.removed(worker_id):
                 return
-            if worker_id in self._held:
+            if self._held[worker_id]:
                 self._postponed.add(worker_id)
                 return
-            version = self._required.pop(worker_id, 0)
             order = self._make_order(worker_id)
-            if version:
+            if version := self._required.get(worker_id, 0):
                 order = replace(order, version=version, patience=self._timeout)
             self._expect(worker_id, self._crew.request(worker_id, Host.collect, order))
+            self._required.pop(worker_id, None)
 
     def require(self, worker_id: int, version: int) -> None:
-        """Let a worker make the next batch that it is asked for with these weights, or newer."""
+        """Let a worker make the next batch that it is asked for with these weights, or newer.
+
+        0 is for those that it has.
+        """
         with self._lock:
             self._required[worker_id] = version
 
     def hold(self, worker_id: int) -> None:
-        """Let a worker begin no other batch until it is released."""
+        """Let a worker begin no other batch until it is released as often."""
         with self._lock:
-            self._held.add(worker_id)
+            self._held[worker_id] += 1
 
     def release(self, worker_id: int) -> None:
         """Let a worker begin batches again, at once if it was asked for one meanwhile."""
         with self._lock:
-            self._held.discard(worker_id)
-            if worker_id in self._postponed:
+            # Not below 0 where Ctrl-C lets somebody release twice.
+            self._held[worker_id] = max(0, self._held[worker_id] - 1)
+            if not self._held[worker_id] and worker_id in self._postponed:
                 self._postponed.discard(worker_id)
                 self.ask(worker_id)
 
@@ -114,10 +122,11 @@ class Requests:
 
         Raises as `settle` does.
         """
-        held = set(self._crew.ids) - self._held
-        for worker_id in held:
-            self.hold(worker_id)
+        held: list[int] = []
         try:
+            for worker_id in self._crew.ids:
+                held.append(worker_id)
+                self.hold(worker_id)
             self.settle()
             yield
         finally:
@@ -186,22 +195,28 @@ class Requests:
         """
         deadline = time.monotonic() + self._timeout
         while True:
-            futures = dict(sorted(self._futures.items()))
             left = max(0.0, deadline - time.monotonic())
+            if self._postponed and left:
+                # Another thread holds them back, and may let others go on before these.
+                time.sleep(min(left, _GLANCE))
+                continue
+            futures = dict(sorted(self._futures.items()))
             done, late = wait(futures.values(), left, return_when=FIRST_EXCEPTION)
             made = {i: self._made_by(i, future) for i, future in futures.items() if future in done}
             batches = {i: batch for i, batch in made.items() if batch is not None}
             if len(batches) < len(made):
                 deadline = time.monotonic() + self._timeout
                 continue
-            if late:
-                raise self._late(min(i for i, future in futures.items() if future in late))
+            if late or self._postponed:
+                late_ids = [i for i, future in futures.items() if future in late]
+                raise self._late(min([*late_ids, *self._postponed]))
             return batches
 
     def drop(self, worker_id: int) -> None:
         """Let the batch that a worker was asked for never be delivered, made or not."""
         with self._lock:
             self._postponed.discard(worker_id)
+            self._required.pop(worker_id, None)
             if worker_id in self._futures:
                 self._forget(worker_id)
                 for callback in self.on_drop:
@@ -211,14 +226,16 @@ class Requests:
     def drop_all(self) -> None:
         """Drop all batches."""
         with self._lock:
-            for worker_id in {*self._futures, *self._postponed}:
+            for worker_id in {*self._futures, *self._postponed, *self._required}:
                 self.drop(worker_id)
 
-    def forget_all(self) -> None:
-        """Forget the batches that `wait_all` gave, which were delivered."""
+    def forget(self, delivered: Iterable[int]) -> None:
+        """Forget the batches of workers that `wait_all` gave, which were delivered."""
         with self._lock:
-            self._futures.clear()
-            self._ended.clear()
+            for worker_id in delivered:
+                self._forget(worker_id)
+            while self._ended and self._futures.get(self._ended[0][0]) is not self._ended[0][1]:
+                self._ended.popleft()
 
     def _expect(self, worker_id: int, future: Future[TensorDictBase | None]) -> None:
         self._futures[worker_id] = future

@@ -70,7 +70,7 @@ class Synchronous:
         parts = self._requests.wait_all()
         _check_alike(parts)
         together: TensorDictBase = stack(list(parts.values()))
-        self._requests.forget_all()
+        self._requests.forget(parts)
         return Delivered(None, together)
 
     def frames_per_batch(self) -> int:

@@ -64,6 +64,7 @@ class SeveralModels:
         self.models = dict(models)
         self.senders: dict[str, Sender] = {}
         self.seconds = 0.0
+        self.required: Mapping[int, int] = {}
         self.on_update: list[Callable[[Sequence[int]], None]] = []
         for name in self.models:
             self._connect(name, self.models[name])
@@ -127,9 +128,10 @@ class SeveralModels:
 
     def let_end(self, timeout: float) -> None:
         """See `PolicyWeights.let_end`."""
-        if self._pending is not None:
+        pending = self._pending
+        if pending is not None:
             with suppress(SendError):
-                self._pending.wait(timeout)
+                pending.wait(timeout)
 
     def close(self) -> None:
         """Release what the senders hold."""
@@ -173,6 +175,8 @@ class SeveralModels:
             for send in sends.values():
                 send.abandon()
             raise
+        policy = sends.get(POLICY)
+        self.required = {} if policy is None else dict.fromkeys(policy.worker_ids, policy.version)
         sent = {name: send.version for name, send in sends.items() if send.worker_ids}
         self._last |= {name: weights[name] for name in sent}
         if set(ids) >= set(self._crew.ids):

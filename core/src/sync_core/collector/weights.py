@@ -65,6 +65,8 @@ class PolicyWeights:
         self._last_to_all = True
         self.sender: Sender | None = None
         self.seconds = 0.0
+        #: The version of the policy that went to each worker with what was sent last.
+        self.required: Mapping[int, int] = {}
         #: Called with the workers that an update is sent to, once it is sent.
         self.on_update: list[Callable[[Sequence[int]], None]] = []
         #: The trainer's policy, if it is a module, by its name.
@@ -145,10 +147,16 @@ class PolicyWeights:
 
     def let_end(self, timeout: float) -> None:
         """Give an update that nobody has waited for some seconds; its outcome is told by itself."""
-        if self._pending is not None:
-            self._prompts.see_through(self._pending, timeout)
+        pending = self._pending
+        # Another thread that has the lock sees it through.
+        if pending is None or not self._crew.lock.acquire(timeout=timeout):
+            return
+        try:
+            self._prompts.see_through(pending, timeout)
             with suppress(SendError):
-                self._pending.wait(0)
+                pending.wait(0)
+        finally:
+            self._crew.lock.release()
 
     def close(self) -> None:
         """Release what the sender holds."""
@@ -168,6 +176,7 @@ class PolicyWeights:
         pending = self.sender.send_async(weights, worker_ids)
         self._last = dict(given)
         self._last_to_all = set(pending.worker_ids) >= set(self._crew.ids)
+        self.required = dict.fromkeys(pending.worker_ids, pending.version)
         self._tell(pending.worker_ids)
         return pending
 
