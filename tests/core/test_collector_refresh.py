@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from sync_core import ApplyContext, SendError, hookimpl
 from sync_core.collector import Collector
 from sync_core.envs import CountingEnv
 from sync_core.testing.collectors import Scale
+from sync_core.testing.interrupts import interrupted
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -231,6 +233,23 @@ def test_who_is_removed_while_the_last_refresh_is_waited_for() -> None:
         assert due not in {owner(next(made)) for _ in range(4)}
         removing.join()
         opening.join()
+
+
+@pytest.mark.parametrize("workers", ["inline", "thread"])
+def test_ctrl_c_at_any_moment(workers: str) -> None:
+    policy = Scale()
+    with collector(policy, workers=workers, num_workers=1, timeout=5.0) as made:
+        for moment in itertools.count(step=5):
+            with interrupted(moment) as moments:
+                next(made)
+            policy.set(float(moment))
+            began = time.monotonic()
+            # A worker may have begun the first of them before.
+            batches = [next(made), next(made), next(made)]
+            assert acted(batches[-1]) == [float(moment)]
+            assert time.monotonic() - began < 4
+            if not moments.came:
+                break
 
 
 def test_no_batch_is_asked_for_twice_where_workers_make_their_policies() -> None:

@@ -182,6 +182,9 @@ class Delivery:
         try:
             self._freshness.refresh()
             delivered = self._schedule.next_batch(wanted)
+        except KeyboardInterrupt:
+            self._freshness.forget()
+            raise
         except (RemoteCallError, WorkerLostError, ClosedError):
             if not self._close.alive:
                 raise StopIteration from None

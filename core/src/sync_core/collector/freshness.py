@@ -31,6 +31,7 @@ class Freshness:
         self, interval: int, crew: Crew, requests: Requests, weights: PolicyWeights | SeveralModels
     ) -> None:
         self._interval = interval
+        self._enough = max(1, interval)
         self._crew = crew
         self._requests = requests
         self._weights = weights
@@ -94,6 +95,23 @@ class Freshness:
                 raise
         self._under_way = None
 
+    def forget(self) -> None:
+        """Send anew, the next time, what has not come: Ctrl-C may have cost a worker the weights.
+
+        That is so of one in the thread that was interrupted.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        under_way.abandon("Ctrl-C")
+        try:
+            under_way.wait()
+        except SendError as error:
+            for worker_id in error.report.failed:
+                self._requests.require(worker_id, 0)
+                self.batches[worker_id] = max(self.batches[worker_id], self._enough)
+            self._hold_due()
+
     def _send(self) -> None:
         # Nobody is removed meanwhile.
         with self._crew.lock:
@@ -123,8 +141,8 @@ class Freshness:
     def _due(self) -> list[int]:
         if not self.by_itself:
             return []
-        enough = max(1, self._interval)
-        return [i for i in self._crew.ids if self.batches[i] >= enough and self._crew.alive(i)]
+        enough = (i for i in self._crew.ids if self.batches[i] >= self._enough)
+        return [worker_id for worker_id in enough if self._crew.alive(worker_id)]
 
     def _joined(self, worker_id: int) -> None:
         """Who takes a place has the newest weights, and has made no batch."""

@@ -18,6 +18,7 @@ from sync_core.collector.host import Host
 from sync_core.collector.order import Order
 from sync_core.collector.replacement import Replacement
 from sync_core.errors import WorkerLostError, WorkerTimeoutError
+from sync_core.interrupts import uninterrupted
 
 # How often it is looked whether a worker that is held back was let go on, in seconds.
 _GLANCE = 0.002
@@ -238,8 +239,10 @@ class Requests:
                 self._ended.popleft()
 
     def _expect(self, worker_id: int, future: Future[TensorDictBase | None]) -> None:
-        self._futures[worker_id] = future
-        future.add_done_callback(functools.partial(_note, self._ended, self._news, worker_id))
+        # What is expected and never noted would be waited for.
+        with uninterrupted():
+            self._futures[worker_id] = future
+            future.add_done_callback(functools.partial(_note, self._ended, self._news, worker_id))
 
     def _made_by(
         self, worker_id: int, future: Future[TensorDictBase | None]
