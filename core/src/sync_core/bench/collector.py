@@ -92,7 +92,10 @@ class CollectorMeasurement:
 
     @property
     def refresh_over_bare(self) -> float:
-        """The median refresh in the loop over an update of the bare sender."""
+        """The median refresh in the loop over an update of the bare sender.
+
+        The loop does not wait until workers have committed the weights, and the bare sender does.
+        """
         return median(self.refresh_seconds) / median(self.bare_seconds)
 
 

@@ -63,7 +63,10 @@ def run(rest: Sequence[str], *, workers: int, rounds: int, as_json: bool) -> int
 
 
 def _print(measured: Iterator[CollectorMeasurement]) -> None:
-    table = Table(caption="in brackets: over the bare sender", caption_justify="left")
+    table = Table(
+        caption="in brackets: over bare, which waits for commits as sync does; refresh does not",
+        caption_justify="left",
+    )
     for column in ("", "mode"):
         table.add_column(column, no_wrap=True)
     for column in ("frames/s", "sync ms", "refresh ms", "bare ms"):
