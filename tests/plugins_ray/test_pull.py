@@ -32,7 +32,7 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_plugin_ray.mailbox import Mailbox, Offer
+from sync_plugin_ray.mailbox import Event, Mailbox, Offer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -337,9 +337,10 @@ def eventually(condition: Any, seconds: float = 20.0) -> bool:
 def test_updates_of_the_mailbox_may_come_in_any_order() -> None:
     async def newest() -> Any:
         mailbox = Mailbox("token", {0: None})
-        await mailbox.join("token", 0, "reader", None, 0)
+        joining = asyncio.create_task(mailbox.join("token", Event("joined", 0, reader="reader")))
         for version in (2, 3, 1):
-            await mailbox.update(version, {0: Offer(version, "", [])})
-        return await mailbox.take(0, "reader", 0, 0.1)
+            await mailbox.update(version, {0: Offer(version, "", [])}, {0: "reader"})
+        await joining
+        return await mailbox.take(0, "reader", 0)
 
     assert asyncio.run(newest()).version == 3

@@ -56,11 +56,16 @@ def test_the_mailbox_tells_strangers_nothing() -> None:
     async def ask() -> None:
         mailbox = Mailbox("the token", {0: None})
         for token in ("", "another", "the token "):
-            assert isinstance(await mailbox.join(token, 0, "stranger", None, 0), Gone)
-        assert isinstance(await mailbox.take(0, "stranger", 0, 0.01), Gone)
-        assert isinstance(await mailbox.take(0, "", 0, 0.01), Gone)
-        assert await mailbox.join("the token", 0, "reader", None, 0) is None
-        assert await mailbox.take(0, "reader", 0, 0.01) is None
+            assert isinstance(
+                await mailbox.join(token, Event("joined", 0, reader="stranger")), Gone
+            )
+        assert isinstance(await mailbox.take(0, "stranger", 0), Gone)
+        assert isinstance(await mailbox.take(0, "", 0), Gone)
+        joining = mailbox.join("the token", Event("joined", 0, reader="reader"))
+        meeting = mailbox.update(1, {0: None}, {0: "reader"})
+        refusal, _ = await asyncio.gather(joining, meeting)
+        assert refusal is None
+        assert await mailbox.take(0, "reader", 0) is None
         await mailbox.answer(Event("answered", 0, 1), "stranger")
         assert [event.kind for event in await mailbox.events()] == ["joined"]
 

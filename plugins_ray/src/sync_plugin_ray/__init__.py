@@ -9,6 +9,8 @@ except ImportError as error:
         "sync-plugin-ray needs Ray, which is not installed; type: pip install 'ray>=2.50'"
     ) from error
 
+from sync_plugin_ray.tray import take_calls
+
 __version__ = "0.1.0"
 
-__all__: list[str] = []
+__all__ = ["take_calls"]

@@ -10,8 +10,12 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from sync_plugin_ray.tray import take_calls
+
 #: Concurrency group of the methods that run beside a call: the one that `waits`, and `end`.
 BESIDE = "beside"
+#: Concurrency group in which receivers in the actor are handed versions.
+WEIGHTS = "weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class Host:
     """One worker's actor. Ray runs its calls one at a time, and those `BESIDE` at any time."""
 
     def __init__(self) -> None:
+        take_calls(WEIGHTS)
         self._hosted: Any = None
         self._ending = threading.Event()
 

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# How long whoever joins waits for the sender, in seconds.
+_SILENCE = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -18,11 +21,13 @@ class Offer:
         version: the version.
         digest: the digest of its layout.
         data: what was published, in a list, so that Ray hands on references as they are.
+        handed_to: the receiver that a call brings it to, who is not told of it here as well.
     """
 
     version: int
     digest: str
     data: list[Any]
+    handed_to: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,9 @@ class Event:
         worker_id: the worker that it is.
         version: the version that it speaks of.
         answer: what it answered, as `sync_core.Answer.to_message` gives it.
+        reader: its secret name.
         actor: the handle of the actor that it runs in, if it runs in one.
+        group: the concurrency group in which that may be called at any time; empty for none.
         pid: its process.
         data: what was published of it, and is lost.
     """
@@ -50,7 +57,9 @@ class Event:
     worker_id: int
     version: int = 0
     answer: Mapping[str, Any] | None = None
+    reader: str = field(default="", repr=False)
     actor: Any = None
+    group: str = ""
     pid: int = 0
     data: list[Any] = field(default_factory=list)
 
@@ -71,15 +80,23 @@ class Mailbox:
         self._offers = offers
         self._number = 0
         self._readers: dict[int, str] = {}
-        self._left: dict[int, str] = {}
+        self._met: Mapping[int, str] = {}
         self._closed = False
         self._changed = asyncio.Condition()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
-    async def update(self, number: int, offers: Mapping[int, Offer | None]) -> None:
-        """What is offered now, unless a later call has told that already."""
+    async def update(
+        self, number: int, offers: Mapping[int, Offer | None], met: Mapping[int, str]
+    ) -> None:
+        """What is offered now, unless a later call has told that already.
+
+        Args:
+            number: grows with each call.
+            offers: for each worker the newest version meant for it, or None.
+            met: for each worker the newest of its receivers that the sender has heard of.
+        """
         if number > self._number:
-            self._number, self._offers = number, offers
+            self._number, self._offers, self._met = number, offers, met
             await self._wake()
 
     async def close(self) -> None:
@@ -94,41 +111,51 @@ class Mailbox:
             events.append(self._events.get_nowait())
         return events
 
-    async def join(
-        self, token: str, worker_id: int, reader: str, actor: Any, pid: int
-    ) -> Gone | None:
-        """A receiver takes a worker's place; whoever had it before is gone."""
+    async def join(self, token: str, event: Event) -> Gone | None:
+        """A receiver takes a worker's place; whoever had it before is gone.
+
+        Answers once the sender has met it and told what there is, which may be what calls have
+        brought to others; or is silent for so long that it may be standing still.
+        """
+        worker_id = event.worker_id
         if not hmac.compare_digest(token.encode(), self._token.encode()):
             return Gone("it does not know this receiver's token")
         if worker_id not in self._offers:
             return Gone(f"it has no worker {worker_id} any more")
-        self._readers[worker_id] = reader
-        self._events.put_nowait(Event("joined", worker_id, actor=actor, pid=pid))
+        self._readers[worker_id] = event.reader
+        self._events.put_nowait(event)
         await self._wake()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SILENCE), self._changed:
+                await self._changed.wait_for(
+                    lambda: self._closed or self._met.get(worker_id) == event.reader
+                )
         return None
 
-    async def leave(self, worker_id: int, reader: str) -> None:
-        """A receiver asks for nothing more: what it waits for is answered at once."""
-        if self._is_reader(worker_id, reader):
-            self._left[worker_id] = reader
-            await self._wake()
-
-    async def take(
-        self, worker_id: int, reader: str, seen: int, seconds: float
-    ) -> Offer | Gone | None:
-        """The newest version for a worker, once that is not the one that it has seen."""
-        await self.news(worker_id, reader, seen, seconds)
+    async def take(self, worker_id: int, reader: str, seen: int) -> Offer | Gone | None:
+        """The newest version for a worker, if that is not the one that it has seen."""
         return self._answer(worker_id, reader, seen)
 
-    async def news(self, worker_id: int, reader: str, seen: int, seconds: float) -> Offer | None:
+    async def news(
+        self, worker_id: int, reader: str, seen: int, seconds: float, event: Event | None = None
+    ) -> Offer | None:
         """Answer once `take` would give something, or the seconds are over.
 
         With what it would give, if that holds no references: whoever reads it late would keep an
-        old version in the object store.
+        old version in the object store. What a call brings to this receiver is no news.
+
+        Args:
+            worker_id: the worker.
+            reader: the receiver that asks.
+            seen: the version that it has seen.
+            seconds: how long to wait.
+            event: what it has to say before, which then takes no call of its own.
         """
+        if event is not None:
+            await self.answer(event, reader)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._changed:
-                while self._answer(worker_id, reader, seen) is None:
+                while not self._has_news(worker_id, reader, seen):
                     await self._changed.wait()
         answer = self._answer(worker_id, reader, seen)
         if isinstance(answer, Offer) and all(isinstance(each, bytes) for each in answer.data):
@@ -140,6 +167,10 @@ class Mailbox:
         if self._is_reader(event.worker_id, reader):
             self._events.put_nowait(event)
 
+    def _has_news(self, worker_id: int, reader: str, seen: int) -> bool:
+        answer = self._answer(worker_id, reader, seen)
+        return answer is not None and not (isinstance(answer, Offer) and answer.handed_to == reader)
+
     def _answer(self, worker_id: int, reader: str, seen: int) -> Offer | Gone | None:
         if self._closed:
             return Gone("the sender was closed")
@@ -147,8 +178,6 @@ class Mailbox:
             return Gone(f"worker {worker_id} was removed from the sender")
         if not self._is_reader(worker_id, reader):
             return Gone("another receiver was given the same address")
-        if self._left.get(worker_id) == reader:
-            return Gone("this receiver is being closed")
         offer = self._offers[worker_id]
         return None if offer is None or offer.version <= seen else offer
 

@@ -1,4 +1,4 @@
-"""Sends versions through a mailbox, to receivers that connect by their addresses."""
+"""Sends versions to receivers that connect by addresses: by a mailbox, or by calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -24,6 +23,7 @@ from sync_core import (
     WorkerError,
     WorkerLostError,
 )
+from sync_plugin_ray.addressee import Addressee
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.endpoint import Endpoint
 from sync_plugin_ray.mailbox import Event, Mailbox, Offer
@@ -43,18 +43,10 @@ _INFORMING = 1.0
 _CLOSING = 5.0
 
 
-@dataclass(eq=False)
-class _Worker:
-    wanted: Publication | None = None
-    delivery: Delivery | None = None
-    since: float = 0.0
-    actor: Any = None
-    pid: int = 0
-    probed: bool = False
-
-
 class PullSender(SenderTransport):
     """Publishes versions in a mailbox, and hears from there who has committed them.
+
+    Actors that may be called at any time are brought them by calls, and asked for nothing.
 
     Args:
         context: what the sender gave to `create_transport`.
@@ -76,7 +68,7 @@ class PullSender(SenderTransport):
         self._store = store
         self._lock = threading.Lock()
         self._lost: str | None = None
-        self._workers = {worker_id: _Worker() for worker_id in context.worker_ids}
+        self._workers = {worker_id: Addressee() for worker_id in context.worker_ids}
         self._newest_for_all: Publication | None = None
         self._recent: deque[Publication] = deque()
         self._updates = 0
@@ -110,7 +102,11 @@ class PullSender(SenderTransport):
                 worker.delivery, worker.since = delivery, time.monotonic()
                 if self._lost is not None:
                     delivery.fail(WorkerLostError(worker_id, self._lost))
-        self.publish(publication, worker_ids)
+            rest = [each for each in worker_ids if not self._hand(each, publication)]
+            self._want(publication, worker_ids)
+            taken_back = [self._workers[each].take_back() for each in rest]
+        if rest:
+            self._inform(taken_back)
         # The thread may be waiting for events alone; now there is somebody to be missed.
         self._events.put(_nothing)
         return deliveries
@@ -118,21 +114,15 @@ class PullSender(SenderTransport):
     def publish(self, publication: Publication, worker_ids: Sequence[int]) -> None:
         """Offer a version that was put already, without waiting for answers."""
         with self._lock:
-            for worker_id in worker_ids:
-                self._workers[worker_id].wanted = publication
-            if len(worker_ids) == len(self._workers):
-                self._newest_for_all = publication
-            self._recent.append(publication)
-            while len(self._recent) > min(_RECENT, _RECENT_BYTES // publication.nbytes):
-                self._recent.popleft()
-        ray.wait([self._update_mailbox()], timeout=_INFORMING)
+            self._want(publication, worker_ids)
+        self._inform()
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker."""
         del worker
         self._cluster.check()
         with self._lock:
-            self._workers[worker_id] = _Worker(wanted=self._newest_for_all)
+            self._workers[worker_id] = Addressee(wanted=self._newest_for_all)
         # Its receiver must find the mailbox informed.
         ray.get(self._update_mailbox(), timeout=self._timeout)
 
@@ -168,21 +158,28 @@ class PullSender(SenderTransport):
         if self._owns_cluster:
             self._cluster.leave()
 
+    def _want(self, publication: Publication, worker_ids: Sequence[int]) -> None:
+        for worker_id in worker_ids:
+            self._workers[worker_id].wanted = publication
+        if len(worker_ids) == len(self._workers):
+            self._newest_for_all = publication
+        self._recent.append(publication)
+        while len(self._recent) > min(_RECENT, _RECENT_BYTES // publication.nbytes):
+            self._recent.popleft()
+
+    def _inform(self, others: Sequence[Any] = ()) -> None:
+        calls = [self._update_mailbox(), *(each for each in others if each is not None)]
+        ray.wait(calls, num_returns=len(calls), timeout=_INFORMING)
+
     def _offers(self) -> dict[int, Offer | None]:
-        offers: dict[Publication, Offer] = {}
-        for worker in self._workers.values():
-            if (wanted := worker.wanted) is not None and wanted not in offers:
-                offers[wanted] = Offer(wanted.version, wanted.digest, wanted.data)
-        return {
-            worker_id: None if worker.wanted is None else offers[worker.wanted]
-            for worker_id, worker in self._workers.items()
-        }
+        return {worker_id: worker.offer for worker_id, worker in self._workers.items()}
 
     def _update_mailbox(self) -> Any:
         with self._lock:
             self._updates += 1
             number, offers = self._updates, self._offers()
-        return self._mailbox.update.remote(number, offers)
+            met = {worker_id: worker.reader for worker_id, worker in self._workers.items()}
+        return self._mailbox.update.remote(number, offers, met)
 
     def _listen(self) -> None:
         call = self._mailbox.events.remote()
@@ -217,6 +214,8 @@ class PullSender(SenderTransport):
             return
         for event in events:
             self._handle(event)
+        if any(event.kind == "joined" for event in events):
+            self._update_mailbox()
         self._listen()
 
     def _handle(self, event: Event) -> None:
@@ -225,17 +224,59 @@ class PullSender(SenderTransport):
             if worker is None:
                 return
             if event.kind == "joined":
-                worker.actor, worker.pid, worker.probed = event.actor, event.pid, False
+                worker.joined(event)
                 self._notify(event.worker_id, Notice("connected"))
             delivery = worker.delivery
             publication = worker.wanted
+            if event.kind == "answered" and event.answer and event.answer.get("error") is None:
+                worker.committed = max(worker.committed, event.version)
         if event.kind == "lost" and publication is not None:
             if publication.version == event.version:
+                # A call brought what is lost, and the mailbox offers what is put now.
+                worker.handed = None
                 self._put_again(event, publication, delivery)
         elif event.kind == "answered" and delivery is not None:
             delivery.settle(event.answer)
         elif event.kind == "answered" and event.answer and event.answer.get("error") is None:
             self._notify(event.worker_id, Notice("acknowledged", event.version))
+
+    def _hand(self, worker_id: int, publication: Publication) -> bool:
+        """Let a call bring a version to a worker; False where the mailbox has to offer it."""
+        worker = self._workers[worker_id]
+        call = worker.hand(publication) if self._lost is None else None
+        if call is None:
+            return False
+        reader = worker.reader
+
+        def returned(call: Future[Any]) -> None:
+            # Whoever was removed has nobody to read the event, which would hold the version.
+            if self._workers.get(worker_id) is worker:
+                self._events.put(lambda: self._handed(worker_id, reader, publication, call))
+
+        call.add_done_callback(returned)
+        return True
+
+    def _handed(
+        self, worker_id: int, reader: str, publication: Publication, call: Future[Any]
+    ) -> None:
+        error = call.exception()
+        with self._lock:
+            worker = self._workers.get(worker_id)
+            if worker is None:
+                return
+            worker.called = False
+            if worker.reader != reader:
+                return  # the mailbox offers it to the one that has come since
+            answer = None if error is not None else call.result()
+            offers = answer is None and worker.handed is publication
+            if offers:
+                worker.handed = None
+        if answer is not None:
+            self._handle(Event("answered", worker_id, publication.version, answer))
+        elif _is_gone(error) and worker.delivery is not None:
+            worker.delivery.fail(_gone(worker_id, worker, error))
+        elif offers:
+            self._update_mailbox()
 
     def _put_again(self, event: Event, publication: Publication, delivery: Delivery | None) -> None:
         try:
@@ -248,7 +289,7 @@ class PullSender(SenderTransport):
             message = f"the object with version {event.version} was lost: {reason}"
             delivery.fail(WorkerError(event.worker_id, message))
 
-    def _silent(self) -> list[tuple[int, _Worker]]:
+    def _silent(self) -> list[tuple[int, Addressee]]:
         with self._lock:
             return [
                 (worker_id, worker)
@@ -276,18 +317,27 @@ class PullSender(SenderTransport):
                 )
             )
 
-    def _probed(self, worker_id: int, worker: _Worker, actor: Any, future: Future[Any]) -> None:
+    def _probed(self, worker_id: int, worker: Addressee, actor: Any, future: Future[Any]) -> None:
         if worker.actor is not actor:
             return
         worker.probed = False
         worker.since = time.monotonic()
         error = future.exception()
-        if isinstance(error, ray.exceptions.ActorUnavailableError):
-            return  # Ray restarts it; whether it will receive, the deadline tells
-        if error is not None and worker.delivery is not None:
-            reason = str(error).strip().splitlines()[0]
-            message = f"its actor, which was process {worker.pid}, is gone: {reason}"
-            worker.delivery.fail(WorkerLostError(worker_id, message))
+        # One that Ray restarts is not gone; whether it will receive, the deadline tells.
+        if _is_gone(error) and worker.delivery is not None:
+            worker.delivery.fail(_gone(worker_id, worker, error))
+
+
+def _is_gone(error: BaseException | None) -> bool:
+    return isinstance(error, ray.exceptions.RayActorError) and not isinstance(
+        error, ray.exceptions.ActorUnavailableError
+    )
+
+
+def _gone(worker_id: int, worker: Addressee, error: BaseException | None) -> WorkerLostError:
+    reason = str(error).strip().splitlines()[0]
+    message = f"its actor, which was process {worker.pid}, is gone: {reason}"
+    return WorkerLostError(worker_id, message)
 
 
 def _nothing() -> None:

@@ -6,7 +6,8 @@ import math
 import os
 import secrets
 import time
-from concurrent.futures import Future, wait
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -22,11 +23,14 @@ from sync_core import (
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.mailbox import Event, Gone, Offer
 from sync_plugin_ray.store import LOST, read
+from sync_plugin_ray.tray import Tray
 
 # A call of the mailbox itself takes about a millisecond.
 _GRACE = 10.0
 # How long one request for news may wait in the mailbox, whoever has asked, in seconds.
 _WATCH = 30.0
+# How often a receiver that waits looks whether ray.shutdown was called, of which Ray tells nobody.
+_LOOKING = 1.0
 # What came with news that lies here for longer is asked for again, as there may be a newer version.
 _FRESH = 0.02
 
@@ -49,12 +53,18 @@ class MailboxReceiver(ReceiverTransport):
         self._seen = 0
         self._layout = context.layout
         self._watch: _Watch | None = None
+        self._tray = Tray(self._reader)
         self._cluster = Cluster()
         try:
-            join = self._mailbox.join.remote(
-                context.token, context.worker_id, self._reader, _this_actor(), os.getpid()
+            came = Event(
+                "joined",
+                context.worker_id,
+                reader=self._reader,
+                actor=_this_actor(),
+                group=Tray.group,
+                pid=os.getpid(),
             )
-            refusal = self._get(join, context.timeout)
+            refusal = self._get(self._mailbox.join.remote(context.token, came), context.timeout)
             if refusal is not None:
                 raise SenderLostError(f"the sender refuses this receiver: {refusal.reason}")
         except BaseException:
@@ -86,37 +96,53 @@ class MailboxReceiver(ReceiverTransport):
             return payload
 
     def acknowledge(self, answer: Answer) -> None:
-        """Answer by way of the mailbox."""
-        message = answer.to_message()
-        self._tell(Event("answered", self._worker_id, answer.version, message))
+        """Answer whoever has handed the version in, or else by way of the mailbox."""
+        if self._tray.answer(answer):
+            return
+        event = Event("answered", self._worker_id, answer.version, answer.to_message())
+        if self._watch is None:
+            self._check()
+            self._watch = self._ask_for_news(event)
+        else:
+            self._tell(event)
 
     def wake(self) -> None:
-        """Let the mailbox answer at once."""
-        if self._cluster.connected:
-            self._mailbox.leave.remote(self._worker_id, self._reader)
+        """Wait for nothing from now on."""
+        self._tray.wake()
 
     def close(self) -> None:
         """Hang up."""
+        self._tray.wake()
         self._cluster.leave()
 
     def _next(self, deadline: float) -> Offer | None:
         """The newest version; the mailbox is asked only when it has said that there is one."""
-        self._check()
-        offer = None
-        if self._watch is not None:
-            if not self._watch.has_news(_left(deadline)):
+        while True:
+            self._check()
+            offer = self._tray.take(self._seen) or self._news()
+            if offer is not None:
+                return offer
+            self._watch = self._watch or self._ask_for_news()
+            found = self._tray.wait(self._watch.done, min(deadline, time.monotonic() + _LOOKING))
+            if not found and (self._tray.woken or time.monotonic() >= deadline):
                 return None
-            offer, self._watch = self._watch.offer(), None
-        left = _left(deadline)
-        offer = offer or self._ask(left)
-        if offer is None and left == 0:
-            watched = self._worker_id, self._reader, self._seen, _WATCH
-            self._watch = _Watch(self._mailbox.news.remote(*watched).future())
-        return offer
 
-    def _ask(self, timeout: float) -> Offer | None:
-        call = self._mailbox.take.remote(self._worker_id, self._reader, self._seen, timeout)
-        answer = self._get(call, timeout)
+    def _news(self) -> Offer | None:
+        """What the mailbox has; None where it has said nothing since it was asked last."""
+        if self._watch is None:
+            return self._ask()
+        if not self._watch.done():
+            return None
+        offer, self._watch = self._watch.offer(), None
+        return offer if offer is not None and offer.version > self._seen else self._ask()
+
+    def _ask_for_news(self, event: Event | None = None) -> _Watch:
+        asked = self._worker_id, self._reader, self._seen, _WATCH, event
+        return _Watch(self._mailbox.news.remote(*asked).future(), self._tray.nudge)
+
+    def _ask(self) -> Offer | None:
+        call = self._mailbox.take.remote(self._worker_id, self._reader, self._seen)
+        answer = self._get(call, 0.0)
         if isinstance(answer, Gone):
             raise SenderLostError(answer.reason)
         assert answer is None or isinstance(answer, Offer)
@@ -152,16 +178,22 @@ class MailboxReceiver(ReceiverTransport):
 
 
 class _Watch:
-    """A request for news that waits in the mailbox while the worker does something else."""
+    """A request for news that waits in the mailbox while the worker does something else.
 
-    def __init__(self, news: Future[Offer | None]) -> None:
+    Args:
+        news: the mailbox's answer, once there is one.
+        arrived: called when there is.
+    """
+
+    def __init__(self, news: Future[Offer | None], arrived: Callable[[], None]) -> None:
         self._news = news
+        self._told = arrived
         self._arrived = math.inf
         news.add_done_callback(self._arrive)
 
-    def has_news(self, timeout: float) -> bool:
-        """Whether the mailbox has answered, or does so in time."""
-        return self._news.done() or (timeout > 0 and bool(wait([self._news], timeout).done))
+    def done(self) -> bool:
+        """Whether the mailbox has answered."""
+        return self._news.done()
 
     def offer(self) -> Offer | None:
         """What the mailbox answered just now; None where it is to be asked again."""
@@ -172,6 +204,7 @@ class _Watch:
     def _arrive(self, news: Future[Offer | None]) -> None:
         del news
         self._arrived = time.monotonic()
+        self._told()
 
 
 def _left(deadline: float) -> float:

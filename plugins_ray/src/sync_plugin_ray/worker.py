@@ -16,12 +16,23 @@ from ray.exceptions import RayActorError
 
 from sync_core import RemoteCallError, WorkerLostError
 from sync_plugin_ray.cluster import Cluster
-from sync_plugin_ray.host import BESIDE, Failed, Host, Outcome, Returned, decode, encode
+from sync_plugin_ray.host import (
+    BESIDE,
+    WEIGHTS,
+    Failed,
+    Host,
+    Outcome,
+    Returned,
+    decode,
+    encode,
+)
 
 # How often a worker's thread looks whether ray.shutdown was called, of which Ray tells nobody.
 _LOOKING = 1.0
 
-_HOST: Any = ray.remote(concurrency_groups={BESIDE: 2})(Host)  # type: ignore[call-overload]
+# Each receiver of a worker may have a call of its sender waiting.
+_GROUPS = {BESIDE: 2, WEIGHTS: 8}
+_HOST: Any = ray.remote(concurrency_groups=_GROUPS)(Host)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,9 +30,10 @@ class Prompts:
         self._busy = busy
         self._calls: dict[int, Future[bool]] = {}
 
-    def begin(self, pending: PendingSend) -> None:
-        """Ask each worker once."""
-        self._calls = {i: self._ask(i, pending) for i in pending.unanswered}
+    def begin(self, pending: PendingSend, *, all_workers: bool) -> None:
+        """Ask the workers at rest; or all, where nobody may be there to ask the others later."""
+        asked = [i for i in pending.unanswered if all_workers or not self._busy(i)]
+        self._calls = {i: self._ask(i, pending) for i in asked}
 
     def leave_out(self) -> None:
         """Ask nobody: what workers are asked for next says that they need what was sent."""

@@ -127,7 +127,7 @@ class PolicyWeights:
             if pending is None:
                 return SendReport(0, time.perf_counter() - started, {})
             try:
-                self._prompts.begin(pending)
+                self._prompts.begin(pending, all_workers=not blocking)
                 if not blocking:
                     self._pending = pending
                     return pending

@@ -1,0 +1,152 @@
+"""Where a receiver finds what has come to it, whoever brings it: a call into its actor, or news."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from sync_core import Answer
+from sync_plugin_ray.mailbox import Offer
+
+# What took longer to come here, in seconds, as to a process that was stopped, may be outdated.
+_FRESH = 0.05
+
+# Trays by the secret names of their readers.
+_trays: weakref.WeakValueDictionary[str, Tray] = weakref.WeakValueDictionary()
+
+
+def take_calls(concurrency_group: str) -> None:
+    """Say, in an actor, that senders may call it in one of its concurrency groups.
+
+    Receivers that are made in the actor from then on are handed their versions by such calls,
+    which takes half of what asking for them takes. A call waits there until the receiver has
+    answered, for a quarter of a second at most, so the group is to have a thread or more for
+    each receiver, and to do nothing else. Workers of the group ``ray`` have one.
+
+    Args:
+        concurrency_group: one of those that ``ray.remote(concurrency_groups={…: 2})`` has given
+            the actor's class. Ray ends an actor that is called in a group which it does not have.
+
+    Example:
+        >>> take_calls("weights")  # doctest: +SKIP
+    """
+    Tray.group = concurrency_group
+
+
+class Tray:
+    """Holds at most one version for one receiver.
+
+    Args:
+        reader: the receiver's secret name.
+    """
+
+    #: Where calls may bring something, as `take_calls` has said; empty for nowhere.
+    group: ClassVar[str] = ""
+
+    def __init__(self, reader: str) -> None:
+        self._changed = threading.Condition()
+        self._offer: Offer | None = None
+        self._answer: Answer | None = None
+        # The least that anything took to come here, by two clocks that may differ.
+        self._least: float | None = None
+        # The version that whoever has handed it in waits to be answered.
+        self._handed = 0
+        #: Whether `wake` was called.
+        self.woken = False
+        _trays[reader] = self
+
+    def take(self, seen: int) -> Offer | None:
+        """What was handed in, if it is newer than the version seen."""
+        with self._changed:
+            offer, self._offer = self._offer, None
+        return offer if offer is not None and offer.version > seen else None
+
+    def wait(self, condition: Callable[[], bool], deadline: float) -> bool:
+        """Wait until something was handed in or a condition holds; False if neither was in time.
+
+        Whoever makes the condition hold calls `nudge`. Once `wake` was called this waits no more.
+        """
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(
+                lambda: self.woken or self._offer is not None or condition(), left
+            )
+            return not self.woken and (self._offer is not None or condition())
+
+    def nudge(self) -> None:
+        """Let whoever waits look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let nobody wait from now on."""
+        with self._changed:
+            self.woken = True
+            self._changed.notify_all()
+
+    def answer(self, answer: Answer) -> bool:
+        """Answer about a version; False where nobody waits for that who has handed it in."""
+        with self._changed:
+            if answer.version != self._handed:
+                return False
+            self._answer, self._handed = answer, 0
+            self._changed.notify_all()
+            return True
+
+    def clear(self) -> None:
+        """Take away what nobody has found yet; whoever waits for its answer need not."""
+        with self._changed:
+            if self._offer is not None:
+                self._offer, self._answer, self._handed = None, None, 0
+                self._changed.notify_all()
+
+    def hand(self, offer: Offer, sent_at: float, patience: float) -> Answer | None:
+        """Let the receiver find a version, and wait for its answer.
+
+        None where that does not come in so many seconds: nobody may look for the version, so it
+        is not kept here. An answer that comes later goes to the mailbox. None, too, for what comes
+        late: nobody finds that here instead of something newer.
+        """
+        with self._changed:
+            if not self._is_fresh(time.time() - sent_at):
+                return None
+            self._offer, self._answer, self._handed = offer, None, offer.version
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.woken or self._handed != offer.version, patience)
+            if self._handed == offer.version:
+                self._offer, self._handed = None, 0
+                return None
+            return self._answer
+
+    def _is_fresh(self, took: float) -> bool:
+        least, self._least = self._least, min(took, took if self._least is None else self._least)
+        return took <= _FRESH or (least is not None and took <= least + _FRESH)
+
+
+def take_back(instance: Any, reader: str) -> None:
+    """What a sender runs in an actor before it offers a newer version in another way."""
+    del instance
+    tray = _trays.get(reader)
+    if tray is not None:
+        tray.clear()
+
+
+def hand(
+    instance: Any, reader: str, offer: Offer, sent_at: float, patience: float
+) -> dict[str, Any] | None:
+    """What a sender runs in an actor: gives a version to the receiver there; its answer, if any.
+
+    Args:
+        instance: the actor's instance, given by Ray.
+        reader: the receiver's secret name.
+        offer: the version.
+        sent_at: when it was called (`time.time` there).
+        patience: how long to wait for the answer, in seconds.
+    """
+    del instance
+    tray = _trays.get(reader)
+    answer = None if tray is None else tray.hand(offer, sent_at, patience)
+    return None if answer is None else answer.to_message()

@@ -1,0 +1,285 @@
+"""Scheme `ray`: receivers in actors that may be called at any time are brought their versions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray import cloudpickle
+
+from sync_core import (
+    Address,
+    ApplyError,
+    ClosedError,
+    Receiver,
+    Sender,
+    SenderLostError,
+    SendError,
+    WorkerLostError,
+)
+from sync_core.testing.worker_groups import eventually
+from sync_plugin_ray import take_calls
+
+pytestmark = pytest.mark.timeout(120)
+
+# Actors cannot import this file by name.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def weights(fill: float, size: int = 4) -> dict[str, torch.Tensor]:
+    return {name: torch.full((size,), float(fill)) for name in "ab"}
+
+
+class Worker:
+    """Hosts models and their receivers; calls of it may take long."""
+
+    def __init__(self) -> None:
+        take_calls("weights")
+        self.receivers: dict[str, Receiver] = {}
+        self.models: dict[str, dict[str, torch.Tensor]] = {}
+
+    def connect(self, address: Address, size: int = 4, name: str = "policy") -> int:
+        self.models[name] = weights(0.0, size)
+        self.receivers[name] = Receiver(address, self.models[name])
+        return os.getpid()
+
+    def receive(self, timeout: float, name: str = "policy") -> tuple[int | None, set[float]]:
+        version = self.receivers[name].receive(timeout)
+        return version, {v for t in self.models[name].values() for v in t.unique().tolist()}
+
+    def look_until(self, version: int) -> int:
+        """How many looks it takes, between short steps, to have a version."""
+        looks = 0
+        while self.receivers["policy"].version < version:
+            self.receivers["policy"].receive(0)
+            time.sleep(0.0005)
+            looks += 1
+        return looks
+
+    def close_while_waiting(self) -> float:
+        """How long it takes to leave a receiver in which another thread waits."""
+        receiver, ended = self.receivers["policy"], threading.Event()
+
+        def wait() -> None:
+            with pytest.raises(ClosedError):
+                receiver.receive(60)
+            ended.set()
+
+        threading.Thread(target=wait).start()
+        time.sleep(0.2)
+        begin = time.monotonic()
+        receiver.close()
+        assert ended.wait(20)
+        return time.monotonic() - begin
+
+    def replace(self, name: str = "policy") -> None:
+        self.models[name]["a"] = torch.zeros(7)
+
+
+def start() -> Any:
+    worker: Any = ray.remote(concurrency_groups={"weights": 2})(Worker)  # type: ignore[call-overload]
+    return worker.options(num_cpus=0).remote()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[list[Any]]:
+    started = [start() for _ in range(2)]
+    yield started
+    for actor in started:
+        ray.kill(actor)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sender], list[int]]:
+    """Notes the versions that a sender tells its mailbox of."""
+
+    def note(sender: Sender) -> list[int]:
+        versions: list[int] = []
+        transport: Any = sender._outlet.transport
+        update = transport._update_mailbox
+
+        def noted() -> Any:
+            wanted = [worker.wanted for worker in transport._workers.values()]
+            versions.append(max((each.version for each in wanted if each is not None), default=0))
+            return update()
+
+        monkeypatch.setattr(transport, "_update_mailbox", noted)
+        return versions
+
+    return note
+
+
+@pytest.mark.parametrize("size", [4, 100_000], ids=["in the call", "as an object"])
+def test_versions_are_brought_and_the_mailbox_is_not_told(
+    pool: list[Any], told: Callable[[Sender], list[int]], size: int
+) -> None:
+    with Sender("ray", weights(0.0, size), num_workers=2) as sender:
+        for i, worker in enumerate(pool):
+            ray.get(worker.connect.remote(sender.address(i), size))
+        versions = told(sender)
+        for version in (1, 2, 3):
+            calls = [worker.receive.remote(20) for worker in pool]
+            assert sender.send(weights(version, size)).updated == (0, 1)
+            assert ray.get(calls) == [(version, {float(version)})] * 2
+        assert versions == []
+
+
+def test_a_worker_in_the_middle_of_something_finds_it_at_its_next_look(pool: list[Any]) -> None:
+    with Sender("ray", weights(0.0), num_workers=1) as sender:
+        ray.get(pool[0].connect.remote(sender.address(0)))
+        looking = pool[0].look_until.remote(5)
+        for version in range(1, 6):
+            assert sender.send(weights(version)).updated == (0,)
+        assert ray.get(looking) > 0
+        assert ray.get(pool[0].receive.remote(0)) == (None, {5.0})
+
+
+@pytest.mark.parametrize("size", [4, 100_000], ids=["in the call", "as an object"])
+def test_who_does_not_look_in_time_finds_the_newest_in_the_mailbox(
+    pool: list[Any], kept: Callable[[], int], size: int
+) -> None:
+    with Sender("ray", weights(0.0, size), num_workers=1) as sender:
+        ray.get(pool[0].connect.remote(sender.address(0), size))
+        for version in (1, 2, 3):
+            pending = sender.send_async(weights(version, size))
+            # The call that brings it gives up in the middle of this.
+            with pytest.raises(SendError):
+                pending.wait(0.4 if version == 1 else 0.01)
+        assert eventually(lambda: ray.get(pool[0].receive.remote(1)) == (3, {3.0}), 20)
+        assert ray.get(pool[0].receive.remote(0)) == (None, {3.0})
+        # A receiver that has moved on holds no version back.
+        calls = pool[0].receive.remote(20)
+        assert sender.send(weights(4, size)).updated == (0,)
+        assert ray.get(calls) == (4, {4.0})
+    assert eventually(lambda: kept() == 0, 10)
+
+
+def test_what_cannot_be_committed_is_told_at_once(pool: list[Any]) -> None:
+    with Sender("ray", weights(0.0), num_workers=2, timeout=60) as sender:
+        for i, worker in enumerate(pool):
+            ray.get(worker.connect.remote(sender.address(i)))
+        ray.get(pool[0].replace.remote())
+        calls = [worker.receive.remote(20) for worker in pool]
+        begin = time.monotonic()
+        with pytest.raises(SendError, match="could not apply version 1") as caught:
+            sender.send(weights(1))
+        assert time.monotonic() - begin < 20
+        assert isinstance(caught.value.report.failed[0].error, ApplyError)
+        assert caught.value.report.updated == (1,)
+        with pytest.raises(ray.exceptions.RayTaskError):
+            ray.get(calls[0])
+        assert ray.get(calls[1]) == (1, {1.0})
+
+
+def test_an_actor_killed_while_a_call_waits_in_it_is_named() -> None:
+    worker = start()
+    with Sender("ray", weights(0.0), num_workers=1, timeout=60) as sender:
+        pid = ray.get(worker.connect.remote(sender.address(0)))
+        pending = sender.send_async(weights(1))
+        os.kill(pid, signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(SendError, match=f"which was process {pid}, is gone") as caught:
+            pending.wait()
+        assert time.monotonic() - begin < 30
+        assert isinstance(caught.value.report.failed[0].error, WorkerLostError)
+        with pytest.raises(SendError, match="is gone"):
+            sender.send(weights(2))
+
+
+def test_an_actor_that_stands_still_gets_the_newest_when_it_goes_on() -> None:
+    worker = start()
+    with Sender("ray", weights(0.0), num_workers=1) as sender:
+        pid = ray.get(worker.connect.remote(sender.address(0)))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for version in (1, 2, 3):
+                with pytest.raises(SendError):
+                    sender.send_async(weights(version)).wait(0.1)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        pending = sender.send_async(weights(4))
+        assert ray.get(worker.look_until.remote(4)) > 0
+        assert pending.wait().updated == (0,)
+    ray.kill(worker)
+
+
+def test_whoever_comes_late_gets_what_calls_have_brought_to_others(
+    pool: list[Any], told: Callable[[Sender], list[int]]
+) -> None:
+    with Sender("ray", weights(0.0), num_workers=2) as sender:
+        for i, worker in enumerate(pool):
+            ray.get(worker.connect.remote(sender.address(i)))
+        versions = told(sender)
+        calls = [worker.receive.remote(20) for worker in pool]
+        sender.send(weights(1))
+        ray.get(calls)
+        assert versions == []
+        late = weights(0.0)
+        with Receiver(sender.address(1), late) as receiver:
+            assert receiver.receive(0) == 1
+            with pytest.raises(ray.exceptions.RayTaskError, match="another receiver"):
+                ray.get(pool[1].receive.remote(20))
+            pending = sender.send_async(weights(2))
+            assert receiver.receive(20) == 2
+            assert ray.get(pool[0].receive.remote(20)) == (2, {2.0})
+            assert pending.wait().updated == (0, 1)
+
+
+def test_more_receivers_than_threads_in_one_actor(pool: list[Any]) -> None:
+    names = [f"model {i}" for i in range(5)]
+    senders = [Sender("ray", weights(0.0), num_workers=1) for _ in names]
+    try:
+        for name, sender in zip(names, senders, strict=True):
+            ray.get(pool[0].connect.remote(sender.address(0), name=name))
+        pending = [sender.send_async(weights(1)) for sender in senders]
+        for name in names:
+            assert ray.get(pool[0].receive.remote(20, name)) == (1, {1.0})
+        assert [each.wait().updated for each in pending] == [(0,)] * 5
+    finally:
+        for sender in senders:
+            sender.close()
+
+
+def test_who_waits_hears_of_the_end(pool: list[Any]) -> None:
+    sender = Sender("ray", weights(0.0), num_workers=2)
+    for i, worker in enumerate(pool):
+        ray.get(worker.connect.remote(sender.address(i)))
+    waiting = [worker.receive.remote(60) for worker in pool]
+    sender.remove_worker(0)
+    with pytest.raises(ray.exceptions.RayTaskError, match="removed"):
+        ray.get(waiting[0], timeout=20)
+    sender.close()
+    with pytest.raises(ray.exceptions.RayTaskError, match=SenderLostError.__name__):
+        ray.get(waiting[1], timeout=20)
+
+
+def test_a_receiver_is_left_while_another_thread_waits_in_it(pool: list[Any]) -> None:
+    with Sender("ray", weights(0.0), num_workers=1) as sender:
+        ray.get(pool[0].connect.remote(sender.address(0)))
+        assert ray.get(pool[0].close_while_waiting.remote()) < 10
+
+
+def test_an_actor_that_declared_nothing_asks_the_mailbox(
+    told: Callable[[Sender], list[int]],
+) -> None:
+    class Plain(Worker):
+        def __init__(self) -> None:
+            self.receivers, self.models = {}, {}
+
+    actor: Any = ray.remote(Plain).options(num_cpus=0).remote()
+    with Sender("ray", weights(0.0), num_workers=1) as sender:
+        ray.get(actor.connect.remote(sender.address(0)))
+        versions = told(sender)
+        call = actor.receive.remote(20)
+        assert sender.send(weights(1)).updated == (0,)
+        assert ray.get(call) == (1, {1.0})
+        assert versions == [1]
+    ray.kill(actor)
