@@ -15,7 +15,7 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 from torchrl.collectors.distributed import RayCollector
 from torchrl.envs import GymEnv
 
-from sync_core.bench.collector import BenchPolicy
+from sync_core.bench.training import BenchPolicy
 
 _WARM_UP = 2
 _BATCHES = 3

@@ -97,7 +97,8 @@ def test_bench_collector_measures_frames_and_updates(capsys: pytest.CaptureFixtu
     assert main(["bench", "collector", "--rounds", "7", "--json", *only]) == 0
     (measured,) = json.loads(capsys.readouterr().out)
     assert (measured["env"], measured["mode"], measured["workers"]) == ("CartPole-v1", "single", 1)
-    for name in ("frames_per_second", "sync_seconds", "refresh_seconds", "bare_seconds"):
+    kinds = ("sync", "refresh", "by_hand", "bare")
+    for name in ("frames_per_second", *(f"{kind}_seconds" for kind in kinds)):
         assert len(measured[name]) == 7
         assert min(measured[name]) > 0
     assert main(["bench", "collector", "--rounds", "7", *only, "Pendulum-v1"]) == 0

@@ -61,7 +61,8 @@ class Prompts:
                 # What the worker itself has to say may still be on its way, and says more.
                 elif isinstance(error, WorkerError) and not delivery.wait(_PATIENCE):
                     delivery.fail(error)
-            next(iter(unanswered.values())).wait(_GLANCE)
+            # The one that was offered its version last is likely to answer last.
+            unanswered[max(unanswered)].wait(_GLANCE)
 
     def _ask(self, worker_id: int, pending: PendingSend) -> Future[bool]:
         """Let a worker commit now if it is at rest; if not, as soon as its batch is made.
