@@ -37,6 +37,7 @@ PUBLIC = (
     "sync_core.testing",
     "sync_core.testing.chaos",
     "sync_core.testing.faults",
+    "sync_plugin_ray",
 )
 #: What a command prints with ``--json``: a list of the first, or an object with a list of each.
 PRINTED: Mapping[str, Mapping[str, type]] = {
@@ -71,6 +72,7 @@ def pages() -> dict[str, str]:
         "faults": _exported("Faults", "sync_core.testing.faults"),
         "chaos": _exported("Every fault on every scheme", "sync_core.testing.chaos"),
         "environments": _exported("Environments", "sync_core.envs"),
+        "ray": _exported("Actors of Ray", "sync_plugin_ray"),
     }
 
 
