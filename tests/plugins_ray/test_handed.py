@@ -27,6 +27,8 @@ from sync_core import (
 )
 from sync_core.testing.worker_groups import eventually
 from sync_plugin_ray import take_calls
+from sync_plugin_ray.mailbox import Offer
+from sync_plugin_ray.tray import Tray, hand, take_back
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -160,6 +162,16 @@ def test_who_does_not_look_in_time_finds_the_newest_in_the_mailbox(
         assert sender.send(weights(4, size)).updated == (0,)
         assert ray.get(calls) == (4, {4.0})
     assert eventually(lambda: kept() == 0, 10)
+
+
+def test_what_is_taken_back_before_it_came_is_not_found() -> None:
+    tray = Tray("reader")
+    # Ray runs the later of two calls first, now and then.
+    take_back(None, "reader", 2)
+    begin = time.monotonic()
+    assert hand(None, "reader", Offer(1, "", [b""]), time.time(), 20) is None
+    assert time.monotonic() - begin < 10
+    assert tray.take(0) is None
 
 
 def test_what_cannot_be_committed_is_told_at_once(pool: list[Any]) -> None:

@@ -82,13 +82,16 @@ class Addressee:
         future: Future[Any] = answer.future()
         return future
 
-    def take_back(self) -> Any | None:
-        """Let nobody find any more what a call has brought; a reference to wait for, if one has."""
+    def take_back(self, version: int) -> Any | None:
+        """Let nobody find what a call brings once there is a newer version.
+
+        A reference to wait for, if a call brings something.
+        """
         if not self.called or not self.handed_to:
             return None
         reader, self.handed_to = self.handed_to, ""
         try:
-            return self._call(take_back, reader)
+            return self._call(take_back, reader, version)
         except Exception:
             # As above; who finds the older version there finds the newer one after that.
             return None

@@ -104,7 +104,7 @@ class PullSender(SenderTransport):
                     delivery.fail(WorkerLostError(worker_id, self._lost))
             rest = [each for each in worker_ids if not self._hand(each, publication)]
             self._want(publication, worker_ids)
-            taken_back = [self._workers[each].take_back() for each in rest]
+            taken_back = [self._workers[each].take_back(publication.version) for each in rest]
         if rest:
             self._inform(taken_back)
         # The thread may be waiting for events alone; now there is somebody to be missed.

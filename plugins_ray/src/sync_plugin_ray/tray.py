@@ -54,6 +54,8 @@ class Tray:
         self._least: float | None = None
         # The version that whoever has handed it in waits to be answered.
         self._handed = 0
+        # Older ones come too late.
+        self._oldest = 0
         #: Whether `wake` was called.
         self.woken = False
         _trays[reader] = self
@@ -96,10 +98,14 @@ class Tray:
             self._changed.notify_all()
             return True
 
-    def clear(self) -> None:
-        """Take away what nobody has found yet; whoever waits for its answer need not."""
+    def clear(self, version: int) -> None:
+        """Let nobody find what is older than a version; whoever waits for its answer need not.
+
+        Ray runs two calls of one group in any order, so what is older may come after this, too.
+        """
         with self._changed:
-            if self._offer is not None:
+            self._oldest = max(self._oldest, version)
+            if self._offer is not None and self._offer.version < version:
                 self._offer, self._answer, self._handed = None, None, 0
                 self._changed.notify_all()
 
@@ -111,7 +117,7 @@ class Tray:
         late: nobody finds that here instead of something newer.
         """
         with self._changed:
-            if not self._is_fresh(time.time() - sent_at):
+            if not self._is_fresh(time.time() - sent_at) or offer.version < self._oldest:
                 return None
             self._offer, self._answer, self._handed = offer, None, offer.version
             self._changed.notify_all()
@@ -126,12 +132,18 @@ class Tray:
         return took <= _FRESH or (least is not None and took <= least + _FRESH)
 
 
-def take_back(instance: Any, reader: str) -> None:
-    """What a sender runs in an actor before it offers a newer version in another way."""
+def take_back(instance: Any, reader: str, version: int) -> None:
+    """What a sender runs in an actor before it offers a newer version in another way.
+
+    Args:
+        instance: the actor's instance, given by Ray.
+        reader: the receiver's secret name.
+        version: the newer version.
+    """
     del instance
     tray = _trays.get(reader)
     if tray is not None:
-        tray.clear()
+        tray.clear(version)
 
 
 def hand(
