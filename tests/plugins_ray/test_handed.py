@@ -174,6 +174,20 @@ def test_what_is_taken_back_before_it_came_is_not_found() -> None:
     assert tray.take(0) is None
 
 
+def test_what_should_be_taken_away_by_now_is_not_found() -> None:
+    tray = Tray("reader")
+    bringing = threading.Thread(
+        target=hand, args=(None, "reader", Offer(1, "", [b""]), time.time(), 0.1)
+    )
+    bringing.start()
+    assert tray.wait(lambda: False, time.monotonic() + 20)
+    # As in a process that was stopped, the thread that brings it has no turn before this one.
+    with tray._changed:
+        time.sleep(0.2)
+        assert tray.take(0) is None
+    bringing.join()
+
+
 def test_what_cannot_be_committed_is_told_at_once(pool: list[Any]) -> None:
     with Sender("ray", weights(0.0), num_workers=2, timeout=60) as sender:
         for i, worker in enumerate(pool):

@@ -49,6 +49,8 @@ class Tray:
     def __init__(self, reader: str) -> None:
         self._changed = threading.Condition()
         self._offer: Offer | None = None
+        # When whoever has handed it in stops waiting.
+        self._until = 0.0
         self._answer: Answer | None = None
         # The least that anything took to come here, by two clocks that may differ.
         self._least: float | None = None
@@ -61,10 +63,16 @@ class Tray:
         _trays[reader] = self
 
     def take(self, seen: int) -> Offer | None:
-        """What was handed in, if it is newer than the version seen."""
+        """What was handed in, if it is newer than the version seen.
+
+        Not what is to be taken away, which a thread cannot while another one holds the interpreter,
+        or the process is stopped: there may be something newer by now.
+        """
         with self._changed:
             offer, self._offer = self._offer, None
-        return offer if offer is not None and offer.version > seen else None
+            if offer is None or offer.version <= seen or time.monotonic() >= self._until:
+                return None
+            return offer
 
     def wait(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until something was handed in or a condition holds; False if neither was in time.
@@ -120,6 +128,7 @@ class Tray:
             if not self._is_fresh(time.time() - sent_at) or offer.version < self._oldest:
                 return None
             self._offer, self._answer, self._handed = offer, None, offer.version
+            self._until = time.monotonic() + patience
             self._changed.notify_all()
             self._changed.wait_for(lambda: self.woken or self._handed != offer.version, patience)
             if self._handed == offer.version:
