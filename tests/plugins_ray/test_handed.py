@@ -57,6 +57,10 @@ class Worker:
         version = self.receivers[name].receive(timeout)
         return version, {v for t in self.models[name].values() for v in t.unique().tolist()}
 
+    def receive_late(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.receivers["policy"].receive(20)
+
     def look_until(self, version: int) -> int:
         """How many looks it takes, between short steps, to have a version."""
         looks = 0
@@ -86,9 +90,9 @@ class Worker:
         self.models[name]["a"] = torch.zeros(7)
 
 
-def start() -> Any:
+def start(**options: Any) -> Any:
     worker: Any = ray.remote(concurrency_groups={"weights": 2})(Worker)  # type: ignore[call-overload]
-    return worker.options(num_cpus=0).remote()
+    return worker.options(num_cpus=0, **options).remote()
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +222,25 @@ def test_an_actor_killed_while_a_call_waits_in_it_is_named() -> None:
         assert isinstance(caught.value.report.failed[0].error, WorkerLostError)
         with pytest.raises(SendError, match="is gone"):
             sender.send(weights(2))
+
+
+def test_an_actor_that_takes_no_more_calls_is_not_probed_and_gets_its_versions() -> None:
+    worker = start(max_pending_calls=1)
+    with Sender("ray", weights(0.0), num_workers=1, timeout=20) as sender:
+        ray.get(worker.connect.remote(sender.address(0)))
+        for version in (1, 2):
+            # Ray counts a call for some milliseconds after its result is there.
+            assert eventually(lambda: call(worker, "receive_late", 1.5) is not None, 20)
+            assert sender.send(weights(version)).updated == (0,)
+    ray.kill(worker)
+
+
+def call(worker: Any, method: str, *args: Any) -> Any:
+    """A call of an actor; None where that takes no more."""
+    try:
+        return getattr(worker, method).remote(*args)
+    except ray.exceptions.PendingCallsLimitExceeded:
+        return None
 
 
 def test_an_actor_that_stands_still_gets_the_newest_when_it_goes_on() -> None:

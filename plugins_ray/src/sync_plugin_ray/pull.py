@@ -309,8 +309,12 @@ class PullSender(SenderTransport):
         for worker_id, worker in self._silent():
             if time.monotonic() < worker.since + _PATIENCE:
                 continue
+            worker.since = time.monotonic()
+            try:
+                probe = worker.actor.__ray_ready__.remote()
+            except ray.exceptions.PendingCallsLimitExceeded:
+                continue  # it takes no more calls now; later, perhaps
             worker.probed = True
-            probe = worker.actor.__ray_ready__.remote()
             probe.future().add_done_callback(
                 lambda future, i=worker_id, w=worker, a=worker.actor: self._events.put(
                     lambda: self._probed(i, w, a, future)
