@@ -180,14 +180,13 @@ def test_what_is_taken_back_before_it_came_is_not_found() -> None:
 
 def test_what_should_be_taken_away_by_now_is_not_found() -> None:
     tray = Tray("reader")
-    bringing = threading.Thread(
-        target=hand, args=(None, "reader", Offer(1, "", [b""]), time.time(), 0.1)
-    )
+    offer = Offer(1, "", [b""])
+    bringing = threading.Thread(target=lambda: hand(None, "reader", offer, time.time(), 1.0))
     bringing.start()
     assert tray.wait(lambda: False, time.monotonic() + 20)
     # As in a process that was stopped, the thread that brings it has no turn before this one.
     with tray._changed:
-        time.sleep(0.2)
+        time.sleep(1.1)
         assert tray.take(0) is None
     bringing.join()
 
@@ -332,3 +331,13 @@ def test_an_actor_that_declared_nothing_asks_the_mailbox(
         assert ray.get(call) == (1, {1.0})
         assert versions == [1]
     ray.kill(actor)
+
+
+@pytest.mark.parametrize("skew", [0.0, 30.0, -30.0])
+def test_what_comes_late_is_not_kept_whatever_the_clocks_say(skew: float) -> None:
+    tray = Tray("reader")
+    # Of clocks that differ the first one says by how much.
+    assert tray._is_fresh(skew) == (skew == 0.0)
+    assert tray._is_fresh(skew + 0.001)
+    assert not tray._is_fresh(skew + 1.0)
+    assert tray._is_fresh(skew)

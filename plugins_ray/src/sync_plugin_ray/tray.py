@@ -26,6 +26,9 @@ def take_calls(concurrency_group: str) -> None:
     answered, for a quarter of a second at most, so the group is to have a thread or more for
     each receiver, and to do nothing else. Workers of the group ``ray`` have one.
 
+    A call is one of the actor's ``max_pending_calls``. It takes a moment after `Sender.send_async`,
+    in which ``receive(0)`` finds nothing; a receiver that waits finds it.
+
     Args:
         concurrency_group: one of those that ``ray.remote(concurrency_groups={…: 2})`` has given
             the actor's class. Ray ends an actor that is called in a group which it does not have.
@@ -137,8 +140,9 @@ class Tray:
             return self._answer
 
     def _is_fresh(self, took: float) -> bool:
-        least, self._least = self._least, min(took, took if self._least is None else self._least)
-        return took <= _FRESH or (least is not None and took <= least + _FRESH)
+        least = self._least
+        self._least = took if least is None else min(took, least)
+        return abs(took) <= _FRESH if least is None else took <= least + _FRESH
 
 
 def take_back(instance: Any, reader: str, version: int) -> None:
