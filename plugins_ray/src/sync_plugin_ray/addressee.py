@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from sync_core import Delivery
+from ray.exceptions import ActorUnavailableError, RayActorError
+
+from sync_core import Delivery, WorkerLostError
 from sync_plugin_ray.mailbox import Event, Offer
 from sync_plugin_ray.store import Publication
 from sync_plugin_ray.tray import hand, take_back
@@ -81,6 +83,17 @@ class Addressee:
         self.called, self.handed, self.handed_to = True, publication, self.reader
         future: Future[Any] = answer.future()
         return future
+
+    def lost(self, worker_id: int, error: BaseException | None) -> WorkerLostError | None:
+        """What to tell where a call failed because its actor is gone; None for other failures.
+
+        One that Ray restarts is not gone; whether it will receive, the deadline tells.
+        """
+        if not isinstance(error, RayActorError) or isinstance(error, ActorUnavailableError):
+            return None
+        reason = str(error).strip().splitlines()[0]
+        message = f"its actor, which was process {self.pid}, is gone: {reason}"
+        return WorkerLostError(worker_id, message)
 
     def take_back(self, version: int) -> Any | None:
         """Let nobody find what a call brings once there is a newer version.

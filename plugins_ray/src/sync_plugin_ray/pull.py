@@ -105,7 +105,8 @@ class PullSender(SenderTransport):
             rest = [each for each in worker_ids if not self._hand(each, publication)]
             self._want(publication, worker_ids)
             taken_back = [self._workers[each].take_back(publication.version) for each in rest]
-        if rest:
+        # What the mailbox refers to stays in the store: that is to be the newest version.
+        if rest or not publication.travels_in_calls:
             self._inform(taken_back)
         # The thread may be waiting for events alone; now there is somebody to be missed.
         self._events.put(_nothing)
@@ -273,8 +274,9 @@ class PullSender(SenderTransport):
                 worker.handed = None
         if answer is not None:
             self._handle(Event("answered", worker_id, publication.version, answer))
-        elif _is_gone(error) and worker.delivery is not None:
-            worker.delivery.fail(_gone(worker_id, worker, error))
+        elif (lost := worker.lost(worker_id, error)) is not None:
+            if worker.delivery is not None:
+                worker.delivery.fail(lost)
         elif offers:
             self._update_mailbox()
 
@@ -326,22 +328,9 @@ class PullSender(SenderTransport):
             return
         worker.probed = False
         worker.since = time.monotonic()
-        error = future.exception()
-        # One that Ray restarts is not gone; whether it will receive, the deadline tells.
-        if _is_gone(error) and worker.delivery is not None:
-            worker.delivery.fail(_gone(worker_id, worker, error))
-
-
-def _is_gone(error: BaseException | None) -> bool:
-    return isinstance(error, ray.exceptions.RayActorError) and not isinstance(
-        error, ray.exceptions.ActorUnavailableError
-    )
-
-
-def _gone(worker_id: int, worker: Addressee, error: BaseException | None) -> WorkerLostError:
-    reason = str(error).strip().splitlines()[0]
-    message = f"its actor, which was process {worker.pid}, is gone: {reason}"
-    return WorkerLostError(worker_id, message)
+        lost = worker.lost(worker_id, future.exception())
+        if lost is not None and worker.delivery is not None:
+            worker.delivery.fail(lost)
 
 
 def _nothing() -> None:

@@ -52,7 +52,12 @@ class Publication:
         self._puts_left = 3
         # A view of the stored bytes, which keeps them in this node's memory whatever happens to
         # the object.
-        self._pinned = [] if isinstance(data[0], bytes) else ray.get(data)
+        self._pinned = [] if self.travels_in_calls else ray.get(data)
+
+    @property
+    def travels_in_calls(self) -> bool:
+        """Whether it is bytes, and no objects of the store."""
+        return isinstance(self.data[0], bytes)
 
     def put_again(self, lost: list[Any]) -> bool:
         """Put the same bytes as new objects, unless that was done since ``lost`` was.
