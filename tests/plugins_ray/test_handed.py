@@ -27,6 +27,7 @@ from sync_core import (
 )
 from sync_core.testing.worker_groups import eventually
 from sync_plugin_ray import take_calls
+from sync_plugin_ray.addressee import Addressee
 from sync_plugin_ray.mailbox import Offer
 from sync_plugin_ray.tray import Tray, hand, take_back
 
@@ -280,6 +281,27 @@ def test_whoever_comes_late_gets_what_calls_have_brought_to_others(
             assert receiver.receive(20) == 2
             assert ray.get(pool[0].receive.remote(20)) == (2, {2.0})
             assert pending.wait().updated == (0, 1)
+
+
+def test_from_whoever_has_come_since_nothing_is_taken_back(
+    pool: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[Any] = []
+    call_of = Addressee._call
+
+    def noted(worker: Addressee, function: Callable[..., Any], *args: Any) -> Any:
+        called.append(function)
+        return call_of(worker, function, *args)
+
+    monkeypatch.setattr(Addressee, "_call", noted)
+    with Sender("ray", weights(0.0), num_workers=1) as sender:
+        ray.get(pool[0].connect.remote(sender.address(0)))
+        sender.send_async(weights(1)).abandon()
+        with Receiver(sender.address(0), weights(0.0)) as receiver:
+            pending = sender.send_async(weights(2))
+            assert receiver.receive(20) == 2
+            assert pending.wait().updated == (0,)
+    assert called == [hand]
 
 
 def test_more_receivers_than_threads_in_one_actor(pool: list[Any]) -> None:

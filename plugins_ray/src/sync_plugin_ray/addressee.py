@@ -56,6 +56,7 @@ class Addressee:
         """A receiver has come in its place."""
         self.reader, self.actor, self.group = event.reader, event.actor, event.group
         self.pid, self.probed, self.committed = event.pid, False, 0
+        self.handed, self.handed_to = None, ""
 
     @property
     def offer(self) -> Offer | None:
