@@ -64,6 +64,10 @@ def test_a_receiver(sender: Sender) -> None:
     no_function: Any = 3
     with pytest.raises(TypeError, match="on_commit is 3, which cannot be called"):
         Receiver(sender.address(0), on_commit=no_function)
+    receiver = Receiver(sender.address(0))
+    with pytest.raises(TypeError, match="callback is 3, which cannot be called"):
+        receiver.on_arrival(no_function)
+    assert not receiver.on_arrival(lambda: None)
     with pytest.raises(TypeError, match="getter is 3, which cannot be called"):
         Receiver.from_getter(no_function, nn.Linear(2, 1))
 

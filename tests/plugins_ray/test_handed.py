@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,6 +63,17 @@ class Worker:
     def receive_late(self, seconds: float) -> None:
         time.sleep(seconds)
         self.receivers["policy"].receive(20)
+
+    def attend(self) -> bool:
+        """Receive whatever comes by itself."""
+        receiver = self.receivers["policy"]
+        return receiver.on_arrival(lambda: receiver.receive(0))
+
+    def forget(self) -> bool:
+        """Whether nobody else keeps a receiver."""
+        receiver = weakref.ref(self.receivers.pop("policy"))
+        gc.collect()
+        return receiver() is None
 
     def look_until(self, version: int) -> int:
         """How many looks it takes, between short steps, to have a version."""
@@ -148,6 +161,26 @@ def test_a_worker_in_the_middle_of_something_finds_it_at_its_next_look(pool: lis
             assert sender.send(weights(version)).updated == (0,)
         assert ray.get(looking) > 0
         assert ray.get(pool[0].receive.remote(0)) == (None, {5.0})
+
+
+@pytest.mark.parametrize("size", [4, 100_000], ids=["in the call", "as an object"])
+def test_who_is_told_of_a_version_commits_it_at_once(pool: list[Any], size: int) -> None:
+    with Sender("ray", weights(0.0, size), num_workers=1) as sender:
+        ray.get(pool[0].connect.remote(sender.address(0), size))
+        assert ray.get(pool[0].attend.remote())
+        for version in (1, 2, 3):
+            assert sender.send(weights(version, size)).updated == (0,)
+            assert ray.get(pool[0].receive.remote(0)) == (None, {float(version)})
+        assert ray.get(pool[0].forget.remote())
+
+
+def test_what_cannot_be_committed_at_once_is_told(pool: list[Any]) -> None:
+    with Sender("ray", weights(0.0), num_workers=1) as sender:
+        ray.get(pool[0].connect.remote(sender.address(0)))
+        ray.get(pool[0].attend.remote())
+        ray.get(pool[0].replace.remote())
+        with pytest.raises(SendError, match="could not apply version 1"):
+            sender.send(weights(1))
 
 
 @pytest.mark.parametrize("size", [4, 100_000], ids=["in the call", "as an object"])
@@ -348,6 +381,7 @@ def test_an_actor_that_declared_nothing_asks_the_mailbox(
     actor: Any = ray.remote(Plain).options(num_cpus=0).remote()
     with Sender("ray", weights(0.0), num_workers=1) as sender:
         ray.get(actor.connect.remote(sender.address(0)))
+        assert not ray.get(actor.attend.remote())
         versions = told(sender)
         call = actor.receive.remote(20)
         assert sender.send(weights(1)).updated == (0,)

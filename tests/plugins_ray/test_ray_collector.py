@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,6 +36,9 @@ class Seat:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return function(self.hosted, *args)
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 class LentGroup(WorkerGroup):
@@ -91,6 +94,39 @@ def lender() -> Iterator[None]:
 class TestRay(CollectorConformance):
     scheme = "ray"
     workers = LentGroup
+
+
+class Slow(Scale):
+    """Tells whether its weight is left alone while it does something."""
+
+    def changes_in(self, seconds: float) -> bool:
+        before = self.weight.item()
+        time.sleep(seconds)
+        return self.weight.item() != before
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    options: dict[str, Any] = {"scheme": "ray", "workers": LentGroup, "num_workers": 2}
+    with Collector(long_episodes, Slow(), frames_per_batch=4, sync=True, **options) as collector:
+        yield collector
+
+
+def test_workers_at_rest_commit_though_their_calls_wait(collector: Collector) -> None:
+    next(collector)
+    waiting = [LentGroup.lender.call(i, Seat.wait, 3.0) for i in (0, 1)]
+    assert collector.update_policy_weights_().updated == (0, 1)
+    assert not any(call.done() for call in waiting)
+    assert next(collector)["policy_version"].unique().tolist() == [1]
+
+
+def test_workers_at_work_commit_after_that(collector: Collector) -> None:
+    with ThreadPoolExecutor() as threads:
+        at_work = threads.submit(collector.cascade_execute, "policy.changes_in", 1.0)
+        time.sleep(0.3)
+        assert collector.update_policy_weights_(Slow(1.0)).updated == (0, 1)
+        assert at_work.result() == [False, False]
+    assert collector.cascade_execute("policy.weight.item") == [1.0, 1.0]
 
 
 class InAnActor:

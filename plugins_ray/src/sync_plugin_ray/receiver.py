@@ -54,14 +54,16 @@ class MailboxReceiver(ReceiverTransport):
         self._layout = context.layout
         self._watch: _Watch | None = None
         self._tray = Tray(self._reader)
+        self._group = Tray.group
+        self._actor = _this_actor()
         self._cluster = Cluster()
         try:
             came = Event(
                 "joined",
                 context.worker_id,
                 reader=self._reader,
-                actor=_this_actor(),
-                group=Tray.group,
+                actor=self._actor,
+                group=self._group,
                 pid=os.getpid(),
             )
             refusal = self._get(self._mailbox.join.remote(context.token, came), context.timeout)
@@ -109,6 +111,11 @@ class MailboxReceiver(ReceiverTransport):
     def wake(self) -> None:
         """Wait for nothing from now on."""
         self._tray.wake()
+
+    def on_arrival(self, callback: Callable[[], None]) -> bool:
+        """Have a function called by every call that hands a version in, if there are such calls."""
+        self._tray.on_arrival = callback
+        return self._actor is not None and bool(self._group)
 
     def close(self) -> None:
         """Hang up."""

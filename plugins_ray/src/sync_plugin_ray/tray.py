@@ -61,6 +61,8 @@ class Tray:
         self._handed = 0
         # Older ones come too late.
         self._oldest = 0
+        #: Called once something was handed in, and has returned before the answer is waited for.
+        self.on_arrival: Callable[[], None] = _nothing
         #: Whether `wake` was called.
         self.woken = False
         _trays[reader] = self
@@ -133,6 +135,8 @@ class Tray:
             self._offer, self._answer, self._handed = offer, None, offer.version
             self._until = time.monotonic() + patience
             self._changed.notify_all()
+        self.on_arrival()
+        with self._changed:
             self._changed.wait_for(lambda: self.woken or self._handed != offer.version, patience)
             if self._handed == offer.version:
                 self._offer, self._handed = None, 0
@@ -143,6 +147,10 @@ class Tray:
         least = self._least
         self._least = took if least is None else min(took, least)
         return abs(took) <= _FRESH if least is None else took <= least + _FRESH
+
+
+def _nothing() -> None:
+    return
 
 
 def take_back(instance: Any, reader: str, version: int) -> None:

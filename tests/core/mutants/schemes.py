@@ -614,6 +614,14 @@ class SleepsOn(Mutant):
         def wake(self) -> None: ...
 
 
+class PromisesToTell(Mutant):
+    caught_by = "test_who_is_told_of_versions_need_not_look"
+
+    class Receiver(ThreadReceiver):
+        def on_arrival(self, callback: Callable[[], None]) -> bool:
+            return True
+
+
 class AcceptsAnyToken(ShmScheme):
     caught_by = "test_the_wrong_token_is_refused"
 

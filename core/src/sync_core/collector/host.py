@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ class Host:
         self._parts = SimpleNamespace()
         self._joint = Joint(self._parts)
         self._shares_policy = False
+        # Held by every call that uses the policy.
+        self._at_work = threading.RLock()
 
     def build(self, recipe: WorkerRecipe) -> int:
         """Make environment and policy.
@@ -52,19 +55,23 @@ class Host:
 
     def collect(self, order: Order) -> TensorDictBase | None:
         """See `Rollout.collect`; None where the weights did not come that the order names."""
-        return self._built.collect(order) if self._has_weights(order) else None
+        with self._at_work:
+            return self._built.collect(order) if self._has_weights(order) else None
 
-    def connect(self, address: Address) -> None:
-        """See `Refresher.connect`."""
-        self._built.refresher.connect(address)
+    def connect(self, address: Address) -> bool:
+        """See `Refresher.connect`; whether what comes while the worker rests is committed then."""
+        with self._at_work:
+            return self._built.refresher.connect(address).on_arrival(self._commit_at_rest)
 
     def receive(self, timeout: float) -> int | None:
         """See `Refresher.receive`."""
-        return self._built.refresher.receive(timeout)
+        with self._at_work:
+            return self._built.refresher.receive(timeout)
 
     def reach(self, version: int, timeout: float) -> bool:
         """See `Refresher.reach`."""
-        return self._built.refresher.reach(version, timeout)
+        with self._at_work:
+            return self._built.refresher.reach(version, timeout)
 
     def connect_model(self, name: str, address: Address) -> None:
         """See `Joint.connect`."""
@@ -79,7 +86,8 @@ class Host:
 
     def execute(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See `sync_core.collector.joint.execute`."""
-        return execute(self._parts, path, args, kwargs)
+        with self._at_work:
+            return execute(self._parts, path, args, kwargs)
 
     def increment_version(self, by: int) -> None:
         """See `Refresher.increment_version`."""
@@ -96,11 +104,12 @@ class Host:
     def state_dict(self) -> dict[str, Any]:
         """What the worker's next batch depends on; see `Rollout.state_dict`."""
         refresher = self._built.refresher
-        if self._shares_policy:
-            # It has the trainer's weights whether their version was looked at or not.
-            refresher.look()
-        models = {} if self._shares_policy else read_models(self._parts, self._receivers)
-        return {**self._built.state_dict(), "models": models, "version": refresher.version}
+        with self._at_work:
+            if self._shares_policy:
+                # It has the trainer's weights whether their version was looked at or not.
+                refresher.look()
+            models = {} if self._shares_policy else read_models(self._parts, self._receivers)
+            return {**self._built.state_dict(), "models": models, "version": refresher.version}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise `LayoutMismatchError` unless the weights in a state fit those of the worker."""
@@ -115,15 +124,24 @@ class Host:
             increments: see `Refresher.restore`.
         """
         refresher = self._built.refresher
-        if not self._shares_policy:
-            write_models(self._parts, self._receivers, state["models"])
-        refresher.restore(state["version"], increments)
-        self._built.load_state_dict(state)
+        with self._at_work:
+            if not self._shares_policy:
+                write_models(self._parts, self._receivers, state["models"])
+            refresher.restore(state["version"], increments)
+            self._built.load_state_dict(state)
 
     def start_over(self, seat: int, increments: int) -> None:
         """See `Rollout.start_over`; with the weights that the worker has."""
         self._built.refresher.increment_version(increments)
         self._built.start_over(seat)
+
+    def _commit_at_rest(self) -> None:
+        """Commit what has arrived, unless the worker is at work: it looks for that by itself."""
+        if self._at_work.acquire(blocking=False):
+            try:
+                self._built.refresher.commit()
+            finally:
+                self._at_work.release()
 
     def _has_weights(self, order: Order) -> bool:
         if order.version <= self._joint.version:

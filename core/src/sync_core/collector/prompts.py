@@ -13,6 +13,8 @@ from sync_core.sending.pending import PendingSend
 
 # How long a worker at rest waits for weights that come later than the call that announces them.
 _PATIENCE = 0.1
+# How long a worker that commits by itself is given to, in seconds, before it is asked as well.
+_UNASKED = 0.02
 # How often the driver looks whether a worker has to be asked again.
 _GLANCE = 0.002
 
@@ -29,15 +31,29 @@ class Prompts:
         self._crew = crew
         self._busy = busy
         self._calls: dict[int, Future[bool]] = {}
+        self._begun = 0.0
+        # The workers that commit what comes while they rest, and those that rested at the start.
+        self._attentive: set[int] = set()
+        self._trusted: set[int] = set()
+
+    def learn(self, worker_id: int, *, attentive: bool) -> None:
+        """Know of a worker whether it commits what comes while it rests; see `Host.connect`."""
+        (self._attentive.add if attentive else self._attentive.discard)(worker_id)
 
     def begin(self, pending: PendingSend, *, all_workers: bool) -> None:
-        """Ask the workers at rest; or all, where nobody may be there to ask the others later."""
-        asked = [i for i in pending.unanswered if all_workers or not self._busy(i)]
+        """Ask the workers at rest that do not commit by themselves.
+
+        Or all, where nobody may be there to ask the others later.
+        """
+        self._begun = time.monotonic()
+        at_rest = {i for i in pending.unanswered if not self._busy(i)}
+        self._trusted = set() if all_workers else at_rest & self._attentive
+        asked = pending.unanswered if all_workers else at_rest - self._trusted
         self._calls = {i: self._ask(i, pending) for i in asked}
 
     def leave_out(self) -> None:
         """Ask nobody: what workers are asked for next says that they need what was sent."""
-        self._calls = {}
+        self._calls, self._trusted = {}, set()
 
     def see_through(self, pending: PendingSend, timeout: float) -> None:
         """Wait until every worker has answered, or so many seconds are over.
@@ -49,7 +65,7 @@ class Prompts:
             for worker_id, delivery in unanswered.items():
                 call = self._calls.get(worker_id)
                 if call is None:
-                    if not self._busy(worker_id):
+                    if not self._busy(worker_id) and not self._trusts(worker_id):
                         self._calls[worker_id] = self._ask(worker_id, pending)
                     continue
                 if not call.done():
@@ -63,6 +79,9 @@ class Prompts:
                     delivery.fail(error)
             # The one that was offered its version last is likely to answer last.
             unanswered[max(unanswered)].wait(_GLANCE)
+
+    def _trusts(self, worker_id: int) -> bool:
+        return worker_id in self._trusted and time.monotonic() < self._begun + _UNASKED
 
     def _ask(self, worker_id: int, pending: PendingSend) -> Future[bool]:
         """Let a worker commit now if it is at rest; if not, as soon as its batch is made.

@@ -71,11 +71,12 @@ class Refresher:
         self._increments += increments
         self._restored = self.version, version
 
-    def connect(self, address: Address) -> None:
+    def connect(self, address: Address) -> Receiver:
         """Get the weights from a sender from now on."""
         self.close()
         self._receiver = Receiver(address, module_of(self._policy))
         self._lost = None
+        return self._receiver
 
     def increment_version(self, by: int) -> None:
         """The policy has newer weights, which came another way."""
@@ -103,22 +104,33 @@ class Refresher:
                 return False
         return True
 
-    def look(self) -> None:
-        """Commit what has arrived; what goes wrong must not cost a batch, and is kept."""
+    def commit(self) -> bool:
+        """Commit what has arrived, if anything has; what goes wrong must not be lost, and is kept.
+
+        Returns:
+            Whether something was committed.
+        """
         if self._receiver is None or self._lost is not None:
-            return
-        began = time.monotonic()
-        self._due = 0.0
+            return False
         try:
-            if self._receiver.receive(timeout=0) is not None:
-                if self._rests:
-                    took = time.monotonic() - began
-                    time.sleep(min(max(took, _SHORTEST_REST), _LONGEST_REST))
-                return
+            return self._receiver.receive(timeout=0) is not None
         except SenderLostError as error:
             self._lost = error
         except Exception as error:
             self._error = error
+        return False
+
+    def look(self) -> None:
+        """Commit what has arrived as one who acts: rest after that, or be in no haste to look."""
+        if self._receiver is None or self._lost is not None:
+            return
+        began = time.monotonic()
+        self._due = 0.0
+        if self.commit():
+            if self._rests:
+                took = time.monotonic() - began
+                time.sleep(min(max(took, _SHORTEST_REST), _LONGEST_REST))
+            return
         # The first look after new weights may have to ask for the next ones, as over Ray: others
         # only see whether they are there.
         if self._looked_beyond != self.received:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -215,11 +216,16 @@ class PolicyWeights:
             for worker_id in set(sender.all_worker_ids()) - set(ids):
                 sender.remove_worker(worker_id)
             calls = {i: self._crew.request(i, Host.connect, sender.address(i)) for i in ids}
-            gather(calls, self._timeout, "connect to the sender")
+            self._gather_connected(calls)
         except BaseException:
             sender.close()
             raise
         self.sender = sender
+
+    def _gather_connected(self, calls: dict[int, Future[bool]]) -> None:
+        attentive = gather(calls, self._timeout, "connect to the sender")
+        for worker_id, commits_at_rest in zip(calls, attentive, strict=True):
+            self._prompts.learn(worker_id, attentive=commits_at_rest)
 
     def _join(self, worker_id: int) -> None:
         """Serve a worker that is new, or that has taken the place of another."""
@@ -233,8 +239,7 @@ class PolicyWeights:
                 self.sender.remove_worker(worker_id)
             self.sender.add_worker(worker_id)
             address = self.sender.address(worker_id)
-            calls = {worker_id: self._crew.call(worker_id, Host.connect, address)}
-            gather(calls, self._timeout, "connect to the sender")
+            self._gather_connected({worker_id: self._crew.call(worker_id, Host.connect, address)})
             if not self.sender.version:
                 return
             if self._last_to_all:

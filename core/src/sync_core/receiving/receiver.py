@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -42,6 +44,7 @@ from sync_core.transports.transport import ReceiverTransport
 from sync_core.weights.payload import Payload
 from sync_core.weights.update import Update
 
+_log = logging.getLogger("sync_core")
 _IS_CLOSED = "the receiver is closed"
 
 
@@ -89,6 +92,7 @@ class Receiver:
         self._context = context
         self._timeout = address.timeout if timeout is None else check_seconds(timeout)
         self._on_commit = on_commit
+        self._on_arrival: Callable[[], object] = _nothing
         self._backend = registry.find("sync.schemes", address.scheme)
         layers = [registry.find("sync.layers", layer) for layer in address.layers]
         defaults = Defaults(address.strategy)
@@ -318,6 +322,23 @@ class Receiver:
 
     __call__ = update_weights
 
+    def on_arrival(self, callback: Callable[[], object]) -> bool:
+        """Have a function called whenever a version may have come, from now on.
+
+        It is called in a thread of the scheme's, at any moment. So it is for whoever knows whether
+        the model is in use, and calls `receive` with a timeout of 0 if it is not.
+
+        Args:
+            callback: what is called; what it raises is logged.
+
+        Returns:
+            Whether the scheme does that here; where it does not, nobody knows without `receive`.
+        """
+        check_function(callback, "callback")
+        self._on_arrival = callback
+        # Nobody but its owner is to keep a receiver, which leaves when it is forgotten.
+        return self._transport.on_arrival(partial(_tell, weakref.ref(self)))
+
     def close(self) -> None:
         """Leave the sender. The model keeps what it has, in memory of its own.
 
@@ -361,6 +382,20 @@ class Receiver:
             raise ModelError("the receiver has no model; give it one, or call register_model()")
         self._found = look_up(self._model, self._context, self._found)
         return self._found
+
+
+def _nothing() -> None:
+    return
+
+
+def _tell(reference: weakref.ref[Receiver]) -> None:
+    receiver = reference()
+    if receiver is None:
+        return
+    try:
+        receiver._on_arrival()
+    except Exception:
+        _log.exception("what is called when a version has come raised")
 
 
 def _leave(transport: ReceiverTransport, lease: Lease) -> None:

@@ -173,6 +173,19 @@ class ReceiverTransport(ABC):
         Whoever closes a receiver in which another thread waits calls this, and `close` after that.
         """
 
+    def on_arrival(self, callback: Callable[[], None]) -> bool:
+        """Have a function called whenever a version may have come, from now on.
+
+        By a thread of the transport, which may wait for it, and while another is in `receive`. The
+        function calls `receive` itself if it is a good moment, and raises nothing.
+
+        Returns:
+            Whether this transport does so; of one that answers False, as this one does, nobody
+            knows without asking.
+        """
+        del callback
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Release everything. Closing again is allowed."""

@@ -65,6 +65,10 @@ class FaultyReceiver(ReceiverTransport):
         for _ in range(times):
             self._transport.acknowledge(answer)
 
+    def on_arrival(self, callback: Callable[[], None]) -> bool:
+        """Have a function called when the scheme has it called."""
+        return self._transport.on_arrival(callback)
+
     def wake(self) -> None:
         """Let whoever waits come back."""
         self._transport.wake()

@@ -248,6 +248,17 @@ class DeliveryCases(SchemeCases):
         assert median(workers.pool.call(0, look_often)) < 0.005
 
     @pytest.mark.usefixtures("asking")
+    def test_who_is_told_of_versions_need_not_look(self, start: Start) -> None:
+        workers = start(make_policy(), 2)
+        told = {i for i in (0, 1) if workers.pool.call(i, Worker.attend)}
+        for version in (1, 2, 3):
+            pending = workers.sender.send_async(make_policy(version))
+            looking = [workers.submit(i, 20.0) for i in {0, 1} - told]
+            assert pending.wait().updated == (0, 1)
+            assert [call.result() for call in looking] == [version] * len(looking)
+            assert workers.values() == [{float(version)}] * 2
+
+    @pytest.mark.usefixtures("asking")
     def test_waiting_for_news_ends_in_time(self, start: Start) -> None:
         workers = start(make_policy(), 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -46,6 +47,19 @@ class Worker:
         """The version committed, if any."""
         assert self.receiver is not None
         return self.receiver.receive(timeout)
+
+    def attend(self) -> bool:
+        """Receive whenever the scheme tells of a version; whether it says that it will."""
+        assert self.receiver is not None
+        # A receiver that knows itself is kept until garbage is collected.
+        receiver = weakref.ref(self.receiver)
+
+        def receive() -> None:
+            found = receiver()
+            assert found is not None
+            found.receive(0)
+
+        return self.receiver.on_arrival(receive)
 
     def infer(self, function: Callable[[Worker], Any]) -> Any:
         """Run a function as one who only acts with the model does: in inference mode."""
