@@ -35,12 +35,25 @@ class AsksFirst(LoopbackReceiver):
         return payload
 
 
+class AsksAlways(LoopbackReceiver):
+    """Takes its time."""
+
+    def receive(self, timeout: float) -> Payload | None:
+        time.sleep(0.1)
+        return super().receive(timeout)
+
+
 class Asking(Loopback):
-    """The scheme with that receiver."""
+    """The scheme with such a receiver."""
+
+    def __init__(self, receiver_class: type[LoopbackReceiver]) -> None:
+        self._receiver_class = receiver_class
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
-        return LoopbackSender(context) if context.side == "sender" else AsksFirst(context)
+        return (
+            LoopbackSender(context) if context.side == "sender" else self._receiver_class(context)
+        )
 
 
 def looks(refresher: Refresher) -> int:
@@ -53,7 +66,7 @@ def looks(refresher: Refresher) -> int:
 
 def test_what_it_takes_to_ask_for_weights_is_not_what_a_look_takes() -> None:
     refresher = Refresher(Scale(), rests=False)
-    with Sender(Asking(), Scale(), num_workers=1) as sender:
+    with Sender(Asking(AsksFirst), Scale(), num_workers=1) as sender:
         refresher.connect(sender.address(0))
         # It asks, and looks again: from then on that is known to take no time.
         assert looks(refresher) == 2
@@ -61,4 +74,18 @@ def test_what_it_takes_to_ask_for_weights_is_not_what_a_look_takes() -> None:
         while refresher.version == 0:
             refresher.between_steps()
         assert looks(refresher) == 2
+        refresher.close()
+
+
+def test_whoever_is_told_that_something_has_come_looks_at_once() -> None:
+    refresher = Refresher(Scale(), rests=False)
+    with Sender(Asking(AsksAlways), Scale(), num_workers=1) as sender:
+        refresher.connect(sender.address(0))
+        # From the second look on it is known how long they take.
+        refresher.between_steps()
+        refresher.between_steps()
+        sender.send_async()
+        assert refresher.between_steps() == 0
+        refresher.look_soon()
+        assert refresher.between_steps() == 1
         refresher.close()

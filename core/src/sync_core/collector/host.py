@@ -61,7 +61,7 @@ class Host:
     def connect(self, address: Address) -> bool:
         """See `Refresher.connect`; whether what comes while the worker rests is committed then."""
         with self._at_work:
-            return self._built.refresher.connect(address).on_arrival(self._commit_at_rest)
+            return self._built.refresher.connect(address).on_arrival(self._arrived)
 
     def receive(self, timeout: float) -> int | None:
         """See `Refresher.receive`."""
@@ -135,13 +135,16 @@ class Host:
         self._built.refresher.increment_version(increments)
         self._built.start_over(seat)
 
-    def _commit_at_rest(self) -> None:
-        """Commit what has arrived, unless the worker is at work: it looks for that by itself."""
-        if self._at_work.acquire(blocking=False):
-            try:
-                self._built.refresher.commit()
-            finally:
-                self._at_work.release()
+    def _arrived(self) -> None:
+        """Commit what has arrived; a worker that is at work does so by itself, after its step."""
+        refresher = self._built.refresher
+        if not self._at_work.acquire(blocking=False):
+            refresher.look_soon()
+            return
+        try:
+            refresher.commit()
+        finally:
+            self._at_work.release()
 
     def _has_weights(self, order: Order) -> bool:
         if order.version <= self._joint.version:

@@ -31,10 +31,10 @@ class Prompts:
         self._crew = crew
         self._busy = busy
         self._calls: dict[int, Future[bool]] = {}
-        self._begun = 0.0
-        # The workers that commit what comes while they rest, and those that rested at the start.
+        # The workers that commit what comes while they rest, and until when those that do so now
+        # are not asked.
         self._attentive: set[int] = set()
-        self._trusted: set[int] = set()
+        self._unasked: dict[int, float] = {}
 
     def learn(self, worker_id: int, *, attentive: bool) -> None:
         """Know of a worker whether it commits what comes while it rests; see `Host.connect`."""
@@ -45,15 +45,16 @@ class Prompts:
 
         Or all, where nobody may be there to ask the others later.
         """
-        self._begun = time.monotonic()
-        at_rest = {i for i in pending.unanswered if not self._busy(i)}
-        self._trusted = set() if all_workers else at_rest & self._attentive
-        asked = pending.unanswered if all_workers else at_rest - self._trusted
+        unanswered = pending.unanswered
+        at_rest = {i for i in unanswered if not self._busy(i)}
+        until = time.monotonic() + _UNASKED
+        self._unasked = {} if all_workers else dict.fromkeys(at_rest & self._attentive, until)
+        asked = unanswered if all_workers else at_rest - self._attentive
         self._calls = {i: self._ask(i, pending) for i in asked}
 
     def leave_out(self) -> None:
         """Ask nobody: what workers are asked for next says that they need what was sent."""
-        self._calls, self._trusted = {}, set()
+        self._calls, self._unasked = {}, {}
 
     def see_through(self, pending: PendingSend, timeout: float) -> None:
         """Wait until every worker has answered, or so many seconds are over.
@@ -65,7 +66,8 @@ class Prompts:
             for worker_id, delivery in unanswered.items():
                 call = self._calls.get(worker_id)
                 if call is None:
-                    if not self._busy(worker_id) and not self._trusts(worker_id):
+                    unasked_until = self._unasked.get(worker_id, 0.0)
+                    if not self._busy(worker_id) and time.monotonic() >= unasked_until:
                         self._calls[worker_id] = self._ask(worker_id, pending)
                     continue
                 if not call.done():
@@ -79,9 +81,6 @@ class Prompts:
                     delivery.fail(error)
             # The one that was offered its version last is likely to answer last.
             unanswered[max(unanswered)].wait(_GLANCE)
-
-    def _trusts(self, worker_id: int) -> bool:
-        return worker_id in self._trusted and time.monotonic() < self._begun + _UNASKED
 
     def _ask(self, worker_id: int, pending: PendingSend) -> Future[bool]:
         """Let a worker commit now if it is at rest; if not, as soon as its batch is made.

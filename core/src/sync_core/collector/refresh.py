@@ -147,6 +147,10 @@ class Refresher:
             self.look()
         return self.version
 
+    def look_soon(self) -> None:
+        """Look after the next step: something has come. Another thread may call this."""
+        self._due = 0.0
+
     def close(self) -> None:
         """Leave the sender."""
         if self._receiver is not None:
