@@ -16,7 +16,7 @@ import ray
 import torch
 from ray import cloudpickle
 
-from sync_core import ClosedError, Sender, WorkerLostError
+from sync_core import Address, ClosedError, Receiver, Sender, SendError, WorkerLostError
 from sync_plugin_ray.group import RayGroup
 
 CONFIG: dict[str, Any] = {"address": "local", "num_cpus": 2, "object_store_memory": 10**8}
@@ -36,6 +36,9 @@ class Host:
 class Agent:
     def __init__(self, size: int = 2) -> None:
         self.policy = {name: torch.zeros(size) for name in "ab"}
+
+    def connect(self, address: Address) -> None:
+        self.receiver = Receiver(address, self.policy)
 
 
 def shut_down_before_they_stop() -> None:
@@ -77,6 +80,21 @@ def shut_down_on_demand() -> None:
     with RayGroup(Host, 1, shutdown_ray=True) as group:
         say("workers", *pids(group))
     assert not ray.is_initialized()
+
+
+def shut_down_while_a_worker_is_silent() -> None:
+    """Whether it lives is asked of no Ray that would be started for that."""
+    ray.init(**CONFIG, **QUIET)
+    actor: Any = ray.remote(Agent).options(num_cpus=0).remote()
+    sender = Sender("ray", {name: torch.ones(2) for name in "ab"}, num_workers=1)
+    ray.get(actor.connect.remote(sender.address(0)))
+    pending = sender.send_async()
+    ray.shutdown()
+    with pytest.raises(SendError, match="Ray was shut down"):
+        pending.wait(20)
+    assert not ray.is_initialized()
+    sender.remove_worker(0)
+    sender.close()
 
 
 def left_by_the_group() -> None:
@@ -122,5 +140,6 @@ if __name__ == "__main__":
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     shut_down_before_they_stop()
     shut_down_on_demand()
+    shut_down_while_a_worker_is_silent()
     left_by_the_group()
     threading.Thread(target=send_when_the_main_thread_has_ended).start()

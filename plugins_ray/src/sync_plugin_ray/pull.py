@@ -130,7 +130,8 @@ class PullSender(SenderTransport):
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, and let it know."""
         with self._lock:
-            worker = self._workers.pop(worker_id)
+            # There is none any more where Ray was shut down.
+            worker = self._workers.pop(worker_id, Addressee())
         if worker.delivery is not None:
             worker.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
         if self._cluster.connected:
@@ -149,9 +150,10 @@ class PullSender(SenderTransport):
             self._workers.clear()
             self._newest_for_all = None
             self._recent.clear()
+        reason = "the sender was closed" if self._cluster.connected else "Ray was shut down"
         for worker_id, worker in workers.items():
             if worker.delivery is not None:
-                worker.delivery.fail(WorkerError(worker_id, "the sender was closed"))
+                worker.delivery.fail(WorkerError(worker_id, reason))
         if self._cluster.connected:
             # Whoever asks from now on finds the actor gone, which says the same.
             ray.wait([self._mailbox.close.remote()], timeout=2)
@@ -194,8 +196,8 @@ class PullSender(SenderTransport):
             try:
                 handle = self._events.get(timeout=self._next_probe())
             except queue.Empty:
-                self._probe_silent_workers()
-                continue
+                handle = self._probe_silent_workers
+            # A call that is made where Ray was shut down starts another Ray.
             if handle is None or not self._cluster.connected:
                 break
             handle()
