@@ -196,6 +196,16 @@ def test_whoever_has_looked_gets_the_newest(width: int) -> None:
             assert values(model) == {float(version)}
 
 
+def test_whoever_waits_gets_the_newest_also_right_after_others() -> None:
+    sender = Sender("ray", linear(), num_workers=1)
+    with sender, Receiver(sender.address(0), linear()) as receiver:
+        assert receiver.receive(timeout=0) is None
+        for _ in range(10):
+            for _ in range(2):
+                sender.send_async().abandon()
+            assert receiver.receive(timeout=20) == sender.version
+
+
 def test_whoever_comes_late_gets_the_newest() -> None:
     with Sender("ray", linear(), num_workers=2, timeout=1) as sender:
         address = pickle.loads(cloudpickle.dumps(sender.address(1)))

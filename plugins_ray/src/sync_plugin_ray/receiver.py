@@ -75,12 +75,15 @@ class MailboxReceiver(ReceiverTransport):
 
     def receive(self, timeout: float) -> Payload | None:
         """The newest version, once there is one that was not seen."""
-        deadline = time.monotonic() + timeout
+        begin = time.monotonic()
+        deadline = begin + timeout
+        # What came before may be outdated. Who only looks will look again; who waits may not.
+        since = begin if timeout > 0 else -math.inf
         while True:
-            offer = self._next(deadline)
+            offer = self._next(deadline, since)
             if offer is None:
                 return None
-            since = time.perf_counter()
+            found_at = time.perf_counter()
             try:
                 data = self._fetch(offer, max(_left(deadline), self._timeout))
             except LOST:
@@ -92,7 +95,7 @@ class MailboxReceiver(ReceiverTransport):
                 raise
             self._seen = offer.version
             payload = Payload.unpack(
-                read(data), offer.version, digest=offer.digest, known=self._layout, since=since
+                read(data), offer.version, digest=offer.digest, known=self._layout, since=found_at
             )
             self._layout = payload.layout
             return payload
@@ -122,11 +125,11 @@ class MailboxReceiver(ReceiverTransport):
         self._tray.wake()
         self._cluster.leave()
 
-    def _next(self, deadline: float) -> Offer | None:
+    def _next(self, deadline: float, since: float) -> Offer | None:
         """The newest version; the mailbox is asked only when it has said that there is one."""
         while True:
             self._check()
-            offer = self._tray.take(self._seen) or self._news()
+            offer = self._tray.take(self._seen) or self._news(since)
             if offer is not None:
                 return offer
             self._watch = self._watch or self._ask_for_news()
@@ -134,13 +137,13 @@ class MailboxReceiver(ReceiverTransport):
             if not found and (self._tray.woken or time.monotonic() >= deadline):
                 return None
 
-    def _news(self) -> Offer | None:
+    def _news(self, since: float) -> Offer | None:
         """What the mailbox has; None where it has said nothing since it was asked last."""
         if self._watch is None:
             return self._ask()
         if not self._watch.done():
             return None
-        offer, self._watch = self._watch.offer(), None
+        offer, self._watch = self._watch.offer(since), None
         return offer if offer is not None and offer.version > self._seen else self._ask()
 
     def _ask_for_news(self, event: Event | None = None) -> _Watch:
@@ -202,9 +205,10 @@ class _Watch:
         """Whether the mailbox has answered."""
         return self._news.done()
 
-    def offer(self) -> Offer | None:
-        """What the mailbox answered just now; None where it is to be asked again."""
-        if self._news.exception() is not None or time.monotonic() > self._arrived + _FRESH:
+    def offer(self, since: float) -> Offer | None:
+        """What the mailbox answered just now, and since; None where it is to be asked again."""
+        fresh = self._arrived >= max(since, time.monotonic() - _FRESH)
+        if self._news.exception() is not None or not fresh:
             return None
         return self._news.result()
 
