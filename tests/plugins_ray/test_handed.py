@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -369,6 +370,28 @@ def test_a_receiver_is_left_while_another_thread_waits_in_it(pool: list[Any]) ->
     with Sender("ray", weights(0.0), num_workers=1) as sender:
         ray.get(pool[0].connect.remote(sender.address(0)))
         assert ray.get(pool[0].close_while_waiting.remote()) < 10
+
+
+def test_no_call_waits_in_an_asynchronous_actor() -> None:
+    class Asynchronous(Worker):
+        async def look(self, seconds: float) -> int | None:
+            return await asyncio.to_thread(self.receivers["policy"].receive, seconds)
+
+    actor: Any = ray.remote(concurrency_groups={"weights": 2})(Asynchronous)  # type: ignore[call-overload]
+    worker = actor.options(num_cpus=0).remote()
+    with Sender("ray", weights(0.0), num_workers=1) as sender:
+        ray.get(worker.connect.remote(sender.address(0)))
+        seconds = []
+        for _ in range(5):
+            sender.send_async().abandon()
+            begin = time.monotonic()
+            pending = sender.send_async()
+            seconds.append(time.monotonic() - begin)
+            assert ray.get(worker.look.remote(20)) == sender.version
+            assert pending.wait().updated == (0,)
+    # A call that waits does so for a quarter of a second.
+    assert min(seconds) < 0.2
+    ray.kill(worker)
 
 
 def test_an_actor_that_declared_nothing_asks_the_mailbox(

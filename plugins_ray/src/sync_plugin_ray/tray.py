@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar
 
 from sync_core import Answer
@@ -24,7 +26,8 @@ def take_calls(concurrency_group: str) -> None:
     Receivers that are made in the actor from then on are handed their versions by such calls,
     which takes half of what asking for them takes. A call waits there until the receiver has
     answered, for a quarter of a second at most, so the group is to have a thread or more for
-    each receiver, and to do nothing else. Workers of the group ``ray`` have one.
+    each receiver, and to do nothing else. Workers of the group ``ray`` have one. An asynchronous
+    actor has one thread for all calls of a group, so its receivers go on asking.
 
     A call is one of the actor's ``max_pending_calls``. It takes a moment after `Sender.send_async`,
     in which ``receive(0)`` finds nothing; a receiver that waits finds it.
@@ -178,8 +181,19 @@ def hand(
         offer: the version.
         sent_at: when it was called (`time.time` there).
         patience: how long to wait for the answer, in seconds.
+
+    Raises:
+        RuntimeError: this is an asynchronous actor, where no call can wait.
     """
-    del instance
+    if _is_asynchronous(instance.__class__):
+        raise RuntimeError("a call that waits here holds up all others of its concurrency group")
     tray = _trays.get(reader)
     answer = None if tray is None else tray.hand(offer, sent_at, patience)
     return None if answer is None else answer.to_message()
+
+
+@cache
+def _is_asynchronous(actor: type) -> bool:
+    # By this, too, Ray decides how it runs an actor.
+    members = [member for _, member in inspect.getmembers(actor)]
+    return any(inspect.iscoroutinefunction(m) or inspect.isasyncgenfunction(m) for m in members)
