@@ -20,6 +20,7 @@ from ray import cloudpickle
 
 from sync_core import (
     Address,
+    Answer,
     ApplyError,
     ClosedError,
     Receiver,
@@ -212,6 +213,22 @@ def test_what_is_taken_back_before_it_came_is_not_found() -> None:
     assert hand(None, "reader", Offer(1, "", [b""]), time.time(), 20) is None
     assert time.monotonic() - begin < 10
     assert tray.take(0) is None
+
+
+def test_what_is_brought_after_something_newer_is_not_found() -> None:
+    tray = Tray("reader")
+    newer = Offer(2, "", [b""]), time.time(), 20.0
+    bringing = threading.Thread(target=lambda: hand(None, "reader", *newer))
+    bringing.start()
+    assert tray.wait(lambda: False, time.monotonic() + 20)
+    begin = time.monotonic()
+    assert hand(None, "reader", Offer(1, "", [b""]), time.time(), 20) is None
+    assert time.monotonic() - begin < 10
+    found = tray.take(0)
+    assert found is not None
+    assert found.version == 2
+    assert tray.answer(Answer(version=2))
+    bringing.join()
 
 
 def test_what_should_be_taken_away_by_now_is_not_found() -> None:

@@ -135,6 +135,7 @@ class Tray:
         with self._changed:
             if not self._is_fresh(time.time() - sent_at) or offer.version < self._oldest:
                 return None
+            self._oldest = offer.version
             self._offer, self._answer, self._handed = offer, None, offer.version
             self._until = time.monotonic() + patience
             self._changed.notify_all()
