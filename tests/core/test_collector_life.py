@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -596,6 +596,95 @@ def test_a_shutdown_of_workers_that_hang_is_bounded() -> None:
     made.shutdown(timeout=1.0)
     assert time.monotonic() - began < 5
     assert not descendants()
+
+
+class Noted(CountingEnv):
+    """Appends a line to a file when it is closed; what made it stays, and so it is not collected.
+
+    Args:
+        path: the file.
+    """
+
+    kept: ClassVar[list[Noted]] = []
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(100)
+        self._path = path
+        self.kept.append(self)
+
+    def close(self) -> None:
+        with self._path.open("a") as file:
+            file.write("closed\n")
+
+
+def closed(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("workers", ["inline", "thread", "process"])
+def test_environments_are_closed_once_with_their_workers(
+    workers: str, sync: bool, tmp_path: Path
+) -> None:
+    notes = tmp_path / "notes"
+    options: dict[str, Any] = {"workers": workers, "scheme": "shm", "num_workers": 2, "sync": sync}
+    options |= {"num_workers_per_collector": 2, "max_frames_per_traj": 3}
+    with collector(lambda: Noted(notes), Scale(), **options) as made:
+        next(made)
+        made.remove_workers(1)
+        assert closed(notes) == 2
+    assert closed(notes) == 4
+    made.shutdown()
+    with collector(lambda: Noted(notes), Scale(), total_frames=8, **options) as made:
+        assert sum(batch.numel() for batch in made) >= 8
+        assert closed(notes) == 8
+    assert closed(notes) == 8
+
+
+@pytest.mark.parametrize("workers", ["inline", "thread"])
+def test_environments_are_closed_where_a_policy_cannot_be_made(
+    workers: str, tmp_path: Path
+) -> None:
+    notes = tmp_path / "notes"
+    functions: list[Any] = [Scale, lambda: 1 / 0]
+    options: dict[str, Any] = {"policy_factory": functions, "workers": workers, "num_workers": 2}
+    with pytest.raises(RemoteCallError, match="division by zero"):
+        collector(lambda: Noted(notes), **options)
+    assert closed(notes) == 2
+
+
+def test_an_environment_is_closed_when_its_stuck_step_has_ended(tmp_path: Path) -> None:
+    notes, started, release = tmp_path / "notes", threading.Event(), threading.Event()
+
+    class Stuck(Noted):
+        def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+            started.set()
+            release.wait()
+            return super().step(tensordict)
+
+    made = collector(lambda: Stuck(notes), Scale(), workers="thread", sync=False)
+    made._requests.ask(0)
+    started.wait()
+    began = time.monotonic()
+    made.shutdown(timeout=0.3)
+    assert time.monotonic() - began < 2
+    assert not closed(notes)
+    release.set()
+    until(lambda: closed(notes) == 1)
+
+
+def test_an_environment_that_cannot_be_closed_is_told(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+
+    class Fails(Noted):
+        def close(self) -> None:
+            super().close()
+            raise OSError("no more")
+
+    made = collector(lambda: Fails(notes), Scale(), num_workers=2)
+    with pytest.warns(UserWarning, match=r"worker [01]: Host\.close raised OSError: no more\n"):
+        made.shutdown()
+    assert closed(notes) == 2
 
 
 SCRIPT = """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from sync_core import WorkerGroup, WorkerLostError
 from sync_core.testing import WorkerGroupConformance, worker_groups
 from sync_core.testing.interrupts import interrupted
-from sync_core.testing.worker_groups import Counter
+from sync_core.testing.worker_groups import Closed, Counter
 from sync_plugin_std.inline_group import InlineGroup
 from sync_plugin_std.process_group import ProcessGroup
 from sync_plugin_std.thread_group import ThreadGroup
@@ -34,6 +36,26 @@ class TestInlineGroup(WorkerGroupConformance):
 
         with pytest.raises(KeyboardInterrupt):
             shared.call(0, interrupt)
+
+    def test_a_call_of_another_thread_is_not_waited_for_and_closes(self, tmp_path: Path) -> None:
+        started, release = threading.Event(), threading.Event()
+
+        def work(_: Counter) -> str:
+            started.set()
+            release.wait()
+            return "done"
+
+        with (
+            InlineGroup(lambda worker_id: Closed(worker_id, tmp_path), 1) as group,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            call = thread.submit(group.call, 0, work)
+            started.wait()
+            group.stop()
+            assert not (tmp_path / "0").exists()
+            release.set()
+            assert call.result(10).result() == "done"
+            assert (tmp_path / "0").read_text() == "closed\n"
 
 
 class TestThreadGroup(WorkerGroupConformance):

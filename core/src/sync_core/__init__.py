@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from sync_core.arguments import check_count
-from sync_core.calls import CallOutcome, RemoteCall, pickle_factory
+from sync_core.calls import CallOutcome, RemoteCall, close_hosted, pickle_factory
 from sync_core.errors import (
     AddressError,
     ApplyError,
@@ -165,6 +165,7 @@ __all__ = [
     "WorkerTimeoutError",
     "__version__",
     "check_count",
+    "close_hosted",
     "connect_locally",
     "consolidate",
     "hello",

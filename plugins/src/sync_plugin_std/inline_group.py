@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
-from sync_core import CallOutcome, LaunchedGroup, Launcher, RemoteCall
+from sync_core import CallOutcome, LaunchedGroup, Launcher, RemoteCall, close_hosted
 
 
 class InlineGroup(LaunchedGroup["InlineWorker"]):
@@ -15,7 +16,8 @@ class InlineGroup(LaunchedGroup["InlineWorker"]):
 
     For debugging, and for work too small to share out. `call` returns when the function has, and
     begins when what another thread calls has ended, however long that takes; the future is done. A
-    KeyboardInterrupt is the caller's own and is raised by `call`.
+    KeyboardInterrupt is the caller's own and is raised by `call`. Ending a worker waits for no call
+    of another thread, which then closes the object when it has ended.
 
     Args:
         factory: see `WorkerGroup`.
@@ -49,8 +51,9 @@ class _InlineLauncher(Launcher["InlineWorker"]):
 
     def end(self, workers: Collection[InlineWorker], timeout: float) -> None:
         del timeout
-        for worker in workers:
-            worker.end()
+        with ExitStack() as each:
+            for worker in workers:
+                each.callback(worker.end)
 
 
 class InlineWorker:
@@ -61,24 +64,54 @@ class InlineWorker:
         self.alive = True
         # Several threads may call; a hosted function may call again.
         self._one_at_a_time = threading.RLock()
+        self._running = 0
         call = RemoteCall(worker_id, factory)
         self.ready: Future[None] = call.future
         made = _run(factory, worker_id)
         self._hosted = made.value
+        self._open = not made.failed
         call.finish(made.without_value())
 
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
         call = RemoteCall(self.worker_id, function)
-        with self._one_at_a_time:
+        with self._at_work():
+            if not self.alive:
+                call.lose(f"was stopped before it could run {call.name}")
+                return call.future
             outcome = _run(function, self._hosted, *args, **kwargs)
         call.finish(outcome)
         return call.future
 
     def end(self) -> None:
         self.alive = False
-        self._hosted = None
+        # Whoever is at work here may take long, and does this when that has ended.
+        if self._one_at_a_time.acquire(blocking=False):
+            try:
+                self._close()
+            finally:
+                self._one_at_a_time.release()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        try:
+            with self._one_at_a_time:
+                self._running += 1
+                try:
+                    yield
+                finally:
+                    self._running -= 1
+        finally:
+            # Only now: who ended it since then has found nobody at work.
+            if not self.alive:
+                self.end()
+
+    def _close(self) -> None:
+        if self._open and not self._running:
+            self._open = False
+            hosted, self._hosted = self._hosted, None
+            close_hosted(self.worker_id, hosted)
 
 
 def _run(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallOutcome:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sync_core import CallOutcome
+from sync_core import CallOutcome, close_hosted
 from sync_plugin_std._frames import receive_message, send_message
 
 
@@ -73,8 +73,11 @@ def _serve(calls: socket.socket, closing: threading.Event, startup: Startup) -> 
     number, factory = message
     made = CallOutcome.of_pickled(factory, startup.worker_id)
     _reply(calls, number, made.without_value())
-    while not made.failed and _serve_next(calls, closing, made.value):
+    if made.failed:
+        return
+    while _serve_next(calls, closing, made.value):
         pass
+    close_hosted(startup.worker_id, made.value)
 
 
 def _serve_next(calls: socket.socket, closing: threading.Event, hosted: Any) -> bool:

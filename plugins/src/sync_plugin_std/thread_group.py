@@ -10,7 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
-from sync_core import CallOutcome, LaunchedGroup, Launcher, RemoteCall
+from sync_core import CallOutcome, LaunchedGroup, Launcher, RemoteCall, close_hosted
 from sync_plugin_std._pending import PendingCalls
 
 
@@ -22,7 +22,8 @@ class ThreadGroup(LaunchedGroup["ThreadWorker"]):
 
     A thread cannot be killed. When one does not end within the time that `stop`, `remove` or
     `restart` has, they return all the same: its worker is dead, its unfinished calls fail with
-    `WorkerLostError`, and the thread, a daemon, is left to itself.
+    `WorkerLostError`, and the thread, a daemon, is left to itself; what it hosts is closed when it
+    ends after all.
 
     Args:
         factory: see `WorkerGroup`.
@@ -113,6 +114,7 @@ class ThreadWorker:
         while self._run_next(made.value):
             pass
         self._pending.lose("was stopped", running=False)
+        close_hosted(self.worker_id, made.value)
 
     def _run_next(self, hosted: Any) -> bool:
         given = self._inbox.get()

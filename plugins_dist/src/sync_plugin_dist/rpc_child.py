@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from sync_plugin_dist.rpc_host import forget_all
 from sync_plugin_dist.rpc_join import Seat, join
 
 
@@ -61,6 +62,8 @@ def _serve(lifeline: int, place: Place) -> None:
     timeout = timedelta(seconds=place.seat.timeout)
     join(TCPStore("127.0.0.1", place.port, timeout=timeout), place.seat)
     ending.wait()
+    # Who started this process ends it by force if that takes too long.
+    forget_all()
 
 
 def _watch(lifeline: int, ending: threading.Event) -> None:

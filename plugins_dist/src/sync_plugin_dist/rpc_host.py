@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import torch
 from torch.distributed import rpc
 
-from sync_core import CallOutcome
+from sync_core import CallOutcome, close_hosted
 from sync_plugin_dist.rpc_message import Message, pack, unpack
 
 _Reply = torch.futures.Future[Message]
@@ -25,6 +25,7 @@ class _Host:
 
     def __init__(self, worker_id: int) -> None:
         self._calls: SimpleQueue[tuple[Message, _Reply] | None] = SimpleQueue()
+        self._ended: _Reply = torch.futures.Future()
         # A daemon, so that a call which never returns does not keep the process alive.
         threading.Thread(
             target=self._serve, args=(worker_id,), name=f"sync rpc host {worker_id}", daemon=True
@@ -35,8 +36,10 @@ class _Host:
         self._calls.put((call, reply))
         return reply
 
-    def end(self) -> None:
+    def end(self) -> _Reply:
+        """Close the object after the call in progress; what has a result once that is done."""
         self._calls.put(None)
+        return self._ended
 
     def _serve(self, worker_id: int) -> None:
         # The first call is the factory's, on the id; each later one is on what that made.
@@ -51,6 +54,9 @@ class _Host:
             _answer(reply, outcome)
             # Not to be kept until the next call.
             del item, call, reply, outcome
+        if made:
+            close_hosted(worker_id, hosted)
+        self._ended.set_result([])
 
 
 _hosts: dict[str, _Host] = {}
@@ -84,11 +90,21 @@ def run(key: str, call: Message) -> _Reply:
     return host.put(call)
 
 
-def forget(key: str) -> None:
-    """Let go of an object, once its call in progress has ended."""
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def forget(key: str) -> _Reply:
+    """Close an object and let go of it, once its call in progress has ended."""
     host = _hosts.pop(key, None)
     if host is not None:
-        host.end()
+        return host.end()
+    nothing: _Reply = torch.futures.Future()
+    nothing.set_result([])
+    return nothing
+
+
+def forget_all() -> None:
+    """The same for all that this process hosts; it returns when that is done."""
+    for ended in [host.end() for host in list(_hosts.values())]:
+        ended.wait()
 
 
 def ping() -> None:

@@ -106,7 +106,7 @@ class _ActorLauncher(Launcher[ActorWorker]):
     def end(self, workers: Collection[ActorWorker], timeout: float) -> None:
         begin = time.monotonic()
         asked = [worker.ask_to_end() for worker in workers]
-        wait([idle for idle in asked if idle is not None], min(timeout / 2, _ASKING))
+        wait([closed for closed in asked if closed is not None], min(timeout / 2, _ASKING))
         for worker in workers:
             worker.kill()
         for worker in workers:

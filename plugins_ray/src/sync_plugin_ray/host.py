@@ -10,6 +10,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from sync_core import close_hosted
 from sync_plugin_ray.tray import take_calls
 
 #: Concurrency group of the methods that run beside a call: the one that `waits`, and `end`.
@@ -56,6 +57,7 @@ class Host:
 
     def __init__(self) -> None:
         take_calls(WEIGHTS)
+        self._worker_id = -1
         self._hosted: Any = None
         self._ending = threading.Event()
 
@@ -67,7 +69,7 @@ class Host:
         made = _run(call, worker_id)
         if isinstance(made, Failed):
             return _encode(made)
-        self._hosted = made.value
+        self._worker_id, self._hosted = worker_id, made.value
         return _encode(Returned(None))
 
     def run(self, call: bytes) -> bytes | None:
@@ -81,6 +83,11 @@ class Host:
     def end(self) -> None:
         """Let the call in progress finish, and no other begin."""
         self._ending.set()
+
+    def close(self) -> None:
+        """Close the hosted object, after all calls before."""
+        hosted, self._hosted = self._hosted, None
+        close_hosted(self._worker_id, hosted)
 
 
 def encode(value: object) -> bytes:

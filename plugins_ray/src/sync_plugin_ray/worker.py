@@ -111,14 +111,15 @@ class ActorWorker:
         """Let the call in progress finish, and no other begin.
 
         Returns:
-            What is done when that is; None where there is nothing to wait for.
+            What is done when that is and what it hosts is closed; None where there is nothing to
+            wait for.
         """
         self._ending = True
         if self._dead.is_set() or not self._cluster.connected or not self.placed:
             return None
         self._actor.end.options(concurrency_group=BESIDE).remote()
-        idle: Future[None] = self._actor.begin.remote().future()
-        return idle
+        closed: Future[None] = self._actor.close.remote().future()
+        return closed
 
     def kill(self) -> None:
         """End the actor by force; one that is dead already, too."""

@@ -17,6 +17,7 @@ from sync_core.collector.recipe import WorkerRecipe
 from sync_core.collector.rollout import Rollout
 from sync_core.collector.schemes import POLICY
 from sync_core.collector.worker_state import check_models, read_models, write_models
+from sync_core.envs.protocol import closed_on_error
 from sync_core.plugins.address import Address
 from sync_core.receiving.receiver import Receiver
 
@@ -47,8 +48,9 @@ class Host:
                 torch.set_num_threads(1)
         env = recipe.make_env()
         self._shares_policy = recipe.share_policy
-        policy, models = recipe.make_models()
-        self._rollout = Rollout(env, policy, recipe.seat, recipe.options)
+        with closed_on_error([env]):
+            policy, models = recipe.make_models()
+            self._rollout = Rollout(env, policy, recipe.seat, recipe.options)
         self._parts = SimpleNamespace(env=env, policy=policy, **models)
         self._joint = Joint(self._parts)
         return self._rollout.frames_per_batch()
@@ -145,6 +147,11 @@ class Host:
             refresher.commit()
         finally:
             self._at_work.release()
+
+    def close(self) -> None:
+        """Close the environment; the worker group calls it when the worker ends."""
+        if self._rollout is not None:
+            self._rollout.close()
 
     def _has_weights(self, order: Order) -> bool:
         if order.version <= self._joint.version:

@@ -12,7 +12,7 @@ from sync_core.collector.lazy import is_lazy
 from sync_core.collector.options import check_acts
 from sync_core.collector.rollout import Rollout, RolloutOptions
 from sync_core.envs.adapt import as_env
-from sync_core.envs.protocol import Env, close_env
+from sync_core.envs.protocol import Env, closed_on_error
 from sync_core.envs.stacked import stack_envs
 
 
@@ -56,15 +56,12 @@ class WorkerRecipe:
             ValueError: environments differ, or there are none in what was made.
         """
         envs: list[Env] = []
-        try:
+        with closed_on_error(envs):
             for _ in range(self.num_envs):
                 made = self.env_fn()
-                envs.append(self.options.devices.place_env(as_env(made)))
+                with closed_on_error([made]):
+                    envs.append(self.options.devices.place_env(as_env(made)))
             return envs[0] if self.num_envs == 1 else stack_envs(envs)
-        except BaseException:
-            for env in envs:
-                close_env(env)
-            raise
 
     def make_models(self) -> tuple[Any, dict[str, Any]]:
         """The policy, and the models beside it, made in the worker.
@@ -121,7 +118,9 @@ class Recipes:
         first = self(0, 0)
         here = Devices(policy=next(self.policy.parameters()).device)
         env = replace(first, num_envs=1).make_env()
-        Rollout(env, self.policy, 0, replace(first.options, devices=here)).close()
+        with closed_on_error([env]):
+            rollout = Rollout(env, self.policy, 0, replace(first.options, devices=here))
+        rollout.close()
 
     def __call__(self, worker_id: int, seat: int) -> WorkerRecipe:
         """The recipe for a worker."""

@@ -86,9 +86,10 @@ class Rollout:
         self._options = options
         self._ids = TrajectoryIds(seat)
         self._steps = math.ceil(options.frames_per_batch / max(1, env.batch_size.numel()))
-        self._close_env = weakref.finalize(self, close_env, env)
         self._loop: Loop = ArrayLoop(env) if speaks_arrays(env) else TensorDictLoop(env)
         self._act = None if policy is None else self._adapt(policy)
+        # Last, so that whoever cannot have a rollout still has the environment.
+        self._close_env = weakref.finalize(self, close_env, env)
 
     def frames_per_batch(self) -> int:
         """The frames in each batch."""
@@ -169,8 +170,7 @@ class Rollout:
         self._loop.restart()
 
     def close(self) -> None:
-        """Close the receiver and the environment."""
-        self.refresher.close()
+        """Close the environment, once."""
         self._close_env()
 
     def _adapt(self, policy: Any) -> TensorPolicy | TensorDictPolicy:

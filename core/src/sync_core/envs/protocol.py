@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -133,6 +134,20 @@ def close_env(env: Any) -> None:
     close = optional(env, "close")
     if close is not None and not optional(env, "is_closed"):
         close()
+
+
+@contextmanager
+def closed_on_error(envs: Collection[Env]) -> Iterator[None]:
+    """Close environments if what is done with them fails; what they raise then is noted."""
+    try:
+        yield
+    except BaseException as error:
+        for env in envs:
+            try:
+                close_env(env)
+            except Exception as unclosed:
+                error.add_note(f"{type(env).__name__}.close() then raised {unclosed!r}")
+        raise
 
 
 def optional(env: Env, name: str) -> Callable[..., Any] | None:

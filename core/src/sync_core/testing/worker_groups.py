@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
@@ -50,6 +51,27 @@ class Counter:
 
     def leave(self) -> None:
         sys.exit(3)
+
+
+class Closed(Counter):
+    """Notes in a folder that it was closed, and may fail at it.
+
+    Args:
+        worker_id: its worker.
+        folder: where; one file for each worker, with a line for each time.
+        fails: whether `close` raises.
+    """
+
+    def __init__(self, worker_id: int, folder: Path, *, fails: bool = False) -> None:
+        super().__init__(worker_id)
+        self._notes = folder / str(worker_id)
+        self._fails = fails
+
+    def close(self) -> None:
+        with self._notes.open("a") as notes:
+            notes.write("closed\n")
+        if self._fails:
+            raise CounterError("it is stuck")
 
 
 def wait_for(path: Path) -> str:
@@ -214,6 +236,34 @@ class WorkerGroupConformance(Conformance):
         for use in (group.add, lambda: group.call(0, repr), lambda: group.restart(0)):
             with pytest.raises(ClosedError, match="make a new one"):
                 use()
+
+    @pytest.mark.parametrize("end", ["remove", "restart", "stop"])
+    def test_what_a_worker_hosts_is_closed_once_when_it_ends(
+        self, end: str, tmp_path: Path
+    ) -> None:
+        if end == "restart" and end not in self.group_class.capabilities:
+            pytest.skip("this group cannot replace a worker")
+        with self.group_class(lambda worker_id: Closed(worker_id, tmp_path), 2) as group:
+            assert group.call(0, Counter.see, 1).result() == [1]
+            group.stop() if end == "stop" else getattr(group, end)(0)
+            assert (tmp_path / "0").read_text() == "closed\n"
+            assert (tmp_path / "1").exists() is (end == "stop")
+        assert (tmp_path / "0").read_text() == "closed\n" * (1 + (end == "restart"))
+        assert (tmp_path / "1").read_text() == "closed\n"
+
+    def test_what_a_forgotten_group_hosts_is_closed(self, tmp_path: Path) -> None:
+        group = self.group_class(lambda worker_id: Closed(worker_id, tmp_path), 1)
+        del group
+        gc.collect()
+        assert eventually((tmp_path / "0").exists)
+
+    def test_what_cannot_be_closed_keeps_nothing_from_ending(self, tmp_path: Path) -> None:
+        group = self.group_class(lambda worker_id: Closed(worker_id, tmp_path, fails=True), 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            group.stop()
+        assert not group.alive(0)
+        assert (tmp_path / "1").read_text() == "closed\n"
 
     @pytest.mark.usefixtures("parallel")
     def test_stop_waits_for_no_long_call(self, group: WorkerGroup, tmp_path: Path) -> None:

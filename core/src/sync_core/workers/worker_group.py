@@ -17,6 +17,10 @@ class WorkerGroup(ABC):
     run at once where the group can. A group is found by name in the entry point group
     ``sync.workers``; the entry point is the class.
 
+    A worker that ends, however its group ends it, closes what it hosts as the last thing: it calls
+    ``close()`` of an object whose class has one (`sync_core.close_hosted`), in the worker, after
+    the call in progress and within the same time. One that dies, or is ended by force, does not.
+
     Args:
         factory: makes the object that worker ``worker_id`` hosts. It travels to the worker, and
             may be a lambda, a closure or a function of ``__main__``.
