@@ -681,9 +681,14 @@ def test_an_environment_that_cannot_be_closed_is_told(tmp_path: Path) -> None:
             super().close()
             raise OSError("no more")
 
-    made = collector(lambda: Fails(notes), Scale(), num_workers=2)
-    with pytest.warns(UserWarning, match=r"worker [01]: Host\.close raised OSError: no more\n"):
-        made.shutdown()
+    raised = r"worker [01]: Host\.close raised OSError: no more\n"
+    with (
+        pytest.warns(UserWarning, match=raised) as warned,
+        pytest.raises(ZeroDivisionError),
+        collector(lambda: Fails(notes), Scale(), num_workers=2),
+    ):
+        1 / 0  # noqa: B018
+    assert "ZeroDivisionError" not in str(warned[0].message)
     assert closed(notes) == 2
 
 

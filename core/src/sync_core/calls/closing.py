@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
-
-from sync_core.calls.outcome import CallOutcome
 
 
 def close_hosted(worker_id: int, hosted: object) -> None:
@@ -30,10 +29,14 @@ def close_hosted(worker_id: int, hosted: object) -> None:
     close: Callable[[Any], object] | None = getattr(type(hosted), "close", None)
     if close is None:
         return
-    outcome = CallOutcome.of(close, hosted)
-    if outcome.failed:
-        name = f"{type(hosted).__name__}.close"
+    try:
+        close(hosted)
+    except (Exception, SystemExit) as error:
+        summary = traceback.format_exception_only(error)[0].strip()
+        # What was on its way when the worker was ended is no part of this.
+        frames = traceback.format_exception(error, chain=error.__cause__ is not None)
         warnings.warn(
-            f"worker {worker_id}: {name} {outcome.verdict}\n{outcome.traceback}".rstrip(),
+            f"worker {worker_id}: {type(hosted).__name__}.close raised {summary}\n"
+            + "".join(frames).rstrip(),
             stacklevel=2,
         )
