@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from sync_core import Collector
+from sync_core import ApplyContext, Collector, PendingSend, SendError, hookimpl
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv, GymEnv
 from sync_core.testing.collectors import Scale
@@ -211,6 +211,42 @@ def test_weights_and_versions() -> None:
         seen = [next(made) for _ in range(3)]
         assert [batch["action"].item() for batch in seen] == [9.0] * 3
         assert [batch["policy_version"].item() for batch in seen] == [4] * 3
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_reports_have_the_version_that_frames_have(several: bool) -> None:
+    class Refuses:
+        @hookimpl(wrapper=True)
+        def apply_weights(self, update: Any, model: Any, context: ApplyContext) -> Any:
+            yield
+            raise ValueError("not this one")
+
+    def frames(made: Collector) -> list[int]:
+        return list(next(made)["policy_version"].unique().tolist())
+
+    def make(*layers: Any) -> Collector:
+        one: dict[str, Any] = {"scheme": "thread", "layers": layers}
+        both = {"policy": one, "env.transform[0]": "thread"}
+        schemes = {"scheme": None, "weight_sync_schemes": both} if several else one
+        return collector(Offset, Scale(), sync=True, frames_per_batch=2, **schemes)
+
+    with make() as made:
+        made.increment_version()
+        report = made.update_policy_weights_()
+        assert (report.version, report.updated, report.workers[0].version) == (2, (0,), 2)
+        assert frames(made) == [2]
+        state = saved(made)
+    with make() as made:
+        made.load_state_dict(state)
+        pending = made.update_policy_weights_(model_id="policy", blocking=False)
+        assert isinstance(pending, PendingSend)
+        assert pending.version == pending.wait().version == made.stats().version == 3
+        assert frames(made) == [3]
+    with make(Refuses()) as made:
+        made.load_state_dict(state)
+        with pytest.raises(SendError, match=r"^version 3 did not reach") as caught:
+            made.update_policy_weights_(model_id="policy")
+        assert caught.value.report.version == 3
 
 
 @pytest.mark.parametrize(

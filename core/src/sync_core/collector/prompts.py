@@ -88,4 +88,4 @@ class Prompts:
         It will have done so before that, but for weights that came with its last step.
         """
         patience = 0.0 if self._busy(worker_id) else _PATIENCE
-        return self._crew.request(worker_id, Host.reach, pending.version, patience)
+        return self._crew.request(worker_id, Host.reach, pending.sent_version, patience)

@@ -186,7 +186,7 @@ class SeveralModels:
             self._of_some |= sent.keys()
         newest = max(send.version for send in sends.values())
         return PendingSend(
-            sends[POLICY].version if POLICY in sends else newest,
+            sends[POLICY].version + self._increments if POLICY in sends else newest,
             deliveries,
             [worker_id for worker_id in ids if worker_id not in deliveries],
             started=started,

@@ -84,6 +84,9 @@ class Updates:
                 returned tells; an update that is under way when the next one begins is waited
                 for first.
 
+        Returns:
+            A report, whose version is that of `stats` and of frames made with the weights.
+
         Raises:
             SendError: some workers do not have the version; the others do. Dead ones are replaced
                 instead if they are to be.

@@ -126,7 +126,7 @@ class PolicyWeights:
             started = time.perf_counter()
             pending = self._begin(given, worker_ids)
             if pending is None:
-                return SendReport(0, time.perf_counter() - started, {})
+                return SendReport(self.version, time.perf_counter() - started, {})
             try:
                 self._prompts.begin(pending, all_workers=not blocking)
                 if not blocking:
@@ -175,9 +175,10 @@ class PolicyWeights:
             self._tell(normalize(worker_ids, self._crew.ids))
             return None
         pending = self.sender.send_async(weights, worker_ids)
+        pending.count_as(pending.sent_version + self._increments)
         self._last = dict(given)
         self._last_to_all = set(pending.worker_ids) >= set(self._crew.ids)
-        self.required = dict.fromkeys(pending.worker_ids, pending.version)
+        self.required = dict.fromkeys(pending.worker_ids, pending.sent_version)
         self._tell(pending.worker_ids)
         return pending
 

@@ -55,6 +55,8 @@ class PendingSend:
         packing: Stopwatch | None = None,
     ) -> None:
         self.version = version
+        #: The same, as the sender counts it.
+        self.sent_version = version
         self._deliveries = deliveries
         self._waited = {i: d for i, d in deliveries.items() if i not in unwaited}
         self._skipped = skipped
@@ -88,6 +90,13 @@ class PendingSend:
     def unanswered(self) -> Mapping[int, Delivery]:
         """The deliveries waited for, by worker, that have not ended."""
         return {i: d for i, d in self._waited.items() if not d.wait(0)}
+
+    def count_as(self, version: int) -> None:
+        """Tell the version, here and in the report, as somebody beside the sender counts it."""
+        with self._ending:
+            self.version = version
+            if self._report is not None:
+                self._report = self._report.counted_as(version)
 
     def done(self) -> bool:
         """Whether every worker has answered, or the send was waited for already."""
@@ -130,7 +139,8 @@ class PendingSend:
             if self._report is None:
                 # Ended once, even if Ctrl-C comes while others are told of it.
                 self._report = self._make_report(reason)
-                self._report = self._finish(self._report, waited=waited)
+                report = self._finish(self._report, waited=waited)
+                self._report = report.counted_as(self.version)
             return self._report
 
     def _make_report(self, reason: str | None) -> SendReport:
