@@ -437,6 +437,26 @@ def test_an_error_in_the_middle_of_a_batch_is_told() -> None:
         assert collector.update_policy_weights_().updated == (0,)
 
 
+def test_an_error_in_the_middle_of_a_batch_is_none_of_the_next_update() -> None:
+    class Refuses:
+        @hookimpl(wrapper=True)
+        def apply_weights(self, update: Any, model: Any, context: ApplyContext) -> Any:
+            if context.version == 1:
+                raise ValueError("not this one")
+            return (yield)
+
+    options: dict[str, Any] = {"scheme": "thread", "workers": "thread", "layers": [Refuses()]}
+    with Collector(Slow, Scale(), frames_per_batch=25, **options) as collector:
+        next(collector)
+        with pytest.raises(SendError, match="not this one"):
+            collector.update_policy_weights_()
+        while collector._requests.busy(0):
+            time.sleep(0.01)
+        assert collector.update_policy_weights_().updated == (0,)
+        assert next(collector)["policy_version"].unique().tolist() == [0]
+        assert next(collector)["policy_version"].unique().tolist() == [2]
+
+
 def test_updates_that_are_not_waited_for() -> None:
     policy = Scale()
     options: dict[str, Any] = {"scheme": "thread", "frames_per_batch": 2}

@@ -34,6 +34,8 @@ class Refresher:
         self._receiver: Receiver | None = None
         self._lost: SenderLostError | None = None
         self._error: Exception | None = None
+        # The version that the error is about; infinite where nobody but this worker knows of it.
+        self._error_about = math.inf
         self._increments = 0
         # What the version counted to when another one was restored, and that one.
         self._restored: tuple[int, int] | None = None
@@ -75,7 +77,7 @@ class Refresher:
         """Get the weights from a sender from now on."""
         self.close()
         self._receiver = Receiver(address, module_of(self._policy))
-        self._lost = None
+        self._lost = self._error = None
         return self._receiver
 
     def increment_version(self, by: int) -> None:
@@ -88,19 +90,19 @@ class Refresher:
         Raises what went wrong in the middle of a batch, if anything did.
         """
         self._raise_kept()
-        if self._receiver is None:
-            return None
-        return self._receiver.receive(timeout)
+        return self._receive(timeout)
 
     def reach(self, version: int, timeout: float) -> bool:
         """Commit a version, or a newer one, unless the policy has that; whether it came in time.
 
-        Raises as `receive` does.
+        Raises as `receive` does; but what went wrong with an older version its sender was told.
         """
+        if self._error_about < version:
+            self._error = None
         self._raise_kept()
         deadline = time.monotonic() + timeout
         while self.received < version:
-            if self.receive(max(0.0, deadline - time.monotonic())) is None:
+            if self._receive(max(0.0, deadline - time.monotonic())) is None:
                 return False
         return True
 
@@ -112,12 +114,17 @@ class Refresher:
         """
         if self._receiver is None or self._lost is not None:
             return False
+        refused = self._receiver.refused
         try:
-            return self._receiver.receive(timeout=0) is not None
+            if self._receiver.receive(timeout=0) is not None:
+                self._error = None
+                return True
         except SenderLostError as error:
             self._lost = error
         except Exception as error:
             self._error = error
+            told = self._receiver.refused
+            self._error_about = told if told > refused else math.inf
         return False
 
     def look(self) -> None:
@@ -155,6 +162,9 @@ class Refresher:
         """Leave the sender."""
         if self._receiver is not None:
             self._receiver.close()
+
+    def _receive(self, timeout: float) -> int | None:
+        return None if self._receiver is None else self._receiver.receive(timeout)
 
     def _raise_kept(self) -> None:
         error, self._error = self._lost or self._error, None

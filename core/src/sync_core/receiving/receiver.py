@@ -104,7 +104,7 @@ class Receiver:
         self._stack_without_layers = Stack(defaults, self._backend, ())
         self._model: Any = None
         self._found: Any = None
-        self._version = 0
+        self._version = self._refused = 0
         self._staged: Payload | None = None
         self._loaded = False
         self._load_began = self._load_ended = 0.0
@@ -148,6 +148,11 @@ class Receiver:
     def version(self) -> int:
         """The version that the model has; 0 before the first commit."""
         return self._version
+
+    @property
+    def refused(self) -> int:
+        """The last version that came and was not committed, of which the sender was told; or 0."""
+        return self._refused
 
     @property
     def model_id(self) -> str:
@@ -247,6 +252,7 @@ class Receiver:
         payload, self._staged = self._staged, None
         if payload is None:
             return
+        self._refused = payload.version
         if self._loaded and not isinstance(error, ReadbackError):
             self._version = payload.version
         if self._address.zero_copy and self._found is not None:
