@@ -210,6 +210,25 @@ def test_workers_that_are_added_while_another_thread_collects(workers: str, sync
             assert {version for batch in batches for version in versions(batch)} == {1}
 
 
+@pytest.mark.parametrize("models", [{}, {"critic": Scale()}])
+def test_a_version_that_is_counted_while_a_worker_joins(models: dict[str, Any]) -> None:
+    schemes: dict[str, Any] = {"scheme": "thread"}
+    if models:
+        schemes = {"scheme": None, "weight_sync_schemes": {"policy": "thread", "critic": "thread"}}
+    options: dict[str, Any] = {"workers": "thread", "sync": True, "models": models, **schemes}
+    with collector(policy=Scale(), **options) as made:
+        counting = threading.Thread(target=made.increment_version)
+
+        def count(_: int) -> None:
+            counting.start()
+            counting.join(0.2)
+
+        made._crew.on_join.append(count)
+        made.add_workers()
+        counting.join()
+        assert set(versions(next(made))) == {made.stats().version} == {1}
+
+
 def test_a_worker_that_cannot_be_added() -> None:
     def broken() -> CountingEnv:
         raise ValueError("no pole")

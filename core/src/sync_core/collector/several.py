@@ -84,9 +84,11 @@ class SeveralModels:
 
     def increment_version(self) -> None:
         """Count a version of the policy that reached the workers another way."""
-        self._increments += 1
-        self._crew.call_all(Host.increment_version, 1)
-        self._tell(self._crew.ids)
+        # Who joins meanwhile is told of it once: by its joining, or as one of all.
+        with self._crew.lock:
+            self._increments += 1
+            self._crew.call_all(Host.increment_version, 1)
+            self._tell(self._crew.ids)
 
     def update(
         self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None, *, blocking: bool
