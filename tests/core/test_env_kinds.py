@@ -480,3 +480,76 @@ def test_a_policy_may_use_the_count() -> None:
 
     batch = collect(CountingEnv(100), act, 5, max_frames_per_traj=3)
     assert seen(batch, "action") == [0, 1, 2, 0, 1]
+
+
+class LikeGymnasium:
+    """Has what Gymnasium's environments have to have, and no base class."""
+
+    observation_space = Count.observation_space
+    action_space = Count.action_space
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self._steps = seed or 0
+        return np.full(1, self._steps, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        return np.full(1, self._steps, np.float32), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_class_that_is_like_gymnasiums(number: int) -> None:
+    envs = [as_env(LikeGymnasium()) for _ in range(number)]
+    made = Rollout(stack_envs(envs), None, 0, RolloutOptions(frames_per_batch=2 * number))
+    made.collect()
+    made.set_seed(0, static_seed=True)
+    first = made.collect()["observation"].flatten().tolist()
+    assert first == [0.0, 1.0] * number
+    state = made.state_dict()
+    following = made.collect()["observation"].flatten().tolist()
+    made.load_state_dict(state)
+    assert made.collect()["observation"].flatten().tolist() == following == [2.0, 3.0] * number
+    made.close()
+
+
+def test_what_is_nearly_like_gymnasiums_is_told_what_to_write() -> None:
+    class TakesNoSeed(LikeGymnasium):
+        def reset(self) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
+            return super().reset()
+
+    class GivesNoReward(LikeGymnasium):
+        def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+            return np.zeros(1, np.float32), None, False, False, {}
+
+    made = Rollout(as_env(TakesNoSeed()), None, 0, RolloutOptions(frames_per_batch=2))
+    with pytest.raises(TypeError, match=r"TakesNoSeed\.reset\(\) takes no seed; .* seed=None"):
+        made.set_seed(0)
+    assert made.collect().numel() == 2
+    made = Rollout(as_env(GivesNoReward()), None, 0, RolloutOptions(frames_per_batch=2))
+    with pytest.raises(TypeError, match="GivesNoReward gave the reward None; let its step"):
+        made.collect()
+
+
+@pytest.mark.parametrize("seen", [{"count": np.zeros(1)}, np.zeros(1), None])
+def test_an_observation_without_an_entry_is_told(seen: Any) -> None:
+    class Lacking(Dicts):
+        def _parts(self, _: Any) -> Any:
+            return seen
+
+    given, lacks = type(seen).__name__, "odd" if isinstance(seen, dict) else "count"
+    with pytest.raises(TypeError, match=rf"a {given} was observed without '{lacks}', which .* let"):
+        as_env(Lacking()).reset()
+
+
+def test_arrays_without_an_entry_are_told() -> None:
+    class Forgets(GymEnv):
+        def step_arrays(self, action: Any) -> Any:
+            _, *rest = super().step_arrays(action)
+            return ({}, *rest)
+
+    made = Rollout(Forgets(Count), None, 0, RolloutOptions(frames_per_batch=2))
+    with pytest.raises(TypeError, match="a dict was observed without 'observation', which"):
+        made.collect()

@@ -19,7 +19,7 @@ from sync_core.collector.choosers import (
 from sync_core.collector.columns import Leaves, stack
 from sync_core.collector.loops import BetweenSteps, Steps
 from sync_core.collector.policies import TensorDictPolicy, TensorPolicy
-from sync_core.envs.arrays import ArrayEnv, Arrays, as_array, put_row
+from sync_core.envs.arrays import ArrayEnv, Arrays, as_array, entry, put_row
 from sync_core.envs.normal import no_flags, outcome_of, spread
 
 
@@ -145,7 +145,7 @@ class ArrayLoop:
         else:
             fresh = self._env.reset_arrays(ended)
             for key, seen in rows.seen.items():
-                seen[t][ended] = np.asarray(fresh[key])[ended]
+                seen[t][ended] = np.asarray(entry(fresh, key))[ended]
             self._forget_carried(ended)
         self._ended = np.zeros(self._batch, np.bool_)
 

@@ -141,12 +141,33 @@ class ArrayEnv(ABC):
     def _observation(self, arrays: Arrays) -> dict[Any, Tensor]:
         # A copy, since environments may give the array that their next step overwrites.
         return {
-            key: torch.from_numpy(np.array(arrays[key], dtype=spec.dtype))
+            key: torch.from_numpy(np.array(entry(arrays, key), dtype=spec.dtype))
             for key, spec in self.array_specs.items()
         }
 
     def _values(self, values: Any, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(values, dtype=dtype).reshape(self.batch_size)
+
+
+def entry(observation: Arrays, key: Any) -> Any:
+    """What was observed under a key.
+
+    Raises:
+        TypeError: nothing was.
+    """
+    try:
+        return observation[key]
+    except KeyError as error:
+        raise lacking(observation, key) from error
+
+
+def lacking(observation: Any, key: Any) -> TypeError:
+    """The error about an observation without an entry."""
+    return TypeError(
+        f"a {type(observation).__name__} was observed without {key!r}, which the environment "
+        "declares; let reset() and step() give that in every observation, or take it out of its "
+        "space, or spec"
+    )
 
 
 def put_row(rows: Mapping[Any, np.ndarray[Any, Any]], where: int, observation: Arrays) -> None:
@@ -156,7 +177,7 @@ def put_row(rows: Mapping[Any, np.ndarray[Any, Any]], where: int, observation: A
         TypeError: there is more of it, or less, than a row has.
     """
     for key, array in rows.items():
-        values, row = observation[key], array[where]
+        values, row = entry(observation, key), array[where]
         # Of too few, numpy would make a row by repeating them.
         if np.size(values) != row.size:
             raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import reprlib
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from sync_core.envs.arrays import ArrayEnv, Arrays, ArrayStep, put_row
+from sync_core.envs.protocol import close_env
 
 
 class GymEnv(ArrayEnv):
@@ -112,6 +114,11 @@ class GymEnv(ArrayEnv):
             The seed for the next environment in line.
         """
         for env in self._envs:
+            if not _takes_seed(env):
+                raise TypeError(
+                    f"{type(env).__name__}.reset() takes no seed; write it as Gymnasium's "
+                    "environments do: reset(self, *, seed=None, options=None)"
+                )
             env.reset(seed=seed)
             env.action_space.seed(seed)
             if not static_seed:
@@ -125,7 +132,7 @@ class GymEnv(ArrayEnv):
         """
         from gymnasium.utils import EzPickle
 
-        if any(isinstance(env.unwrapped, EzPickle) for env in self._envs):
+        if any(isinstance(unwrapped(env), EzPickle) for env in self._envs):
             return None
         try:
             return pickle.dumps(self._envs)
@@ -136,14 +143,14 @@ class GymEnv(ArrayEnv):
     def load_state(self, state: bytes) -> None:
         """Go on with the environments that were pickled."""
         for env in self._envs:
-            env.close()
+            close_env(env)
         self._envs = pickle.loads(state)
 
     def close(self) -> None:
         """Close the environments inside."""
         self.is_closed = True
         for env in self._envs:
-            env.close()
+            close_env(env)
 
     def _begun(self, env: Any) -> Arrays:
         made = env.reset()
@@ -173,11 +180,21 @@ def _of_another_interface(env: Any, method: str, wanted: str) -> TypeError:
     )
 
 
+def unwrapped(env: Any) -> Any:
+    """The environment inside of wrappers; one that only is like Gymnasium's has none."""
+    return getattr(env, "unwrapped", env)
+
+
+def _takes_seed(env: Any) -> bool:
+    arguments = inspect.signature(env.reset).parameters
+    return "seed" in arguments or any(one.kind is one.VAR_KEYWORD for one in arguments.values())
+
+
 def wrong_reward(reward: Any, env: Any, wanted: str) -> TypeError:
     """The error about a reward that is none."""
     given = " ".join(reprlib.repr(reward).split())
     return TypeError(
-        f"{type(env.unwrapped).__name__} gave the reward {given}; let its step() return {wanted}"
+        f"{type(unwrapped(env)).__name__} gave the reward {given}; let its step() return {wanted}"
     )
 
 

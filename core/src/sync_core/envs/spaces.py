@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from gymnasium import spaces
 
-from sync_core.envs.arrays import ArraySpec
+from sync_core.envs.arrays import ArraySpec, lacking
 from sync_core.envs.protocol import FLAGS
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -211,14 +211,12 @@ class ObservationCodec:
         if not self._nested:
             key, _, encode = self._encoders[0]
             return {key: encode(observation)}
-        return {
-            key: encode(reduce(getitem, path, observation)) for key, path, encode in self._encoders
-        }
+        return {key: encode(_entry(observation, path)) for key, path, encode in self._encoders}
 
     def encode_batch(self, observations: Any) -> dict[Key, Any]:
         """The arrays that stand for the observations of a vector environment, by key."""
         return {
-            key: encode(reduce(getitem, path, observations) if self._nested else observations)
+            key: encode(_entry(observations, path) if self._nested else observations)
             for key, path, encode in self._batch_encoders
         }
 
@@ -229,6 +227,13 @@ def _leaves(path: tuple[str, ...], space: Any) -> Iterator[tuple[tuple[str, ...]
         return
     for name, subspace in space.items():
         yield from _leaves((*path, name), subspace)
+
+
+def _entry(observation: Any, path: tuple[str, ...]) -> Any:
+    try:
+        return reduce(getitem, path, observation)
+    except (KeyError, IndexError, TypeError) as error:
+        raise lacking(observation, _key(path)) from error
 
 
 def _key(path: tuple[str, ...]) -> Key:
