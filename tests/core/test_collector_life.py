@@ -20,6 +20,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from sync_core import (
     ClosedError,
@@ -31,6 +32,7 @@ from sync_core import (
     WorkerLostError,
     hookimpl,
 )
+from sync_core.collector.copies import detached_copy
 from sync_core.collector.trajectories import PER_WORKER
 from sync_core.envs import CountingEnv
 from sync_core.testing.collectors import Scale, long_episodes
@@ -182,6 +184,46 @@ def test_more_workers_that_act_with_the_trainers_policy() -> None:
         made.add_workers()
         assert versions(next(made)) == [2] * 4
         assert made.stats().lag == 0
+
+
+class Keeps(Scale):
+    """Keeps what it has computed, with the graph of that, and a part of it."""
+
+    last: Any = None
+
+    def forward(self, observation: Tensor) -> Tensor:
+        action = super().forward(observation) * 1
+        self.last = action, action[:0], action
+        return action
+
+
+@pytest.mark.parametrize("workers", ["inline", "thread", "process"])
+def test_more_workers_after_a_training_step(workers: str) -> None:
+    policy = Keeps(2.0)
+    options: dict[str, Any] = {"workers": workers, "scheme": "shm", "sync": True}
+    with collector(policy=policy, frames_per_batch=2, **options) as made:
+        next(made)
+        policy(torch.ones(1)).sum().backward()
+        made.add_workers()
+        assert values(next(made), "action") == [[2.0] * 2] * 2
+        policy.set(3.0)
+        made.update_policy_weights_()
+        assert values(next(made), "action") == [[3.0] * 2] * 2
+    assert policy.last[0].grad_fn is not None
+
+
+def test_a_copy_without_graphs_is_otherwise_as_the_original() -> None:
+    policy = Keeps(2.0)
+    policy(torch.ones(3))
+    copied = detached_copy(policy)
+    whole, part, again = copied.last
+    assert whole is again
+    assert whole.tolist() == [2.0] * 3
+    assert part.shape == (0,)
+    assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    assert whole.untyped_storage().data_ptr() != policy.last[0].untyped_storage().data_ptr()
+    assert copied.weight.requires_grad
+    assert not whole.requires_grad
 
 
 def test_a_worker_that_joins_after_updates_of_some() -> None:

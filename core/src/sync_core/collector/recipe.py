@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sync_core.collector.copies import detached_copy
 from sync_core.collector.devices import Devices
 from sync_core.collector.lazy import is_lazy
 from sync_core.collector.options import check_acts
@@ -76,7 +76,7 @@ class WorkerRecipe:
             return self.policy, {}
         given = self.policy, dict(self.models)
         # What came from another process is a copy already.
-        policy, models = given if self.options.owns_process else copy.deepcopy(given)
+        policy, models = given if self.options.owns_process else detached_copy(given)
         place = self.options.devices.place_policy
         if self.policy_fn is not None:
             policy = self.policy_fn()
