@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -18,7 +19,7 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 
-from sync_core import Collector, OptionError, RemoteCallError
+from sync_core import Collector, ModelError, OptionError, RemoteCallError
 from sync_core.collector.crew import Crew
 from sync_core.collector.devices import Devices
 from sync_core.collector.recipe import WorkerRecipe
@@ -196,6 +197,40 @@ def test_lazy_policies_have_shapes_before_they_are_sent(policy: nn.Module) -> No
         next(collector)
         assert collector.update_policy_weights_().version == 1
         assert set(values(next(collector), "policy_version")) == {1}
+
+
+class LazyScale(nn.Module):
+    """Acts by a method that is not its ``forward()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LazyLinear(1)
+
+    def act(self, observation: Tensor, scale: float = 1.0) -> Tensor:
+        action: Tensor = self.net(observation) * scale
+        return action
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda policy: policy.act,
+        lambda policy: functools.partial(policy.act, scale=2.0),
+        lambda policy: functools.partial(policy.net),
+    ],
+    ids=["method", "partial method", "partial"],
+)
+def test_lazy_policies_that_are_called_otherwise(act: Any) -> None:
+    policy = LazyScale()
+    with inline(long_episodes, act(policy)) as collector:
+        assert policy.net.weight.shape == (1, 1)
+        assert collector.update_policy_weights_().version == 1
+        assert set(values(next(collector), "policy_version")) == {1}
+
+
+def test_a_lazy_module_whose_forward_is_called_by_itself() -> None:
+    with pytest.raises(ModelError, match=r"calls forward\(\) of a lazy module by itself.* call"):
+        inline(long_episodes, nn.LazyLinear(1).forward)
 
 
 def test_lazy_policies_that_workers_make() -> None:

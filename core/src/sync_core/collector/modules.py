@@ -16,6 +16,15 @@ from sync_core.errors import ModelError
 from sync_core.models.extract import named_tensors
 
 
+def called_module(policy: Any) -> nn.Module | None:
+    """The module that a policy is, whose method it is, or that a `functools.partial` calls."""
+    if isinstance(policy, functools.partial):
+        return called_module(policy.func)
+    if isinstance(policy, MethodType):
+        return called_module(policy.__self__)
+    return policy if isinstance(policy, nn.Module) else None
+
+
 def module_of(policy: Any) -> nn.Module | None:
     """The module that a policy is, or certainly acts with; None when it has no tensors.
 

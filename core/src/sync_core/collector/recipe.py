@@ -9,6 +9,7 @@ from typing import Any
 from sync_core.collector.copies import detached_copy
 from sync_core.collector.devices import Devices
 from sync_core.collector.lazy import is_lazy
+from sync_core.collector.modules import called_module
 from sync_core.collector.options import check_acts
 from sync_core.collector.rollout import Rollout, RolloutOptions
 from sync_core.envs.adapt import as_env
@@ -113,10 +114,11 @@ class Recipes:
 
     def give_shapes(self) -> None:
         """Let a lazy policy act once, so that there are weights to send."""
-        if not is_lazy(self.policy):
+        module = called_module(self.policy)
+        if module is None or not is_lazy(module):
             return
         first = self(0, 0)
-        here = Devices(policy=next(self.policy.parameters()).device)
+        here = Devices(policy=next(module.parameters()).device)
         env = replace(first, num_envs=1).make_env()
         with closed_on_error([env]):
             rollout = Rollout(env, self.policy, 0, replace(first.options, devices=here))
