@@ -17,8 +17,6 @@ from sync_core.envs.protocol import FLAGS
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Key: TypeAlias = str | tuple[str, ...]
-
-
 #: What stands beside the observations in a batch.
 _TAKEN = frozenset({*FLAGS, "action", "reward", "next", "policy_version", "collector"})
 
@@ -160,9 +158,8 @@ def codec(space: Any, *, categorical: bool) -> Codec:
     Raises:
         TypeError: a kind of space that has none.
     """
-    kinds: list[tuple[type, Callable[[Any], Codec]]] = [
-        (spaces.Box, Same),
-        (spaces.MultiBinary, Same),
+    kinds: list[tuple[Any, Callable[[Any], Codec]]] = [
+        ((spaces.Box, spaces.MultiBinary), Same),
         (spaces.Discrete, Index if categorical else OneHot),
     ]
     if isinstance(space, spaces.MultiDiscrete):
