@@ -398,6 +398,7 @@ def test_no_call_waits_in_an_asynchronous_actor() -> None:
     worker = actor.options(num_cpus=0).remote()
     with Sender("ray", weights(0.0), num_workers=1) as sender:
         ray.get(worker.connect.remote(sender.address(0)))
+        assert not ray.get(worker.attend.remote())
         seconds = []
         for _ in range(5):
             sender.send_async().abandon()

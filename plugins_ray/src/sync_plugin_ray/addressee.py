@@ -30,8 +30,7 @@ class Addressee:
         since: when it was last known to do something, while it is waited for.
         reader: the secret name of its receiver; empty before one has come.
         actor: the actor that this runs in, if it runs in one.
-        group: the concurrency group in which that may be called at any time; empty for none,
-            also where a call could not wait.
+        group: the concurrency group in which that may be called at any time; empty for none.
         pid: its process.
         probed: whether the actor was asked if it lives.
         committed: the version that its receiver has committed last.

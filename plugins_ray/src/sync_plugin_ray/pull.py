@@ -270,8 +270,6 @@ class PullSender(SenderTransport):
             worker.called = False
             if worker.reader != reader:
                 return  # the mailbox offers it to the one that has come since
-            if isinstance(error, ray.exceptions.RayTaskError):
-                worker.group = ""
             answer = None if error is not None else call.result()
             offers = answer is None and worker.handed is publication
             if offers:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import Any, ClassVar
 
 from sync_core import Answer
@@ -26,8 +25,8 @@ def take_calls(concurrency_group: str) -> None:
     Receivers that are made in the actor from then on are handed their versions by such calls,
     which takes half of what asking for them takes. A call waits there until the receiver has
     answered, for a quarter of a second at most, so the group is to have a thread or more for
-    each receiver, and to do nothing else. Workers of the group ``ray`` have one. An asynchronous
-    actor has one thread for all calls of a group, so its receivers go on asking.
+    each receiver, and to do nothing else. Workers of the group ``ray`` have one. Receivers in an
+    asynchronous actor, which has one thread for all calls of a group, go on asking.
 
     A call is one of the actor's ``max_pending_calls``. It takes a moment after `Sender.send_async`,
     in which ``receive(0)`` finds nothing; a receiver that waits finds it.
@@ -39,7 +38,7 @@ def take_calls(concurrency_group: str) -> None:
     Example:
         >>> take_calls("weights")  # doctest: +SKIP
     """
-    Tray.group = concurrency_group
+    Tray.group = "" if _in_an_event_loop() else concurrency_group
 
 
 class Tray:
@@ -157,6 +156,15 @@ def _nothing() -> None:
     return
 
 
+def _in_an_event_loop() -> bool:
+    # Where Ray runs the methods of an asynchronous actor.
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def take_back(instance: Any, reader: str, version: int) -> None:
     """What a sender runs in an actor before it offers a newer version in another way.
 
@@ -182,19 +190,8 @@ def hand(
         offer: the version.
         sent_at: when it was called (`time.time` there).
         patience: how long to wait for the answer, in seconds.
-
-    Raises:
-        RuntimeError: this is an asynchronous actor, where no call can wait.
     """
-    if _is_asynchronous(instance.__class__):
-        raise RuntimeError("a call that waits here holds up all others of its concurrency group")
+    del instance
     tray = _trays.get(reader)
     answer = None if tray is None else tray.hand(offer, sent_at, patience)
     return None if answer is None else answer.to_message()
-
-
-@cache
-def _is_asynchronous(actor: type) -> bool:
-    # By this, too, Ray decides how it runs an actor.
-    members = [member for _, member in inspect.getmembers(actor)]
-    return any(inspect.iscoroutinefunction(m) or inspect.isasyncgenfunction(m) for m in members)

@@ -343,7 +343,10 @@ class Receiver:
         check_function(callback, "callback")
         self._on_arrival = callback
         # Nobody but its owner is to keep a receiver, which leaves when it is forgotten.
-        return self._transport.on_arrival(partial(_tell, weakref.ref(self)))
+        told = self._transport.on_arrival(partial(_tell, weakref.ref(self)))
+        if not told:
+            self._on_arrival = _nothing
+        return told
 
     def close(self) -> None:
         """Leave the sender. The model keeps what it has, in memory of its own.
