@@ -386,6 +386,34 @@ def test_an_update_of_one_worker_that_has_died(models: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("models", MODELS)
+def test_who_joins_acts_with_the_weights_of_the_others_and_not_with_unsent_ones(
+    models: dict[str, Any],
+) -> None:
+    policy = Scale()
+    options: dict[str, Any] = {"workers": "process", "num_workers": 2, "sync": True, **models}
+    with collector(Pid, policy, on_worker_failure="restart", **options) as made:
+        policy.set(5.0)  # a training step, which nobody was told of
+        kill(made, 0)
+        made.add_workers()
+        assert next(made)["action"].unique().tolist() == [0.0]
+        made.update_policy_weights_(Scale(1.0))
+        state = made.state_dict()
+        made.update_policy_weights_(Scale(2.0))
+        made.load_state_dict(state)
+        kill(made, 0)
+        batch = next(made)
+        assert batch["action"].unique().tolist() == [1.0]
+        assert set(versions(batch)) == {1}
+    with collector(Pid, policy, **{**options, "num_workers": 3, "frames_per_batch": 6}) as made:
+        made.load_state_dict(state)
+        made.add_workers()
+        assert next(made)["action"].unique().tolist() == [1.0]
+        made.update_policy_weights_(worker_ids=[])
+        made.add_workers()
+        assert next(made)["action"].unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("models", MODELS)
 def test_ctrl_c_at_any_moment_of_an_update(models: dict[str, Any]) -> None:
     options: dict[str, Any] = {"workers": "thread", "num_workers": 2, "sync": True, **models}
     with collector(policy=Scale(), timeout=5.0, **options) as made:

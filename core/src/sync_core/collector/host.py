@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from sync_core.collector.joint import Joint, execute
 from sync_core.collector.order import Order
@@ -85,6 +86,11 @@ class Host:
         received = self._joint.receive(versions, timeout)
         self._built.refresher.increment_version(self._joint.version - before)
         return received
+
+    def begin_with(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Act with these weights of some models, whose version the worker counts already."""
+        with self._at_work:
+            write_models(self._parts, self._receivers, weights)
 
     def execute(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See `sync_core.collector.joint.execute`."""

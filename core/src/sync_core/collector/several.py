@@ -14,7 +14,7 @@ from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.host import Host
 from sync_core.collector.schemes import POLICY
-from sync_core.collector.weights import end_interrupted
+from sync_core.collector.weights import Weights, end_interrupted, snapshots
 from sync_core.errors import ModelError, SendError, WorkerError, WorkerTimeoutError
 from sync_core.report import SendReport
 from sync_core.sending.pending import PendingSend
@@ -61,6 +61,8 @@ class SeveralModels:
         self._of_all: dict[str, int] = {}
         self._last: dict[str, Any] = {}
         self._of_some: set[str] = set()
+        # What workers began with, or were told to go on with, until something is sent to all.
+        self._unsent: Weights = {}
         self.models = dict(models)
         self.senders: dict[str, Sender] = {}
         self.seconds = 0.0
@@ -68,6 +70,7 @@ class SeveralModels:
         self.on_update: list[Callable[[Sequence[int]], None]] = []
         for name in self.models:
             self._connect(name, self.models[name])
+        self._unsent = snapshots(self.senders)
         crew.on_join.append(self._join)
         crew.on_leave.append(self._leave)
 
@@ -128,6 +131,11 @@ class SeveralModels:
             self._increments += increments
             return increments
 
+    def begin_with(self, weights: Weights) -> None:
+        """See `PolicyWeights.begin_with`."""
+        with self._crew.lock:
+            self._unsent, self._of_some = weights, set()
+
     def let_end(self, timeout: float) -> None:
         """See `PolicyWeights.let_end`."""
         pending = self._pending
@@ -184,6 +192,7 @@ class SeveralModels:
         if set(ids) >= set(self._crew.ids):
             self._of_all |= sent
             self._of_some -= sent.keys()
+            self._unsent = {name: w for name, w in self._unsent.items() if name not in sent}
         else:
             self._of_some |= sent.keys()
         newest = max(send.version for send in sends.values())
@@ -257,6 +266,8 @@ class SeveralModels:
                 gather({worker_id: call}, self._timeout, f"connect to the sender of {name!r}")
             newest = self._crew.call(worker_id, Host.receive_together, self._of_all, self._timeout)
             (received,) = gather({worker_id: newest}, self._timeout, "commit the newest weights")
+            begun = self._crew.call(worker_id, Host.begin_with, self._unsent)
+            gather({worker_id: begun}, self._timeout, "load the weights to begin with")
             if self._of_some or not received:
                 self._send_anew(worker_id)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from sync_core.calls import gather
@@ -93,6 +95,8 @@ class State:
         self.crew.next_seat = max(self.crew.next_seat, state["seats"])
         ids = self.crew.ids
         if state["workers"]:
+            newest = max(state["workers"], key=itemgetter("version"))
+            self.weights.begin_with(copy.deepcopy(newest["models"]))
             saved = zip(ids, state["workers"], strict=True)
             calls = {i: self.crew.request(i, Host.load_state_dict, s, increments) for i, s in saved}
         else:

@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from sync_core.calls import gather
 from sync_core.collector.crew import Crew
@@ -23,6 +23,8 @@ from sync_core.sending.pending import PendingSend
 from sync_core.sending.sender import Sender
 from sync_core.workers.worker_ids import normalize
 
+#: The weights of models, by their names.
+Weights: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 #: How long an update that nobody has waited for may keep a collector from ending, in seconds.
 MOMENT = 0.5
 
@@ -64,6 +66,8 @@ class PolicyWeights:
         # What was sent last, and whether it went to all workers: a new one is to have it too.
         self._last: Mapping[str, Any] = {}
         self._last_to_all = True
+        # What workers began with, or were told to go on with, until something is sent to all.
+        self._unsent: Weights = {}
         self.sender: Sender | None = None
         self.seconds = 0.0
         #: The version of the policy that went to each worker with what was sent last.
@@ -78,6 +82,7 @@ class PolicyWeights:
         if model is not None:
             self._connect(model)
             self.models[POLICY] = model
+            self._unsent = {} if shared else snapshots(self.senders)
         crew.on_join.append(self._join)
         crew.on_leave.append(self._leave)
 
@@ -148,6 +153,11 @@ class PolicyWeights:
             self._increments += increments
             return increments
 
+    def begin_with(self, weights: Weights) -> None:
+        """Let workers that join act with these weights, as the others do from now on."""
+        with self._crew.lock:
+            self._unsent, self._last_to_all = weights, True
+
     def let_end(self, timeout: float) -> None:
         """Give an update that nobody has waited for some seconds; its outcome is told by itself."""
         pending = self._pending
@@ -178,8 +188,11 @@ class PolicyWeights:
             return None
         pending = self.sender.send_async(weights, worker_ids)
         pending.count_as(pending.sent_version + self._increments)
-        self._last = dict(given)
-        self._last_to_all = set(pending.worker_ids) >= set(self._crew.ids)
+        if pending.worker_ids:
+            self._last = dict(given)
+            self._last_to_all = set(pending.worker_ids) >= set(self._crew.ids)
+            if self._last_to_all:
+                self._unsent = {}
         self.required = dict.fromkeys(pending.worker_ids, pending.sent_version)
         self._tell(pending.worker_ids)
         return pending
@@ -243,10 +256,12 @@ class PolicyWeights:
             self.sender.add_worker(worker_id)
             address = self.sender.address(worker_id)
             self._gather_connected({worker_id: self._crew.call(worker_id, Host.connect, address)})
-            if not self.sender.version:
-                return
-            if self._last_to_all:
+            if self.sender.version and self._last_to_all:
                 self._commit_newest(worker_id)
+            if self._unsent:
+                begun = {worker_id: self._crew.call(worker_id, Host.begin_with, self._unsent)}
+                gather(begun, self._timeout, "load the weights to begin with")
+            if self._last_to_all:
                 return
             # A sender gives to new workers what went to all.
             pending = self.sender.send_async(self._last.get(POLICY), worker_id)
@@ -268,6 +283,11 @@ class PolicyWeights:
             # One that could not join may not be there.
             if self.sender is not None and worker_id in self.sender.all_worker_ids():
                 self.sender.remove_worker(worker_id)
+
+
+def snapshots(senders: Mapping[str, Sender]) -> Weights:
+    """Copies of the models of senders as they are now."""
+    return {name: sender.snapshot() for name, sender in senders.items()}
 
 
 def end_interrupted(senders: Iterable[Sender]) -> None:

@@ -44,7 +44,7 @@ def write_models(
         parts: what the worker has.
         receivers: those that write into its models, by name; memory that they only lend to a model
             must not be written to.
-        saved: the weights.
+        saved: the weights, by model; those of others stay.
 
     Raises:
         LayoutMismatchError: a model has changed since; it was not written to.
@@ -53,7 +53,7 @@ def write_models(
     models = _models(parts, saved)
     # What a receiver lends to a model may be part of another one, which has memory of its own
     # once the receiver has written.
-    for name in sorted(models, key=lambda name: name not in receivers):
+    for name in sorted(saved, key=lambda name: name not in receivers):
         if name in receivers:
             receivers[name].apply_weights(saved[name])
         else:

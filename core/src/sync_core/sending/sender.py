@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Self
 
+from torch import Tensor
+
 from sync_core.arguments import check_function
 from sync_core.errors import ClosedError, PendingSendError
 from sync_core.models.extract import Strategy
@@ -276,6 +278,12 @@ class Sender(Updater):
         """Raise what `send` would raise about these weights, and send nothing."""
         self._check_open()
         self._source.read(weights)
+
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """A copy of the model's weights as they are now, in the CPU's memory."""
+        update = self._source.read()
+        copies = [tensor.detach().to("cpu", copy=True) for tensor in update.tensors]
+        return dict(Update(update.layout, copies).items())
 
     def wait_async(self, timeout: float | None = None) -> SendReport:
         """Wait for the pending send; see `PendingSend.wait`.
