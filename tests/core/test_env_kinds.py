@@ -133,6 +133,20 @@ class Flat(CountingEnv):
         return made.update({name: made[name].squeeze(-1) for name in FLAGS})
 
 
+class Hands(CountingEnv):
+    """Acts with both hands."""
+
+    action_keys = ("left", ("other", "right"))
+
+    def rand_action(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        tensordict["left"], tensordict["other", "right"] = torch.ones(1), torch.full((2,), 2)
+        return tensordict
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        action = tensordict["left"] + tensordict["other", "right"].sum()
+        return super().step(tensordict.copy().set("action", action)).exclude("action")
+
+
 class Left(nn.Module):
     """Chooses the first of two actions, everywhere."""
 
@@ -399,6 +413,13 @@ def test_several_as_one(by_arrays: bool, num_envs: int | None) -> None:
         expected = [[row, row] for row in expected]
     assert seen(batch, "next", "observation") == expected
     assert batch.names == [*[None] * len(env.batch_size), "time"]
+
+
+def test_several_as_one_that_act_in_parts() -> None:
+    batch = collect(stack_envs([Hands(), Hands()]), None, 6, max_frames_per_traj=2)
+    assert seen(batch, "left") == [[1.0] * 3] * 2
+    assert batch["other", "right"].shape == (2, 3, 2)
+    assert seen(batch, "next", "reward") == [[5.0] * 3] * 2
 
 
 def test_several_as_one_are_seeded_in_line_and_closed() -> None:

@@ -175,7 +175,7 @@ class TensorDictLoop:
     def _root_after(self, stepped: TensorDictBase) -> TensorDictBase:
         following = stepped["next"]
         # What no step gives anew stays, such as the parameters of a model.
-        root: TensorDictBase = stepped.exclude("next", self._conventions.action_key)
+        root: TensorDictBase = stepped.exclude("next", *self._conventions.action_keys)
         root.update(following.exclude(*self._conventions.reward_keys))
         mask = self._conventions.ended_now(following)
         if not mask.any():

@@ -40,7 +40,8 @@ class Conventions:
     """
 
     def __init__(self, env: Env) -> None:
-        self.action_key: Any = _declared(env, "action")[0]
+        self.action_keys: tuple[Any, ...] = tuple(_declared(env, "action"))
+        self.action_key: Any = self.action_keys[0]
         self.reward_keys: tuple[Any, ...] = tuple(_declared(env, "reward"))
         self._name = type(env).__name__
         self._batch_dims = len(env.batch_size)

@@ -150,10 +150,10 @@ class _TensorDictStack(_Members):
         return tensordict.set("next", self._stack(followings))
 
     def rand_action(self, tensordict: TensorDictBase, /) -> TensorDictBase:
-        key = self._conventions.action_key
+        keys = self._conventions.action_keys
         pairs = zip(self._envs, tensordict.unbind(0), strict=True)
-        actions = [random_policy(env, key)(part).get(key) for env, part in pairs]
-        return tensordict.set(key, torch.stack(actions))
+        actions = [random_policy(env, keys[0])(part).select(*keys) for env, part in pairs]
+        return tensordict.update(self._stack(actions))
 
     def _stack(self, parts: Sequence[TensorDictBase]) -> TensorDictBase:
         together: TensorDictBase = stack(list(parts))
