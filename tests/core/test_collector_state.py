@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.wrappers import TimeLimit
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
@@ -97,6 +98,14 @@ class Unsaved:
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
         return self._env.step(tensordict)
+
+
+class Remade(gymnasium.Wrapper[Any, Any, Any, Any], gymnasium.utils.EzPickle):
+    """Pickles as what it was made with."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        gymnasium.utils.EzPickle.__init__(self, env)
+        super().__init__(env)
 
 
 class Holding(gymnasium.Env[Any, Any]):
@@ -380,6 +389,7 @@ def test_gym_environments_that_do_not_pickle_what_they_are_doing() -> None:
         action_space = Reconstructed.action_space
 
     assert GymEnv(Reconstructed).save_state() is None
+    assert GymEnv(lambda: TimeLimit(Remade(gymnasium.make("CartPole-v1")), 5)).save_state() is None
     assert GymEnv(Local).save_state() is None
     assert cart_pole().save_state() is not None
 

@@ -130,9 +130,7 @@ class GymEnv(ArrayEnv):
 
         Those of MuJoCo and Box2D pickle how they were made, and not their state.
         """
-        from gymnasium.utils import EzPickle
-
-        if any(isinstance(unwrapped(env), EzPickle) for env in self._envs):
+        if any(map(_is_made_anew, self._envs)):
             return None
         try:
             return pickle.dumps(self._envs)
@@ -171,6 +169,16 @@ class GymEnv(ArrayEnv):
             key: np.empty((len(self._envs), *spec.shape), spec.dtype)
             for key, spec in self.array_specs.items()
         }
+
+
+def _is_made_anew(env: Any) -> bool:
+    """Whether an environment, or a wrapper around it, pickles as what it is made with alone."""
+    from gymnasium import Wrapper
+    from gymnasium.utils import EzPickle
+
+    while isinstance(env, Wrapper) and not isinstance(env, EzPickle):
+        env = env.env
+    return isinstance(env, EzPickle)
 
 
 def _of_another_interface(env: Any, method: str, wanted: str) -> TypeError:
