@@ -286,6 +286,10 @@ def test_devices() -> None:
         assert next(collector).device is None
     with inline(Movable, Scale(), device="cpu") as collector:
         assert next(collector).device == torch.device("cpu")
+    with inline(long_episodes, Scale(), env_device="cpu", policy_device="cpu") as collector:
+        assert next(collector).device == torch.device("cpu")
+    with inline(long_episodes, Scale(), env_device="cpu") as collector:
+        assert next(collector).device is None
     options = RolloutOptions(frames_per_batch=4, devices=Devices.of(storing="meta"))
     batch = Rollout(CountingEnv(), Scale(), 0, options).collect()
     assert batch.device == batch["next", "observation"].device == torch.device("meta")

@@ -37,9 +37,13 @@ class Devices:
     def of(
         cls, device: Any = None, *, env: Any = None, policy: Any = None, storing: Any = None
     ) -> Self:
-        """The devices, where ``device`` stands in for those that are not given."""
+        """The devices, where ``device`` stands in for those that are not given.
+
+        Batches of an environment and a policy on one device are delivered there, too.
+        """
         given = (device if one is None else one for one in (env, policy, storing))
-        return cls(*(None if one is None else _device(one) for one in given))
+        env, policy, storing = (None if one is None else _device(one) for one in given)
+        return cls(env, policy, env if storing is None and env == policy else storing)
 
     def place_env(self, env: Env) -> Env:
         """The environment on its device."""

@@ -37,7 +37,8 @@ class WorkerOptions(TypedDict, total=False):
             may also be a list, one for each worker.
         env_device: where actions are put; an environment that has a ``to()`` is moved there.
         policy_device: where a worker's policy acts.
-        storing_device: where batches are delivered.
+        storing_device: where batches are delivered; by default where environment and policy are,
+            if both were given the same device.
     """
 
     max_frames_per_traj: int
