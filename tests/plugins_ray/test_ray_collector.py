@@ -163,6 +163,22 @@ def test_actors_write_to_a_replay_buffer_in_an_actor() -> None:
             assert collector.stats().frames == buffer.frames()
 
 
+def test_who_joins_and_commits_by_itself_is_not_waited_for() -> None:
+    with Collector(
+        long_episodes,
+        Scale(),
+        scheme="ray",
+        worker_options={"remote_configs": {"num_cpus": 0}},
+        num_workers=2,
+        frames_per_batch=6,
+        sync=True,
+        timeout=30,
+    ) as collector:
+        collector.update_policy_weights_(worker_ids=0)
+        collector.add_workers()
+        assert next(collector)["policy_version"].unique().tolist() == [0, 1, 2]
+
+
 def test_pipes_do_not_reach_actors() -> None:
     with pytest.raises(
         OptionError, match=r"'mp' .* open file, and worker group 'ray' .* cannot pass"

@@ -257,7 +257,7 @@ class PolicyWeights:
             address = self.sender.address(worker_id)
             self._gather_connected({worker_id: self._crew.call(worker_id, Host.connect, address)})
             if self.sender.version and self._last_to_all:
-                self._commit_newest(worker_id)
+                self._commit(self._crew.call(worker_id, Host.receive, self._timeout), worker_id)
             if self._unsent:
                 begun = {worker_id: self._crew.call(worker_id, Host.begin_with, self._unsent)}
                 gather(begun, self._timeout, "load the weights to begin with")
@@ -267,14 +267,14 @@ class PolicyWeights:
             pending = self.sender.send_async(self._last.get(POLICY), worker_id)
             try:
                 if pending.worker_ids:  # a layer may hold it back
-                    self._commit_newest(worker_id)
+                    reached = Host.reach, pending.sent_version, self._timeout
+                    self._commit(self._crew.call(worker_id, *reached), worker_id)
                 pending.wait()
             finally:
                 pending.abandon()
 
-    def _commit_newest(self, worker_id: int) -> None:
-        newest = {worker_id: self._crew.call(worker_id, Host.receive, self._timeout)}
-        gather(newest, self._timeout, "commit the newest weights")
+    def _commit(self, call: Future[Any], worker_id: int) -> None:
+        gather({worker_id: call}, self._timeout, "commit the newest weights")
 
     def _leave(self, worker_id: int) -> None:
         """Serve a worker no longer."""
