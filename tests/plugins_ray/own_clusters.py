@@ -89,6 +89,8 @@ def shut_down_while_a_worker_is_silent() -> None:
     sender = Sender("ray", {name: torch.ones(2) for name in "ab"}, num_workers=1)
     ray.get(actor.connect.remote(sender.address(0)))
     pending = sender.send_async()
+    # Whether it lives is asked in the middle of the end.
+    time.sleep(0.3)
     ray.shutdown()
     with pytest.raises(SendError, match="Ray was shut down"):
         pending.wait(20)

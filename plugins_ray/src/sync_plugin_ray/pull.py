@@ -130,8 +130,7 @@ class PullSender(SenderTransport):
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, and let it know."""
         with self._lock:
-            # There is none any more where Ray was shut down.
-            worker = self._workers.pop(worker_id, Addressee())
+            worker = self._workers.pop(worker_id)
         if worker.delivery is not None:
             worker.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
         if self._cluster.connected:
@@ -145,16 +144,18 @@ class PullSender(SenderTransport):
             self._thread.join(_CLOSING)
 
     def _end(self) -> None:
+        connected = self._cluster.connected
+        reason = "the sender was closed" if connected else "Ray was shut down"
         with self._lock:
             workers = dict(self._workers)
-            self._workers.clear()
-            self._newest_for_all = None
-            self._recent.clear()
-        reason = "the sender was closed" if self._cluster.connected else "Ray was shut down"
         for worker_id, worker in workers.items():
             if worker.delivery is not None:
                 worker.delivery.fail(WorkerError(worker_id, reason))
-        if self._cluster.connected:
+        if connected:
+            with self._lock:
+                self._workers.clear()
+                self._newest_for_all = None
+                self._recent.clear()
             # Whoever asks from now on finds the actor gone, which says the same.
             ray.wait([self._mailbox.close.remote()], timeout=2)
             ray.kill(self._mailbox)
@@ -192,16 +193,21 @@ class PullSender(SenderTransport):
         )
 
     def _serve(self) -> None:
-        while True:
-            try:
-                handle = self._events.get(timeout=self._next_probe())
-            except queue.Empty:
-                handle = self._probe_silent_workers
-            # A call that is made where Ray was shut down starts another Ray.
-            if handle is None or not self._cluster.connected:
+        while (handle := self._next_event()) is not None:
+            if not self._cluster.connected:
+                # A call would start another Ray; and the process is ended where a thread lets go
+                # of a reference while another one shuts Ray down, so whatever holds any is kept.
+                self._events.put(handle)
                 break
             handle()
+            del handle
         self._end()
+
+    def _next_event(self) -> Callable[[], None] | None:
+        try:
+            return self._events.get(timeout=self._next_probe())
+        except queue.Empty:
+            return self._probe_silent_workers
 
     def _heard(self, future: Future[list[Event]]) -> None:
         try:
