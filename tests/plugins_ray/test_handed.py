@@ -208,9 +208,9 @@ def test_who_does_not_look_in_time_finds_the_newest_in_the_mailbox(
 def test_what_is_taken_back_before_it_came_is_not_found() -> None:
     tray = Tray("reader")
     # Ray runs the later of two calls first, now and then.
-    take_back(None, "reader", 2)
+    take_back("reader", 2, None)
     begin = time.monotonic()
-    assert hand(None, "reader", Offer(1, "", [b""]), time.time(), 20) is None
+    assert hand("reader", Offer(1, "", [b""]), time.time(), 20, None) is None
     assert time.monotonic() - begin < 10
     assert tray.take(0) is None
 
@@ -218,11 +218,11 @@ def test_what_is_taken_back_before_it_came_is_not_found() -> None:
 def test_what_is_brought_after_something_newer_is_not_found() -> None:
     tray = Tray("reader")
     newer = Offer(2, "", [b""]), time.time(), 20.0
-    bringing = threading.Thread(target=lambda: hand(None, "reader", *newer))
+    bringing = threading.Thread(target=lambda: hand("reader", *newer, None))
     bringing.start()
     assert tray.wait(lambda: False, time.monotonic() + 20)
     begin = time.monotonic()
-    assert hand(None, "reader", Offer(1, "", [b""]), time.time(), 20) is None
+    assert hand("reader", Offer(1, "", [b""]), time.time(), 20, None) is None
     assert time.monotonic() - begin < 10
     found = tray.take(0)
     assert found is not None
@@ -234,7 +234,7 @@ def test_what_is_brought_after_something_newer_is_not_found() -> None:
 def test_what_should_be_taken_away_by_now_is_not_found() -> None:
     tray = Tray("reader")
     offer = Offer(1, "", [b""])
-    bringing = threading.Thread(target=lambda: hand(None, "reader", offer, time.time(), 1.0))
+    bringing = threading.Thread(target=lambda: hand("reader", offer, time.time(), 1.0, None))
     bringing.start()
     assert tray.wait(lambda: False, time.monotonic() + 20)
     # As in a process that was stopped, the thread that brings it has no turn before this one.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError
@@ -112,7 +113,8 @@ class Addressee:
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         call: Any = self.actor.__ray_call__.options(concurrency_group=self.group)
-        return call.remote(function, *args)
+        # One argument instead of five: to serialise each by itself took 0.1 ms of a call.
+        return call.remote(partial(function, *args))
 
 
 def _offer(publication: Publication, handed_to: str = "") -> Offer:

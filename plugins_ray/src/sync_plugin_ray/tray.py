@@ -165,13 +165,13 @@ def _in_an_event_loop() -> bool:
     return True
 
 
-def take_back(instance: Any, reader: str, version: int) -> None:
+def take_back(reader: str, version: int, instance: Any) -> None:
     """What a sender runs in an actor before it offers a newer version in another way.
 
     Args:
-        instance: the actor's instance, given by Ray.
         reader: the receiver's secret name.
         version: the newer version.
+        instance: the actor's instance, given by Ray.
     """
     del instance
     tray = _trays.get(reader)
@@ -180,16 +180,16 @@ def take_back(instance: Any, reader: str, version: int) -> None:
 
 
 def hand(
-    instance: Any, reader: str, offer: Offer, sent_at: float, patience: float
+    reader: str, offer: Offer, sent_at: float, patience: float, instance: Any
 ) -> dict[str, Any] | None:
     """What a sender runs in an actor: gives a version to the receiver there; its answer, if any.
 
     Args:
-        instance: the actor's instance, given by Ray.
         reader: the receiver's secret name.
         offer: the version.
         sent_at: when it was called (`time.time` there).
         patience: how long to wait for the answer, in seconds.
+        instance: the actor's instance, given by Ray.
     """
     del instance
     tray = _trays.get(reader)
