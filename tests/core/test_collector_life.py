@@ -413,6 +413,33 @@ def test_who_joins_acts_with_the_weights_of_the_others_and_not_with_unsent_ones(
         assert next(made)["action"].unique().tolist() == [1.0]
 
 
+@pytest.mark.parametrize("to_all", [False, True])
+@pytest.mark.parametrize("models", MODELS)
+def test_who_joins_after_a_state_was_loaded_has_nothing_that_some_had_before(
+    models: dict[str, Any], to_all: bool
+) -> None:
+    options: dict[str, Any] = {"workers": "thread", "num_workers": 2, "sync": True, **models}
+    with collector(policy=Scale(), **options) as made:
+        for value in (1.0, 2.0, 3.0):
+            made.update_policy_weights_(Scale(value), model_id="policy")
+        state = made.state_dict()
+    with collector(policy=Scale(), **options, timeout=20.0) as made:
+        if to_all:
+            made.update_policy_weights_(Scale(4.0), model_id="policy")
+        made.update_policy_weights_(Scale(5.0), model_id="policy", worker_ids=0)
+        made.load_state_dict(state)
+        if "models" in models:
+            made.update_policy_weights_(Scale(6.0), model_id="critic", worker_ids=0)
+        made.add_workers()
+        batch = next(made)
+        assert batch["action"].unique().tolist() == [3.0]
+        assert set(versions(batch)) == {3}
+        assert made.update_policy_weights_(Scale(7.0), model_id="policy").version == 4
+        batch = next(made)
+        assert batch["action"].unique().tolist() == [7.0]
+        assert set(versions(batch)) == {4}
+
+
 @pytest.mark.parametrize("models", MODELS)
 def test_ctrl_c_at_any_moment_of_an_update(models: dict[str, Any]) -> None:
     options: dict[str, Any] = {"workers": "thread", "num_workers": 2, "sync": True, **models}

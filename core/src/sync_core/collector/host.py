@@ -66,11 +66,6 @@ class Host:
         with self._at_work:
             return self._built.refresher.connect(address).on_arrival(self._arrived)
 
-    def receive(self, timeout: float) -> int | None:
-        """See `Refresher.receive`."""
-        with self._at_work:
-            return self._built.refresher.receive(timeout)
-
     def reach(self, version: int, timeout: float) -> bool:
         """See `Refresher.reach`."""
         with self._at_work:
@@ -87,10 +82,11 @@ class Host:
         self._built.refresher.increment_version(self._joint.version - before)
         return received
 
-    def begin_with(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Act with these weights of some models, whose version the worker counts already."""
+    def begin_with(self, weights: Mapping[str, Mapping[str, Tensor]], version: int) -> None:
+        """Act with these weights of some models, and have this version of the policy."""
         with self._at_work:
             write_models(self._parts, self._receivers, weights)
+            self._built.refresher.restore(version, 0)
 
     def execute(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See `sync_core.collector.joint.execute`."""

@@ -84,18 +84,11 @@ class Refresher:
         """The policy has newer weights, which came another way."""
         self._increments += by
 
-    def receive(self, timeout: float) -> int | None:
-        """Commit the newest weights, if there are newer ones; see `Receiver.receive`.
-
-        Raises what went wrong in the middle of a batch, if anything did.
-        """
-        self._raise_kept()
-        return self._receive(timeout)
-
     def reach(self, version: int, timeout: float) -> bool:
         """Commit a version, or a newer one, unless the policy has that; whether it came in time.
 
-        Raises as `receive` does; but what went wrong with an older version its sender was told.
+        Raises what went wrong in the middle of a batch, if anything did; but of an older version
+        its sender was told.
         """
         if self._error_about < version:
             self._error = None

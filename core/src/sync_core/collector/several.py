@@ -134,7 +134,7 @@ class SeveralModels:
     def begin_with(self, weights: Weights) -> None:
         """See `PolicyWeights.begin_with`."""
         with self._crew.lock:
-            self._unsent, self._of_some = weights, set()
+            self._unsent, self._last, self._of_some = weights, {}, set()
 
     def let_end(self, timeout: float) -> None:
         """See `PolicyWeights.let_end`."""
@@ -266,7 +266,7 @@ class SeveralModels:
                 gather({worker_id: call}, self._timeout, f"connect to the sender of {name!r}")
             newest = self._crew.call(worker_id, Host.receive_together, self._of_all, self._timeout)
             (received,) = gather({worker_id: newest}, self._timeout, "commit the newest weights")
-            begun = self._crew.call(worker_id, Host.begin_with, self._unsent)
+            begun = self._crew.call(worker_id, Host.begin_with, self._unsent, self.version)
             gather({worker_id: begun}, self._timeout, "load the weights to begin with")
             if self._of_some or not received:
                 self._send_anew(worker_id)

@@ -256,24 +256,25 @@ class PolicyWeights:
             self.sender.add_worker(worker_id)
             address = self.sender.address(worker_id)
             self._gather_connected({worker_id: self._crew.call(worker_id, Host.connect, address)})
-            if self.sender.version and self._last_to_all:
-                self._commit(self._crew.call(worker_id, Host.receive, self._timeout), worker_id)
-            if self._unsent:
-                begun = {worker_id: self._crew.call(worker_id, Host.begin_with, self._unsent)}
-                gather(begun, self._timeout, "load the weights to begin with")
+            if self._last_to_all:
+                # What went to all, if anything did, is not to come after the weights to begin with.
+                self._reach(worker_id, self.sender.workers[worker_id].wanted)
+            version = self.version if self._last_to_all else self._increments
+            begun = self._crew.call(worker_id, Host.begin_with, self._unsent, version)
+            gather({worker_id: begun}, self._timeout, "load the weights to begin with")
             if self._last_to_all:
                 return
             # A sender gives to new workers what went to all.
             pending = self.sender.send_async(self._last.get(POLICY), worker_id)
             try:
                 if pending.worker_ids:  # a layer may hold it back
-                    reached = Host.reach, pending.sent_version, self._timeout
-                    self._commit(self._crew.call(worker_id, *reached), worker_id)
+                    self._reach(worker_id, pending.sent_version)
                 pending.wait()
             finally:
                 pending.abandon()
 
-    def _commit(self, call: Future[Any], worker_id: int) -> None:
+    def _reach(self, worker_id: int, sent_version: int) -> None:
+        call = self._crew.call(worker_id, Host.reach, sent_version, self._timeout)
         gather({worker_id: call}, self._timeout, "commit the newest weights")
 
     def _leave(self, worker_id: int) -> None:
