@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
 import ray
+from torch import Tensor
 
 from sync_core import ClosedError, Collector, OptionError, RemoteCallError, WorkerGroup
 from sync_core.testing import CollectorConformance, collectors
 from sync_core.testing.collectors import FrameList, Scale, long_episodes
+from sync_core.testing.worker_groups import wait_for
 from sync_plugin_ray.group import RayGroup
 
 pytestmark = pytest.mark.timeout(120)
@@ -177,6 +180,51 @@ def test_who_joins_and_commits_by_itself_is_not_waited_for() -> None:
         collector.update_policy_weights_(worker_ids=0)
         collector.add_workers()
         assert next(collector)["policy_version"].unique().tolist() == [0, 1, 2]
+
+
+class Looked:
+    """What a policy acts with when it is looked at; while that travels, something is sent.
+
+    Args:
+        weight: the policy's.
+        folder: where a file tells that it travels, and another one that something was sent.
+    """
+
+    def __init__(self, weight: Tensor, folder: Path) -> None:
+        self._weight, self._folder = weight, folder
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Looked:
+        return Looked(self._weight.clone(), self._folder)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[float]]:
+        (self._folder / "travels").touch()
+        wait_for(self._folder / "sent")
+        return float, (self._weight.item(),)
+
+
+class Open(Scale):
+    def look(self, folder: Path) -> Looked:
+        return Looked(self.weight, folder)
+
+
+def test_what_a_call_returns_is_as_it_was_then(tmp_path: Path) -> None:
+    with (
+        Collector(
+            long_episodes,
+            Open(),
+            scheme="ray",
+            worker_options={"remote_configs": {"num_cpus": 0}},
+            frames_per_batch=4,
+            timeout=30,
+        ) as collector,
+        ThreadPoolExecutor(1) as beside,
+    ):
+        looking = beside.submit(collector.cascade_execute, "policy.look", tmp_path)
+        wait_for(tmp_path / "travels")
+        collector.update_policy_weights_(Scale(1.0))
+        (tmp_path / "sent").touch()
+        assert looking.result() == [0.0]
+        assert collector.cascade_execute("policy.weight.item") == [1.0]
 
 
 def test_pipes_do_not_reach_actors() -> None:

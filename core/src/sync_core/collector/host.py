@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from sync_core.collector.copies import detached_copy
 from sync_core.collector.joint import Joint, execute
 from sync_core.collector.order import Order
 from sync_core.collector.random_state import seed_process
@@ -30,9 +31,11 @@ class Host:
         self._rollout: Rollout | None = None
         self._parts = SimpleNamespace()
         self._joint = Joint(self._parts)
-        self._shares_policy = False
+        self._shares_policy = self._owns_process = False
         # Held by every call that uses the policy.
         self._at_work = threading.RLock()
+        # Whether what calls return is pickled while a version may be committed beside them.
+        self._copies = False
 
     def build(self, recipe: WorkerRecipe) -> int:
         """Make environment and policy.
@@ -49,6 +52,7 @@ class Host:
                 torch.set_num_threads(1)
         env = recipe.make_env()
         self._shares_policy = recipe.share_policy
+        self._owns_process = recipe.options.owns_process
         with closed_on_error([env]):
             policy, models = recipe.make_models()
             self._rollout = Rollout(env, policy, recipe.seat, recipe.options)
@@ -64,7 +68,9 @@ class Host:
     def connect(self, address: Address) -> bool:
         """See `Refresher.connect`; whether what comes while the worker rests is committed then."""
         with self._at_work:
-            return self._built.refresher.connect(address).on_arrival(self._arrived)
+            attentive = self._built.refresher.connect(address).on_arrival(self._arrived)
+            self._copies = attentive and self._owns_process
+            return attentive
 
     def reach(self, version: int, timeout: float) -> bool:
         """See `Refresher.reach`."""
@@ -91,7 +97,8 @@ class Host:
     def execute(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """See `sync_core.collector.joint.execute`."""
         with self._at_work:
-            return execute(self._parts, path, args, kwargs)
+            found = execute(self._parts, path, args, kwargs)
+            return detached_copy(found) if self._copies else found
 
     def increment_version(self, by: int) -> None:
         """See `Refresher.increment_version`."""
