@@ -27,7 +27,7 @@ from sync_core import (
     WorkerLostError,
 )
 from sync_core.testing import WorkerGroupConformance, worker_groups
-from sync_core.testing.worker_groups import Counter, eventually, wait_for
+from sync_core.testing.worker_groups import Closed, Counter, eventually, wait_for
 from sync_plugin_dist.rpc_group import RpcGroup
 
 pytestmark = pytest.mark.timeout(60)
@@ -459,3 +459,14 @@ def test_a_world_that_the_user_has_begun(tmp_path: Path) -> None:
             process.kill()
             process.communicate()
     assert out.splitlines() == EXPECTED.splitlines(), err
+
+
+def test_where_warnings_are_errors_what_cannot_be_closed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "error::UserWarning")
+    group = RpcGroup(lambda worker_id: Closed(worker_id, tmp_path, fails=True), 2)
+    began = time.monotonic()
+    group.stop()
+    assert time.monotonic() - began < 5
+    assert (tmp_path / "1").read_text() == "closed\n"

@@ -54,9 +54,12 @@ class _Host:
             _answer(reply, outcome)
             # Not to be kept until the next call.
             del item, call, reply, outcome
-        if made:
-            close_hosted(worker_id, hosted)
-        self._ended.set_result([])
+        try:
+            if made:
+                close_hosted(worker_id, hosted)
+        finally:
+            # Its warning may be an error here.
+            self._ended.set_result([])
 
 
 _hosts: dict[str, _Host] = {}
