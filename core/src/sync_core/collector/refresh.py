@@ -95,7 +95,8 @@ class Refresher:
         self._raise_kept()
         deadline = time.monotonic() + timeout
         while self.received < version:
-            if self._receive(max(0.0, deadline - time.monotonic())) is None:
+            left = max(0.0, deadline - time.monotonic())
+            if self._receiver is None or self._receiver.receive(left) is None:
                 return False
         return True
 
@@ -155,9 +156,6 @@ class Refresher:
         """Leave the sender."""
         if self._receiver is not None:
             self._receiver.close()
-
-    def _receive(self, timeout: float) -> int | None:
-        return None if self._receiver is None else self._receiver.receive(timeout)
 
     def _raise_kept(self) -> None:
         error, self._error = self._lost or self._error, None

@@ -158,7 +158,7 @@ class PendingSend:
             results[worker_id] = WorkerResult(None, 0.0, 0, skipped=True)
         ordered = {worker_id: results[worker_id] for worker_id in sorted(results)}
         return SendReport(
-            self.version,
+            self.sent_version,
             now - self._started,
             ordered,
             prepare_seconds=self._prepare_seconds,
@@ -177,10 +177,10 @@ class PendingSend:
     def _result(self, delivery: Delivery, now: float) -> WorkerResult:
         error = delivery.error
         ended = delivery.ended_at or now
-        answer = delivery.answer or Answer(version=self.version)
+        answer = delivery.answer or Answer(version=self.sent_version)
         deliver, acknowledge = self._transit(answer, ended)
         return WorkerResult(
-            version=None if error else self.version,
+            version=None if error else self.sent_version,
             seconds=ended - self._started,
             nbytes=0 if error else delivery.nbytes,
             error=error,
