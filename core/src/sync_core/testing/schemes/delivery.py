@@ -254,7 +254,7 @@ class DeliveryCases(SchemeCases):
         for version in (1, 2, 3):
             pending = workers.sender.send_async(make_policy(version))
             looking = [workers.submit(i, 20.0) for i in {0, 1} - told]
-            assert pending.wait().updated == (0, 1)
+            assert pending.wait(10.0).updated == (0, 1)
             assert [call.result() for call in looking] == [version] * len(looking)
             assert workers.values() == [{float(version)}] * 2
 
