@@ -417,14 +417,17 @@ def test_a_sender_that_is_lost_costs_no_batch() -> None:
         assert values(next(collector), "observation") == list(range(25, 50))
 
 
-def test_an_error_in_the_middle_of_a_batch_is_told() -> None:
-    class Refuses:
-        @hookimpl(wrapper=True)
-        def apply_weights(self, update: Any, model: Any, context: ApplyContext) -> Any:
-            if context.version == 1:
-                raise ValueError("not this one")
-            return (yield)
+class Refuses:
+    """A layer that keeps the first version from being committed."""
 
+    @hookimpl(wrapper=True)
+    def apply_weights(self, update: Any, model: Any, context: ApplyContext) -> Any:
+        if context.version == 1:
+            raise ValueError("not this one")
+        return (yield)
+
+
+def test_an_error_in_the_middle_of_a_batch_is_told() -> None:
     options: dict[str, Any] = {"scheme": "thread", "workers": "thread", "layers": [Refuses()]}
     with Collector(Slow, Scale(), frames_per_batch=25, **options) as collector:
         next(collector)
@@ -438,13 +441,6 @@ def test_an_error_in_the_middle_of_a_batch_is_told() -> None:
 
 
 def test_an_error_in_the_middle_of_a_batch_is_none_of_the_next_update() -> None:
-    class Refuses:
-        @hookimpl(wrapper=True)
-        def apply_weights(self, update: Any, model: Any, context: ApplyContext) -> Any:
-            if context.version == 1:
-                raise ValueError("not this one")
-            return (yield)
-
     options: dict[str, Any] = {"scheme": "thread", "workers": "thread", "layers": [Refuses()]}
     with Collector(Slow, Scale(), frames_per_batch=25, **options) as collector:
         next(collector)

@@ -167,15 +167,10 @@ def test_actors_write_to_a_replay_buffer_in_an_actor() -> None:
 
 
 def test_who_joins_and_commits_by_itself_is_not_waited_for() -> None:
+    actors = {"remote_configs": {"num_cpus": 0}}
+    options: dict[str, Any] = {"scheme": "ray", "worker_options": actors, "num_workers": 2}
     with Collector(
-        long_episodes,
-        Scale(),
-        scheme="ray",
-        worker_options={"remote_configs": {"num_cpus": 0}},
-        num_workers=2,
-        frames_per_batch=6,
-        sync=True,
-        timeout=30,
+        long_episodes, Scale(), frames_per_batch=6, sync=True, timeout=30, **options
     ) as collector:
         collector.update_policy_weights_(worker_ids=0)
         collector.add_workers()
