@@ -110,15 +110,20 @@ def test_who_is_told_of_the_end_may_ask_for_it() -> None:
         assert asked == [(0,)]
 
 
-@pytest.mark.parametrize("scheme", ["thread", "shm", "mp"])
-def test_ctrl_c_at_any_moment_of_a_send_leaves_the_sender_ready(scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [("thread", {}), ("shm", {}), ("mp", {}), ("dist", {}), ("dist", {"shared_memory": False})],
+)
+def test_ctrl_c_at_any_moment_of_a_send_leaves_the_sender_ready(
+    scheme: str, options: dict[str, Any]
+) -> None:
     def work(receiver: Receiver) -> None:
         while not done.is_set():
             receiver.receive(0.05)
 
     done = threading.Event()
     with (
-        Sender(scheme, weights(), num_workers=1, timeout=5.0) as sender,
+        Sender(scheme, weights(), num_workers=1, timeout=5.0, **options) as sender,
         Receiver(sender.address(0), weights()) as receiver,
         ThreadPoolExecutor(1) as pool,
     ):

@@ -36,6 +36,7 @@ from sync_core.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_core.interrupts import uninterrupted
 from sync_core.models.consolidate import consolidate
 from sync_core.plugins.address import Address
 from sync_core.plugins.contexts import ApplyContext, SendContext, SkipContext, TransportContext
@@ -174,4 +175,5 @@ __all__ = [
     "same_user",
     "start_process",
     "store_transport",
+    "uninterrupted",
 ]

@@ -117,7 +117,7 @@ class ThreadReceiver(ReceiverTransport):
         """Wait for a version that this worker has not seen."""
         publisher = self._publisher
         deadline = time.monotonic() + timeout
-        with publisher.changed:
+        with publisher.lock:
             while (dismissed := publisher.dismissed(self._worker_id, self)) is None:
                 if self._woken:
                     return None
@@ -146,7 +146,7 @@ class ThreadReceiver(ReceiverTransport):
 
     def wake(self) -> None:
         """Wait no more."""
-        with self._publisher.changed:
+        with self._publisher.lock:
             self._woken = True
             self._publisher.changed.notify_all()
 

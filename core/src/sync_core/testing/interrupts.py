@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,7 +22,7 @@ class Moments:
 def interrupted(moment: int) -> Iterator[Moments]:
     """For ``with``: Ctrl-C, at one of the moments at which Python looks for it in code of ours.
 
-    That is when a function begins, and when one that is not written in Python returns. Generators
+    Code of `threading` counts as ours, as its locks are written in Python. A moment is when a function begins, and when one that is not written in Python returns. Generators
     are left out where they go on: one that is let go of does so a last time, in a destructor, and
     what is raised there reaches nobody.
 
@@ -35,7 +36,8 @@ def interrupted(moment: int) -> Iterator[Moments]:
         nonlocal left
         code = frame.f_code
         goes_on = event == "call" and code.co_flags & inspect.CO_GENERATOR
-        if event in ("call", "c_return") and not goes_on and "/sync_" in code.co_filename:
+        ours = "/sync_" in code.co_filename or code.co_filename == threading.__file__
+        if event in ("call", "c_return") and not goes_on and ours:
             left -= 1
             if left == -1:
                 moments.came = True

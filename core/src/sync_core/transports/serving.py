@@ -123,7 +123,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def connect(self, connection: socket.socket, worker_id: int | None = None) -> None:
         """Serve one more connection; only ``worker_id`` may say hello on it, if that is given."""
-        with self._publisher.changed:
+        with self._publisher.lock:
             peer = self._make_peer(Channel(connection, _MAX_HELLO), worker_id)
             self._connections.add(peer)
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)
@@ -131,7 +131,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def offer_to(self, worker_ids: Sequence[int]) -> None:
         """Offer the newest version to those of these workers that are connected."""
-        with self._publisher.changed, uninterrupted():
+        with self._publisher.lock, uninterrupted():
             for worker_id in worker_ids:
                 peer = self._peers.get(worker_id)
                 if peer is not None:
@@ -153,7 +153,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, and let it know."""
-        with self._publisher.changed:
+        with self._publisher.lock:
             self._publisher.remove_worker(worker_id)
             peer = self._peers.pop(worker_id, None)
             if peer is not None:
@@ -161,7 +161,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def close(self) -> None:
         """Let the workers know, and end the thread."""
-        with self._publisher.changed:
+        with self._publisher.lock:
             if self._publisher.closed:
                 return
             self._publisher.close()
@@ -172,7 +172,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
     def _serve(self) -> None:
         while not self._publisher.closed:
             for key, _ in self._selector.select():
-                with self._publisher.changed:
+                with self._publisher.lock:
                     if key.fileobj is self._woken:
                         self._woken.recv(4096)
                     elif isinstance(key.data, socket.socket):
@@ -243,7 +243,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             self._publisher.lost(peer.worker_id, peer, reason)
 
     def _tear_down(self) -> None:
-        with self._publisher.changed:
+        with self._publisher.lock:
             for peer in tuple(self._connections):
                 self._say_gone(peer, "the sender was closed")
                 self._lose(peer, "the sender was closed")
