@@ -16,6 +16,7 @@ from sync_core.models.extract import Strategy
 from sync_core.models.own import register_owner
 from sync_core.models.several import either
 from sync_core.plugins.address import Address
+from sync_core.plugins.increments import Increments
 from sync_core.plugins.verify import Verify
 from sync_core.release import release_with
 from sync_core.report import SendReport
@@ -62,7 +63,11 @@ class Sender(Updater):
         strategy: how a module is read and written: ``"tensordict"`` or ``"state_dict"``.
         zero_copy: let the workers' parameters be views of what arrives; they are read-only then,
             and after a write to one in place, where that is possible at all, `receive` raises.
-        partial: accept updates that lack some of the model's tensors.
+        partial: accept weights that lack some of the model's tensors; these count as unchanged.
+            A worker that lacks more, since it joined late or since a version was skipped or
+            missed, also gets what it lacks, all tensors if need be: from ``model``, or from a
+            copy that is kept of weights given by hand that are not the model's own. A worker that
+            joins gets its first version with the next `send`.
         on_failure: what is done about a worker that failed, after the others were updated:
             ``"raise"`` a `SendError`; ``"drop"`` it; ``"quarantine"``, do not wait for it for a
             time that doubles, though it gets every version, until it has committed the newest;
@@ -146,6 +151,7 @@ class Sender(Updater):
         )
         if self._outlet.moves_nothing is not None:
             register_owner(self._terms.token, self._source)
+        self._increments = Increments()
         self._cadence = Cadence(self._outlet.stack, model_id)
         self._version = 0
         self._starting = threading.Lock()
@@ -251,8 +257,9 @@ class Sender(Updater):
             update = self._source.read(given)
             self._open(update, given)
             due = self._cadence.due(addressed, self._version)
+            update, base = self._complete(given, update, due)
             if due:
-                update = self._outlet.prepare(update, self._version + 1, due)
+                update = self._outlet.prepare(update, self._version + 1, due, base)
                 self._version += 1
             prepared = time.perf_counter()
             packing = Stopwatch()
@@ -373,6 +380,22 @@ class Sender(Updater):
     def _open(self, update: Update, model: Any) -> None:
         workers, members = tuple(self._handles.values()), self._members
         self._outlet.open(update, model, members.ids, workers, members.notify)
+
+    def _complete(self, given: Any, update: Update, due: tuple[int, ...]) -> tuple[Update, int]:
+        """Add what the workers lack to a partial update; return it and the version it builds on."""
+        layout = self._source.layout
+        if not self._outlet.increments or layout is None:
+            return update, 0
+        if given is None and update.layout is layout:
+            self._increments.record(None, layout, {}, self._version + 1)
+            return update, 0
+        own = self._source.own_tensors()
+        self._increments.record(update, layout, own, self._version + 1)
+        if update.layout is layout:
+            return update, 0
+        base = self._members.held(due)
+        update = self._increments.since(base, layout, own)
+        return update, 0 if update.layout is layout else base
 
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
         report = replace(report, scheme=self._outlet.scheme, model_id=self.model_id)
