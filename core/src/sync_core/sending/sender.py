@@ -248,15 +248,36 @@ class Sender(Updater):
         weights_dict: Mapping[str, Any] | None = None,
     ) -> PendingSend:
         """Like `send`, but do not wait. The weights were read when this returns."""
+        return self._start(either(weights, weights_dict), worker_ids, timeout)
+
+    def count_push(self, worker_ids: int | Iterable[int] | None = None) -> tuple[int, ...]:
+        """Count a push to workers, and return those that no `skip_update` hook holds back.
+
+        For a caller that sends several models as one version by several senders: it asks each of
+        them, and gives the workers that no sender skips to `send_counted`.
+        """
+        return self._cadence.due(normalize(worker_ids, self._members.ids), self._version)
+
+    def send_counted(self, weights: Any, worker_ids: Iterable[int]) -> PendingSend:
+        """Like `send_async`, for workers that `count_push` has returned: skip none of them."""
+        return self._start(weights, worker_ids, None, counted=True)
+
+    def _start(
+        self,
+        given: Any,
+        worker_ids: int | Iterable[int] | None,
+        timeout: float | None,
+        *,
+        counted: bool = False,
+    ) -> PendingSend:
         started = time.perf_counter()
         seconds = self._terms.timeout if timeout is None else check_seconds(timeout)
         with self._starting:
             self._check_ready()
             addressed = normalize(worker_ids, self._members.ids)
-            given = either(weights, weights_dict)
             update = self._source.read(given)
             self._open(update, given)
-            due = self._cadence.due(addressed, self._version)
+            due = addressed if counted else self._cadence.due(addressed, self._version)
             update, base = self._complete(given, update, due)
             if due:
                 update = self._outlet.prepare(update, self._version + 1, due, base)
