@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import compress
 from typing import Any
 
-from sync_core.errors import ModelError, OptionError
+from sync_core.errors import ModelError, OptionError, SyncError, TransportError
 from sync_core.models.several import names_of
 from sync_core.plugins import registry
 from sync_core.plugins.address import Address
@@ -123,9 +123,18 @@ class Outlet:
     def send(
         self, update: Update, version: int, worker_ids: tuple[int, ...], packing: Stopwatch
     ) -> dict[int, Delivery]:
-        """Hand what was prepared last to the transport."""
+        """Hand what was prepared last to the transport.
+
+        Where the transport raises something else than a `SyncError`, every delivery has failed.
+        """
         payload = Payload(version, update.layout, update.source, packing=packing)
-        deliveries = dict(self._opened().send(payload, worker_ids))
+        transport = self._opened()
+        try:
+            deliveries = dict(transport.send(payload, worker_ids))
+        except SyncError:
+            raise
+        except Exception as error:
+            return self._undelivered(payload, worker_ids, error)
         self._verification.guard(deliveries.values())
         return deliveries
 
@@ -133,6 +142,18 @@ class Outlet:
         """Close the transport, if there is one."""
         if self._close is not None:
             self._close()
+
+    def _undelivered(
+        self, payload: Payload, worker_ids: tuple[int, ...], cause: Exception
+    ) -> dict[int, Delivery]:
+        message = f"{self._backend.describe()} could not send version {payload.version}: {cause!r}"
+        deliveries = {}
+        for worker_id in worker_ids:
+            deliveries[worker_id] = Delivery(worker_id, payload.version, payload.nbytes)
+            error = TransportError(worker_id, message)
+            error.__cause__ = cause
+            deliveries[worker_id].fail(error)
+        return deliveries
 
     def _opened(self) -> SenderTransport:
         if self.transport is None:

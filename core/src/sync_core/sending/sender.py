@@ -247,7 +247,11 @@ class Sender(Updater):
         timeout: float | None = None,
         weights_dict: Mapping[str, Any] | None = None,
     ) -> PendingSend:
-        """Like `send`, but do not wait. The weights were read when this returns."""
+        """Like `send`, but do not wait. The weights were read when this returns.
+
+        Raises:
+            SendError: the scheme's transport raised; the error is chained. For others see `send`.
+        """
         return self._start(either(weights, weights_dict), worker_ids, timeout)
 
     def count_push(self, worker_ids: int | Iterable[int] | None = None) -> tuple[int, ...]:
@@ -300,7 +304,9 @@ class Sender(Updater):
             if self._closed:
                 # By another thread, which did not see it yet.
                 pending.abandon(_CLOSED)
-            return pending
+        if pending.undelivered:
+            pending.wait()
+        return pending
 
     def check(self, weights: Any = None) -> None:
         """Raise what `send` would raise about these weights, and send nothing."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from sync_core.errors import WorkerError, WorkerLostError
+from sync_core.errors import TransportError, WorkerError, WorkerLostError
 from sync_core.transports.notice import Notice
 from sync_core.transports.transport import Delivery
 from sync_core.workers.announcer import Announcer
@@ -126,7 +126,10 @@ class Membership:
         unwaited: dict[int, Literal["quarantine", "restart"]] = {}
         with self._lock:
             now = self._clock()
-            if deliveries.keys() == self._workers.keys():
+            sent_to_all = deliveries.keys() == self._workers.keys()
+            if sent_to_all and not any(
+                isinstance(delivery.error, TransportError) for delivery in deliveries.values()
+            ):
                 self._newest_for_all = version
             seats: dict[int, int] = {}
             for worker_id in deliveries.keys() & self._workers.keys():
