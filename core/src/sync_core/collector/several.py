@@ -110,9 +110,11 @@ class SeveralModels:
                     self._pending = pending
                     return pending
                 return pending.wait()
-            finally:
+            except BaseException as error:
                 if self._pending is None:
-                    pending.abandon()
+                    pending.interrupt(error)
+                raise
+            finally:
                 self.seconds = time.perf_counter() - started
 
     def refresh(self, worker_ids: Sequence[int]) -> PendingSend | None:
@@ -184,9 +186,9 @@ class SeveralModels:
             for name, given in weights.items():
                 sends[name] = self.senders[name].send_counted(given, due)
             deliveries = self._announce(sends, due, call)
-        except BaseException:
+        except BaseException as error:
             for send in sends.values():
-                send.abandon()
+                send.interrupt(error)
             raise
         policy = sends.get(POLICY)
         self.required = {} if policy is None else dict.fromkeys(policy.worker_ids, policy.version)
@@ -276,8 +278,9 @@ class SeveralModels:
         pending = self._send(self._last, (worker_id,), time.perf_counter(), self._crew.call)
         try:
             pending.wait()
-        finally:
-            pending.abandon()
+        except BaseException as error:
+            pending.interrupt(error)
+            raise
 
     def _leave(self, worker_id: int) -> None:
         """Serve a worker no longer."""

@@ -142,6 +142,13 @@ class PendingSend:
         """
         self._end(waited=False, reason=reason)
 
+    def interrupt(self, error: BaseException) -> None:
+        """End the send now, since an exception interrupted it; see `abandon`."""
+        self.abandon(
+            f"the send was interrupted by {type(error).__name__} before the worker confirmed "
+            f"version {self.version}"
+        )
+
     def _end(self, *, waited: bool, reason: str | None = None) -> SendReport:
         with self._ending:
             if self._report is None:

@@ -236,8 +236,9 @@ class Sender(Updater):
         pending = self.send_async(weights, worker_ids, timeout=timeout, weights_dict=weights_dict)
         try:
             return pending.wait()
-        finally:
-            pending.abandon()
+        except BaseException as error:
+            pending.interrupt(error)
+            raise
 
     def send_async(
         self,
