@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sync_core.errors import LayoutMismatchError
+from sync_core.models.extra_state import is_json
 from sync_core.weights.layout import Layout
 
 _SHOWN = 8
@@ -49,6 +50,8 @@ def _problems(weights: Layout, model: Layout, *, partial: bool) -> Iterator[str]
                 yield f"{name!r} is in the model, not in the weights (partial=True allows that)"
             continue
         theirs, mine = weights.specs[weights.index[name]], model.specs[model.index[name]]
+        if is_json(name) and (theirs.dtype, len(theirs.shape)) == (mine.dtype, len(mine.shape)):
+            continue  # text may be longer than what it replaces
         if (theirs.dtype, theirs.shape) != (mine.dtype, mine.shape):
             yield (
                 f"{name!r} is {_kind(theirs.dtype, theirs.shape)} in the weights "

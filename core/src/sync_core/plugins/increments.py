@@ -75,7 +75,7 @@ class Increments:
                     f"a worker lacks {name!r}, which the sender does not have; send the whole model"
                 )
             tensors.append(tensor)
-        return Update(layout.subset(tuple(positions)), tensors)
+        return Update(layout.subset(tuple(positions)).with_tensors(tensors), tensors)
 
 
 class BaseLayer:

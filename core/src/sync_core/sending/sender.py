@@ -423,7 +423,8 @@ class Sender(Updater):
             return update, 0
         base = self._members.held(due)
         update = self._increments.since(base, layout, own)
-        return update, 0 if update.layout is layout else base
+        whole = len(update.layout.specs) == len(layout.specs)
+        return update, 0 if whole else base
 
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
         report = replace(report, scheme=self._outlet.scheme, model_id=self.model_id)
