@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_core.errors import ModelError, PayloadError
+from sync_core.models.wrappers import plain_name
 
 _SUFFIX = "_extra_state"
 _JSON = "__json__"
@@ -28,8 +29,9 @@ _PLAIN = (type(None), bool, int, float, str)
 
 def modules_with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The submodules that override `get_extra_state`, with the name of their extra state."""
+    plain = plain_name(model)
     return [
-        (f"{prefix}.{_SUFFIX}" if prefix else _SUFFIX, module)
+        (plain(f"{prefix}.{_SUFFIX}" if prefix else _SUFFIX), module)
         for prefix, module in model.named_modules()
         # Ray wraps the methods of the classes of actors, which may be modules.
         if unwrap(type(module).get_extra_state) is not nn.Module.get_extra_state

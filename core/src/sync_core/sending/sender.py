@@ -53,7 +53,9 @@ class Sender(Updater):
         model: what is sent when `send` is given nothing: a module, a TensorDict, a state_dict,
             a string such as ``"env.transform[0]"``, looked up in ``context`` at every send, or
             a mapping from names to such models, which are one version: all committed, or none.
-            None means ``model_id`` in ``context``, or a model registered later.
+            None means ``model_id`` in ``context``, or a model registered later. Names of tensors
+            are without the prefixes of `torch.compile`, `DistributedDataParallel` and
+            `DataParallel`, here and in the workers, so that a wrapped model fits a plain one.
         num_workers: how many workers there are; their ids are ``0 … num_workers - 1``.
         workers: handles of the workers, for a scheme that calls into them.
         model_id: the model's name.
