@@ -68,7 +68,12 @@ def test_extra_state_of_something_else_is_an_error_that_names_it() -> None:
 
 
 def test_extra_state_as_json_comes_back_as_it_was() -> None:
-    state = [1 << 70, {"a": (b"\xff", {}), 2: [None, "é\ud800"]}, torch.ones(2), float("-inf")]
+    state: list[Any] = [
+        1 << 70,
+        {"a": (b"\xff", {}), 2: [None, "é\ud800"]},
+        torch.ones(2),
+        float("-inf"),
+    ]
     named = dict(flatten("_extra_state", state))
     assert repr(rebuild("_extra_state", None, named)) == repr(state)
     longer = dict(flatten("_extra_state", {**state[1], "text": "x" * 1000}))

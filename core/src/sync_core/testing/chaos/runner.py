@@ -161,7 +161,8 @@ class _Run:
             time.sleep(0.03)
         limit = self._limit(round_)
         begin = time.monotonic()
-        report, failure = None, None
+        report: SendReport | None = None
+        failure: Exception | None = None
         try:
             with ExitStack() as stack:
                 if round_.trial.squeeze == "trainer":
