@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -140,6 +141,22 @@ def test_ctrl_c_at_any_moment_of_a_send_leaves_the_sender_ready(
         finally:
             done.set()
         working.result(10)
+
+
+def test_an_interrupted_send_is_reported_as_interrupted() -> None:
+    reports: list[SendReport] = []
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with Sender("thread", weights(), num_workers=1, on_report=reports.append) as sender:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                sender.send()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert str(reports[0].workers[0].error) == (
+        "worker 0: the send was interrupted by KeyboardInterrupt before the worker confirmed "
+        "version 1"
+    )
 
 
 def test_whoever_counts_otherwise_changes_nothing_for_the_sender() -> None:

@@ -124,6 +124,10 @@ class WorkerLostError(WorkerError, ConnectionError):
     """The worker died or disconnected."""
 
 
+class TransportError(WorkerError):
+    """The scheme's transport raised, so that no worker was sent the version; none is at fault."""
+
+
 class ApplyError(WorkerError):
     """The worker raised while it applied the weights; it keeps the version it had."""
 

@@ -69,7 +69,8 @@ class Updates:
 
         A worker commits between two steps, also in the middle of a batch: ``policy_version`` says
         which frames were made with which weights. One with several models commits between two
-        batches: all that an update names, or nothing.
+        batches: all that an update names, or nothing. If a `skip_update` hook skips one of these
+        models for a worker, all of them are skipped for that worker.
 
         Args:
             policy_or_weights: a module, a TensorDict or a state_dict; None for the trainer's own.

@@ -31,6 +31,8 @@ from sync_core.plugins import registry
 from sync_core.plugins.address import Address
 from sync_core.plugins.defaults import Defaults
 from sync_core.plugins.hook_check import implemented
+from sync_core.plugins.increments import BaseLayer, check_base
+from sync_core.plugins.registry import Plugin
 from sync_core.plugins.stack import Stack
 from sync_core.plugins.verify import Verification
 from sync_core.receiving.background import Background
@@ -97,7 +99,12 @@ class Receiver:
         layers = [registry.find("sync.layers", layer) for layer in address.layers]
         defaults = Defaults(address.strategy)
         self._verification = Verification(address.verify, self._backend, layers, address.strategy)
-        self._stack = Stack(defaults, self._backend, self._verification.layers)
+        layers_used = self._verification.layers
+        self._increments = address.partial and "same_object" not in self._backend.capabilities
+        if self._increments:
+            base = Plugin(registry.LAYERS, "base", BaseLayer())
+            layers_used = (*layers_used, base)
+        self._stack = Stack(defaults, self._backend, layers_used)
         self._reshapes = any(
             "apply_weights" in implemented(plugin.object) for plugin in (self._backend, *layers)
         )
@@ -214,14 +221,27 @@ class Receiver:
             self.reject(SyncError("a newer version was asked for before this one was committed"))
             deadline = time.monotonic() + seconds
             payload = self._next(deadline)
-            while payload is not None and payload.version <= self._version:
-                payload.release()
+            while payload is not None and not self._accepts(payload):
                 payload = self._next(deadline)
             if payload is None:
                 self._check_open()
                 return None
             self._staged, self._loaded = payload, False
             return payload.version
+
+    def _accepts(self, payload: Payload) -> bool:
+        """Whether a payload is newer than the model, and brings all that the model lacks."""
+        if payload.version <= self._version:
+            payload.release()
+            return False
+        if not self._increments:
+            return True
+        self._staged, self._loaded = payload, False
+        try:
+            check_base(payload, self._version)
+        except SyncError as error:
+            self.reject(error)
+        return self._staged is not None
 
     @property
     def staged(self) -> int:

@@ -12,9 +12,13 @@ from sync_core import (
     Receiver,
     SenderLostError,
     SendError,
+    TransportError,
+    Update,
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_core.plugins import registry
+from sync_core.testing.faults.gate import gated
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, make_policy
 from sync_core.testing.schemes.pool import Pool
@@ -34,6 +38,30 @@ class FaultCases(SchemeCases):
         assert isinstance(report.workers[1].error, ApplyError)
         assert "'0.weight' is float32[4, 3] in the weights and float32[1, 1]" in str(failure.value)
         assert workers.values() == [{1.0}, {0.0, 5.0}]
+
+    def test_a_transport_that_raises_is_named(self, start: Start) -> None:
+        workers = start(make_policy(1.0), 1, on_failure="drop")
+        workers.send()
+        broken = [OSError("no route to the broker")]
+
+        def fail() -> None:
+            raise broken.pop()
+
+        update = Update.of(make_policy(2.0).state_dict())
+        tensors = gated(update.tensors, update.layout, 0, fail)
+        names = [spec.name for spec in update.layout.specs]
+        try:
+            workers.sender.send_async(dict(zip(names, tensors, strict=True))).abandon()
+        except SendError as error:
+            failure = error
+        else:
+            pytest.skip("the scheme reads tensors in a way that this case cannot interrupt")
+        assert isinstance(failure.__cause__, OSError)
+        assert isinstance(failure.report.workers[0].error, TransportError)
+        assert registry.find(registry.SCHEMES, self.scheme).describe() in str(failure)
+        # No worker has failed, so none is dropped.
+        assert workers.send().updated == (0,)
+        assert workers.values() == [{1.0}]
 
     def test_dropped_when_it_fails(self, start: Start) -> None:
         workers = start(make_policy(1.0), on_failure="drop")
