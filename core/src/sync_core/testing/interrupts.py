@@ -22,7 +22,8 @@ class Moments:
 def interrupted(moment: int) -> Iterator[Moments]:
     """For ``with``: Ctrl-C, at one of the moments at which Python looks for it in code of ours.
 
-    Code of `threading` counts as ours, as its locks are written in Python. A moment is when a function begins, and when one that is not written in Python returns. Generators
+    Code of `threading` counts as ours, as its locks are written in Python. A moment is when a
+    function begins, and when one that is not written in Python returns. Generators
     are left out where they go on: one that is let go of does so a last time, in a destructor, and
     what is raised there reaches nobody.
 

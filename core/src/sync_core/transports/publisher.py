@@ -95,8 +95,8 @@ class Publisher:
             raise OptionError(
                 f"slots={limit} has no room for a version; give 1 or more, or leave it out"
             )
-        # `with` takes the lock and not the condition, whose `__enter__` is written in Python: Ctrl-C
-        # inside of that would leave the lock taken for good.
+        # `with` takes the lock and not the condition, whose `__enter__` is written in Python:
+        # Ctrl-C inside of that would leave the lock taken for good.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.closed = False
