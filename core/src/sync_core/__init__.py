@@ -57,7 +57,7 @@ from sync_core.transports.local_socket import LocalListener, connect_locally, sa
 from sync_core.transports.notice import Notice
 from sync_core.transports.point_to_point import PointToPointTransport
 from sync_core.transports.publisher import Publisher, Slot
-from sync_core.transports.serving import Peer, ServingTransport, hello
+from sync_core.transports.serving import Peer, ServingTransport, farewell, hello
 from sync_core.transports.shared_memory import SharedMemory
 from sync_core.transports.shared_slots import MappedSlots, SharedSlots
 from sync_core.transports.transport import Delivery, ReceiverTransport, SenderTransport
@@ -171,6 +171,7 @@ __all__ = [
     "close_hosted",
     "connect_locally",
     "consolidate",
+    "farewell",
     "hello",
     "hookimpl",
     "pickle_factory",

@@ -26,7 +26,7 @@ from sync_plugin_dist.memory_lane import MemoryLane
 from sync_plugin_dist.office import DistPeer, Office
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.parts import pack
-from sync_plugin_dist.protocol import Endpoint, LeftError, listen
+from sync_plugin_dist.protocol import Endpoint, listen
 from sync_plugin_dist.rendezvous import Rendezvous
 from sync_plugin_dist.wire import Wire
 
@@ -150,8 +150,6 @@ class DistSender(ServingTransport[DistPeer], Office):
             self.publisher.answer(peer.id, answer, peer)
         elif kind == "reads":
             self.publisher.give_back(peer, message["held"])
-        elif kind == "leave":
-            raise LeftError(str(message["reason"]))
         elif peer.served:
             # Otherwise another receiver has its place.
             self._handle_transfer(self._lane(peer), peer, message)
@@ -198,8 +196,7 @@ class DistSender(ServingTransport[DistPeer], Office):
 
     def describe_loss(self, peer: DistPeer, cause: Exception) -> str:
         """Also say who goes on without it, where workers are served together."""
-        left = isinstance(cause, LeftError)
-        reason = str(cause) if left else super().describe_loss(peer, cause)
+        reason = super().describe_loss(peer, cause)
         if not self.collective:
             return reason
         others = ", ".join(str(i) for i in sorted(self._peers) if i != peer.worker_id)

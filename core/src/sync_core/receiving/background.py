@@ -49,6 +49,10 @@ class Background(ReceiverTransport):
         """Answer."""
         self._transport.acknowledge(answer)
 
+    def leave(self, reason: str) -> None:
+        """Notify the sender."""
+        self._transport.leave(reason)
+
     def wake(self) -> None:
         """Let whoever waits come back; one who commits what was staged is still to answer."""
         with self._lock:

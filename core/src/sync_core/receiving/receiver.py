@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -96,6 +97,25 @@ class Receiver:
         self._on_commit = on_commit
         self._on_arrival: Callable[[], object] = _nothing
         self._backend = registry.find("sync.schemes", address.scheme)
+        try:
+            self._prepare(model)
+        except Exception as error:
+            self._refuse(error)
+            raise
+        transport = self._stack.create_receiver_transport(
+            address.transport_context(self._backend.name, self._timeout)
+        )
+        staged = background and "background" in self._backend.capabilities
+        self._transport = Background(transport) if staged else transport
+        self._reasons: list[str] = []
+        self._leave = weakref.finalize(
+            self, _leave, self._transport, self._lease, self._reasons, os.getpid()
+        )
+        self._leave.atexit = False
+
+    def _prepare(self, model: Any) -> None:
+        """Find the layers, and check the model."""
+        address = self._address
         layers = [registry.find("sync.layers", layer) for layer in address.layers]
         defaults = Defaults(address.strategy)
         self._verification = Verification(address.verify, self._backend, layers, address.strategy)
@@ -121,13 +141,18 @@ class Receiver:
         self._turn = Turn()
         if model is not None:
             self.register_model(model)
-        transport = self._stack.create_receiver_transport(
-            address.transport_context(self._backend.name, self._timeout)
-        )
-        staged = background and "background" in self._backend.capabilities
-        self._transport = Background(transport) if staged else transport
-        self._leave = weakref.finalize(self, _leave, self._transport, self._lease)
-        self._leave.atexit = False
+
+    def _refuse(self, error: Exception) -> None:
+        """Connect only to let the sender know, at once, why this worker cannot receive."""
+        stack = Stack(Defaults(self._address.strategy), self._backend)
+        context = self._address.transport_context(self._backend.name, self._timeout)
+        # What is raised to the caller is why, and not that the sender could not be reached.
+        with suppress(Exception), closing(stack.create_receiver_transport(context)) as transport:
+            payload = transport.receive(0.0)
+            if payload is not None:
+                payload.release()
+                transport.acknowledge(Answer.refusal(payload.version, error))
+            transport.leave(f"refused to receive: {_describe(error)}")
 
     @classmethod
     def from_getter(
@@ -373,7 +398,11 @@ class Receiver:
 
         Where another thread waits in `receive`, that raises `ClosedError` at once.
         """
+        self._close("closed its receiver")
+
+    def _close(self, reason: str) -> None:
         self._closed = True
+        self._reasons.append(reason)
         with self._turn.last(self._transport.wake):
             if self._staged is not None:
                 self._staged.release()
@@ -383,8 +412,9 @@ class Receiver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        cause = "" if error is None else f" after {_describe(error)}"
+        self._close(f"closed its receiver{cause}")
 
     def _next(self, deadline: float) -> Payload | None:
         try:
@@ -427,6 +457,15 @@ def _tell(reference: weakref.ref[Receiver]) -> None:
         _log.exception("what is called when a version has come raised")
 
 
-def _leave(transport: ReceiverTransport, lease: Lease) -> None:
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _leave(transport: ReceiverTransport, lease: Lease, reasons: list[str], process: int) -> None:
     lease.end()
-    transport.close()
+    try:
+        # Not for a process that was forked from the receiver's.
+        if os.getpid() == process:
+            transport.leave(reasons[0] if reasons else "dropped its receiver without closing it")
+    finally:
+        transport.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -160,6 +161,7 @@ class Sender(Updater):
         self._pending: PendingSend | None = None
         self._close_members = release_with(self, self._members.close)
         self._closed = False
+        self._process = os.getpid()
         if model is None and context is not None:
             model = model_id
         if model is not None:
@@ -167,6 +169,7 @@ class Sender(Updater):
 
     def register_model(self, model: Any) -> None:
         """Say what is sent when `send` is given nothing; see the argument ``model``."""
+        self._check_open()
         before, self._source.model = self._source.model, model
         try:
             self._open(self._source.read(), model)
@@ -328,6 +331,7 @@ class Sender(Updater):
         Raises:
             PendingSendError: none is pending.
         """
+        self._check_process()
         pending = self._pending
         if pending is None or pending.ended:
             raise PendingSendError("no send is pending; call send_async() first")
@@ -375,8 +379,11 @@ class Sender(Updater):
             self._outlet.transport.remove_worker(worker_id)
 
     def close(self) -> None:
-        """End a pending send and release everything; receivers learn that the sender is gone."""
-        if self._closed:
+        """End a pending send and release everything; receivers learn that the sender is gone.
+
+        In a process that was forked from the sender's, this does nothing.
+        """
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         pending = self._pending
@@ -397,7 +404,16 @@ class Sender(Updater):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise ClosedError(
+                f"this Sender belongs to process {self._process}, from which this one (process "
+                f"{os.getpid()}) was forked; make another here, Sender(…), or give this process "
+                "an address before it is forked: sender.address(worker_id)"
+            )
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise ClosedError("the sender is closed")
 

@@ -189,7 +189,7 @@ class StoreSender(SenderTransport):
             return "its record is gone from the store, or not whole"
         who = f"its process {record['process']} on {record['host']}"
         if record["beats"] < 0:
-            return f"{who} has closed its receiver"
+            return f"{who} {record['left']}"
         if not place.watch.lives((record["owner"], record["beats"])):
             return f"{who} has given no sign of life for {self._options.lost_after:g} s"
         return None

@@ -10,7 +10,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +24,8 @@ from sync_core.transports.transport import SenderTransport
 _MAX_HELLO = 4096
 _MAX_STRANGERS = 128
 _ROOT = 0
+# The longest reason for which a worker says that it leaves, in characters.
+_LONGEST_REASON = 60_000
 
 
 @dataclass(eq=False)
@@ -52,6 +54,10 @@ class Peer:
         return f"worker {self.worker_id} (process {self.pid})"
 
 
+class _LeftError(Exception):
+    """A worker has left, and said why."""
+
+
 PeerT = TypeVar("PeerT", bound=Peer)
 
 
@@ -59,8 +65,8 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
     """Serves workers that connect over sockets, in a thread of its own.
 
     A connection begins with the worker's `hello`, which shows that it knows the token, and ends
-    with ``{"type": "gone", "reason": …}`` from the sender, or by hanging up. What is said between
-    is a subclass's. The publisher's lock is held whenever a method of a subclass is called.
+    with ``{"type": "gone", "reason": …}`` from the sender, ``{"type": "leave", "reason": …}`` from
+    the worker, or by hanging up. What is said between is a subclass's. The publisher's lock is held whenever a method of a subclass is called.
 
     Args:
         token: what a worker must know.
@@ -118,16 +124,19 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         """Release what the connection held, which is closed already."""
 
     def describe_loss(self, peer: PeerT, cause: Exception) -> str:
-        """What became of a worker whose connection ended by itself."""
+        """Why a worker was lost whose connection has ended."""
+        if isinstance(cause, _LeftError):
+            return str(cause)
         return f"its process {peer.pid} is gone: {cause}"
 
-    def connect(self, connection: socket.socket, worker_id: int | None = None) -> None:
+    def connect(self, connection: socket.socket, worker_id: int | None = None) -> PeerT:
         """Serve one more connection; only ``worker_id`` may say hello on it, if that is given."""
         with self._publisher.lock:
             peer = self._make_peer(Channel(connection, _MAX_HELLO), worker_id)
             self._connections.add(peer)
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)
             self._wake_up.send(b"\0")
+            return peer
 
     def offer_to(self, worker_ids: Sequence[int]) -> None:
         """Offer the newest version to those of these workers that are connected."""
@@ -142,7 +151,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         try:
             peer.channel.send(message, descriptors)
         except ConnectionError as error:
-            self._lose(peer, self.describe_loss(peer, error))
+            self._lose(peer, self.describe_loss(peer, _cause(peer, error)))
             return False
         return True
 
@@ -200,18 +209,24 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             while (message := peer.channel.pop_message()) is not None:
                 if peer.worker_id is None:
                     self._admit(peer, message)
+                elif message["type"] == "leave":
+                    raise _left(peer, message)
                 else:
                     self.handle(peer, message)
         except Exception as error:
             # Whatever it has sent: the thread lives for the other workers.
-            self._lose(peer, self.describe_loss(peer, error))
+            self._lose(peer, self.describe_loss(peer, _cause(peer, error)))
 
     def _admit(self, peer: PeerT, message: Message) -> None:
-        if message["type"] != "hello" or not hmac.compare_digest(
-            str(message["token"]).encode(), self._token.encode()
-        ):
-            raise ConnectionError("it does not know the token")
+        if message["type"] != "hello":
+            raise ConnectionError("it does not say hello")
         worker_id = int(message["worker"])
+        if not hmac.compare_digest(str(message["token"]).encode(), self._token.encode()):
+            # A stranger may fail no send; should the send fail, this is likely to be why.
+            self._publisher.remark(
+                worker_id, f"a receiver that gave a wrong token for worker {worker_id} was refused"
+            )
+            raise ConnectionError("it does not know the token")
         if peer.expected not in (None, worker_id) or not self._publisher.joined(worker_id, peer):
             self._say_gone(peer, f"the sender has no worker {worker_id} any more")
             return
@@ -254,6 +269,29 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def torn_down(self) -> None:
         """Release the rest; the thread ends after this."""
+
+
+def _left(peer: Peer, message: Message) -> _LeftError:
+    return _LeftError(f"{message['reason']} (process {peer.pid})")
+
+
+def _cause(peer: Peer, error: Exception) -> Exception:
+    """Why a connection has ended: what the worker has said last, if that was not read yet."""
+    if peer.worker_id is None or not isinstance(error, ConnectionError):
+        return error
+    # The first error may be that of a write; the messages before it are still there.
+    for _ in range(2):
+        with suppress(ConnectionError):
+            peer.channel.read()
+    while (message := peer.channel.pop_message()) is not None:
+        if message.get("type") == "leave":
+            return _left(peer, message)
+    return error
+
+
+def farewell(reason: str) -> Message:
+    """The last message of a worker to a `ServingTransport`; see `ReceiverTransport.leave`."""
+    return {"type": "leave", "reason": reason[:_LONGEST_REASON]}
 
 
 def hello(token: str, worker_id: int) -> Message:

@@ -157,7 +157,7 @@ class ReceiverTransport(ABC):
     """A receiver's side of a transport.
 
     Methods are called by one thread at a time; but while one is in `receive`, another may call
-    `acknowledge` or `wake`, or release a payload.
+    `acknowledge`, `leave` or `wake`, or release a payload.
     """
 
     @abstractmethod
@@ -193,6 +193,16 @@ class ReceiverTransport(ABC):
         """
         del callback
         return False
+
+    def leave(self, reason: str) -> None:  # noqa: B027 - some senders need not be notified
+        """Notify the sender that this receiver is about to close, and why; `close` follows.
+
+        The sender then fails what this worker has not answered, and what is sent to it until
+        another receiver connects, with this reason. Without it, a send waits for its deadline.
+
+        Args:
+            reason: a clause such as ``"closed its receiver"``.
+        """
 
     @abstractmethod
     def close(self) -> None:
