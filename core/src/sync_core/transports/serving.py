@@ -66,7 +66,8 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     A connection begins with the worker's `hello`, which shows that it knows the token, and ends
     with ``{"type": "gone", "reason": …}`` from the sender, ``{"type": "leave", "reason": …}`` from
-    the worker, or by hanging up. What is said between is a subclass's. The publisher's lock is held whenever a method of a subclass is called.
+    the worker, or by hanging up. A subclass handles what is said between. The publisher's lock is
+    held whenever a method of a subclass is called.
 
     Args:
         token: what a worker must know.
