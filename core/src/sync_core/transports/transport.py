@@ -37,7 +37,8 @@ class Delivery:
         self.ended_at: float | None = None
         #: What a transport knows of a worker that is late, for the report; a clause.
         self.remark = ""
-        self._lock = threading.Lock()
+        # Reentrant, as the garbage collector may close a receiver in a thread that holds it.
+        self._lock = threading.RLock()
         self._ended = threading.Event()
         self._check: Callable[[Delivery, Answer | None], WorkerError | None] = _accept
         self._watcher: Callable[[Delivery, WorkerError | None], None] | None = None
