@@ -111,6 +111,17 @@ def collector(env: Any = long_episodes, policy: Any = None, **options: Any) -> C
     return Collector(env, policy, **options)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_process_ends_no_workers() -> None:
+    with Collector(Pid, num_workers=1, frames_per_batch=2, scheme="shm") as collector:
+        if not (child := os.fork()):
+            # As when it is forgotten, or the process ends.
+            collector._close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert next(collector).numel() == 2
+
+
 @pytest.mark.parametrize("sync", [True, False])
 def test_the_number_of_batches(sync: bool) -> None:
     with collector(num_workers=2, sync=sync, total_frames=10) as made:

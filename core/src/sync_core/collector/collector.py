@@ -41,6 +41,7 @@ from sync_core.collector.warmup import Warmup
 from sync_core.collector.worker_options import WorkerOptions, check_arguments, options_of_workers
 from sync_core.plugins.address import Address
 from sync_core.plugins.groups import check_worker_options, choose_group, shares_policy
+from sync_core.release import release_with
 from sync_core.seconds import check_seconds
 from sync_core.workers.worker_group import WorkerGroup
 
@@ -230,7 +231,7 @@ class Collector(Life, Updates):
         except BaseException:
             self._crew.stop()
             raise
-        self._close = weakref.finalize(self, end, self._crew, self._weights)
+        self._close = release_with(self, end, self._crew, self._weights)
         freshness = Freshness(interval, self._crew, self._requests, self._weights)
         self._delivery = Delivery(
             crew=self._crew,

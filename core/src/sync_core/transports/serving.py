@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import selectors
 import socket
@@ -20,6 +21,7 @@ from sync_core.transports.local_socket import same_user
 from sync_core.transports.publisher import Publisher
 from sync_core.transports.transport import SenderTransport
 
+_log = logging.getLogger("sync_core")
 # Nobody is asked for more than this, or waited for in greater number, before a hello.
 _MAX_HELLO = 4096
 _MAX_STRANGERS = 128
@@ -202,7 +204,12 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         strangers = [p for p in self._connections if p.worker_id is None and p.expected is None]
         if len(strangers) >= _MAX_STRANGERS:
             self._lose(min(strangers, key=lambda peer: peer.since), "it has not said hello")
-        self.connect(connection)
+        try:
+            self.connect(connection)
+        except OSError as error:
+            # The limit of open files, for example. The thread continues for the other workers.
+            _log.warning("a worker's connection was closed, as it cannot be served: %r", error)
+            connection.close()
 
     def _listen_to(self, peer: PeerT) -> None:
         try:

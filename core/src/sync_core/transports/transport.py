@@ -37,7 +37,8 @@ class Delivery:
         self.ended_at: float | None = None
         #: What a transport knows of a worker that is late, for the report; a clause.
         self.remark = ""
-        self._lock = threading.Lock()
+        # Reentrant, as the garbage collector may close a receiver in a thread that holds it.
+        self._lock = threading.RLock()
         self._has_ended = False
         # Taken until the end. Not an Event, whose methods are written in Python: Ctrl-C inside of
         # them would leave its lock taken, and whatever ends the delivery would wait for ever.

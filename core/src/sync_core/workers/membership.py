@@ -72,7 +72,8 @@ class Membership:
     ) -> None:
         self._timeout = timeout
         self._clock = clock
-        self._lock = threading.Lock()
+        # Reentrant, as the garbage collector may close a receiver in a thread that holds it.
+        self._lock = threading.RLock()
         self._workers: dict[int, WorkerStatus] = {}
         self._seats = 0
         self._next_id = 0
