@@ -139,7 +139,10 @@ class Publisher:
             slot.nbytes = payload.nbytes
             self._reserved = None
             for worker_id, delivery in deliveries.items():
-                place = self._places[worker_id]
+                place = self._places.get(worker_id)
+                if place is None:
+                    delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+                    continue
                 place.wanted, place.delivery = slot, delivery
                 if place.lost is not None:
                     delivery.fail(WorkerLostError(worker_id, place.lost))
@@ -152,7 +155,8 @@ class Publisher:
         """These workers are called: those that were lost may yet get what is sent from now on."""
         with self.lock:
             for worker_id in worker_ids:
-                self._places[worker_id].lost = None
+                if worker_id in self._places:
+                    self._places[worker_id].lost = None
 
     def retract(self, slot: Slot) -> None:
         """Withdraw a version that was announced, and whose packing was interrupted.
