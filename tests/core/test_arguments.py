@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from sync_core import ModelError, OptionError, Receiver, Sender, UnknownWorkerError
 from sync_core.collector import Collector
@@ -163,3 +163,45 @@ def test_a_worker_group(arguments: Any, error: type[Exception], message: str) ->
 def test_the_threads_of_worker_processes(threads: Any) -> None:
     with pytest.raises(ValueError, match=r"torch_threads is .*; give 1 or more"):
         ProcessGroup(lambda worker_id: worker_id, 1, torch_threads=threads)
+
+
+@pytest.mark.parametrize("name", ["model_id", "timeout", "workers", "num_workers", "on_failure"])
+def test_an_argument_of_senders_that_the_collector_gives_itself(name: str) -> None:
+    with pytest.raises(OptionError, match=rf"scheme_options has '{name}', which is no option: "):
+        Collector(CountingEnv, Scale(), scheme_options={name: None}, frames_per_batch=2)
+    schemes = {"policy": {"scheme": "shm", name: None}}
+    with pytest.raises(OptionError, match=rf"weight_sync_schemes\['policy'\] has '{name}'"):
+        Collector(CountingEnv, Scale(), weight_sync_schemes=schemes, frames_per_batch=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("num_collectors", "num_workers="),
+        ("weight_updater", "weight_sync_schemes="),
+        ("collector_class", "workers='inline'"),
+        ("create_env_kwargs", "functools.partial"),
+    ],
+)
+def test_an_argument_of_torchrl_is_answered_with_what_does_its_job(name: str, remedy: str) -> None:
+    unknown: dict[str, Any] = {name: 2}
+    with pytest.raises(TypeError, match=remedy):
+        Collector(CountingEnv, Scale(), frames_per_batch=2, **unknown)
+
+
+@pytest.mark.parametrize("workers", ["inline", "process"])
+def test_a_policy_that_does_not_fit_is_a_type_error_of_the_caller(workers: str) -> None:
+    def takes_others(*, height: Tensor, width: Tensor) -> Tensor:
+        return height + width
+
+    def gives_several(observation: Tensor) -> tuple[Tensor, Tensor]:
+        return observation, observation
+
+    def collect(policy: Any) -> None:
+        with Collector(CountingEnv, policy, workers=workers, frames_per_batch=2) as collector:
+            collector.next()
+
+    with pytest.raises(TypeError, match="takes 'height', 'width'"):
+        collect(takes_others)
+    with pytest.raises(TypeError, match="returned a tuple, not the action"):
+        collect(gives_several)

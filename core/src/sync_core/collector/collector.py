@@ -27,6 +27,7 @@ from sync_core.collector.options import (
     refresh_interval,
 )
 from sync_core.collector.output import Output, ReplayBuffer
+from sync_core.collector.policies import raise_in_caller
 from sync_core.collector.recipe import Recipes
 from sync_core.collector.replacement import OnWorkerFailure, Replacement
 from sync_core.collector.requests import Requests
@@ -39,6 +40,7 @@ from sync_core.collector.tree import Upstream
 from sync_core.collector.updates import Updates
 from sync_core.collector.warmup import Warmup
 from sync_core.collector.worker_options import WorkerOptions, check_arguments, options_of_workers
+from sync_core.errors import RemoteCallError
 from sync_core.plugins.address import Address
 from sync_core.plugins.groups import check_worker_options, choose_group, shares_policy
 from sync_core.release import release_with
@@ -211,7 +213,10 @@ class Collector(Life, Updates):
         )
         recipes.give_shapes()
         self._timeout = timeout
-        self._crew = Crew(group_class, recipes, num_workers, timeout, worker_options)
+        try:
+            self._crew = Crew(group_class, recipes, num_workers, timeout, worker_options)
+        except RemoteCallError as error:
+            raise_in_caller(error)
         try:
             warn_if_rounded(self._crew, recipes.options[0].frames_per_batch)
             self._replacement = Replacement(self._crew, on_worker_failure)
@@ -270,7 +275,10 @@ class Collector(Life, Updates):
         self._upstream.look()
         if self._delivery.wanted == 0:
             self.shutdown()
-        return self._delivery.next_batch()
+        try:
+            return self._delivery.next_batch()
+        except RemoteCallError as error:
+            raise_in_caller(error)
 
     def next(self) -> TensorDictBase | None:
         """The next batch, or None at the end."""

@@ -7,17 +7,29 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from sync_core.envs.limit import STEP_COUNT
+from sync_core.errors import RemoteCallError
 
 TensorDictPolicy: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 
 _TENSORDICT_NAMES = ("tensordict", "td")
+
+
+class PolicyTypeError(TypeError):
+    """A policy does not take what the environment observes, or return what it needs."""
+
+
+def raise_in_caller(error: RemoteCallError) -> NoReturn:
+    """Raise what a worker found wrong with its policy as itself, and other errors as they are."""
+    if isinstance(error.__cause__, PolicyTypeError):
+        raise TypeError(f"worker {error.worker_id}: {error.__cause__}") from error
+    raise error
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +54,7 @@ class TensorPolicy:
         """The action."""
         action = self.function(*observations)
         if not isinstance(action, Tensor):
-            raise TypeError(
+            raise PolicyTypeError(
                 f"the policy returned a {type(action).__name__}, not the action as a tensor; a "
                 "policy with several outputs takes a TensorDict, sets them in it and returns it"
             )
@@ -58,7 +70,7 @@ class CheckedTensorDictPolicy:
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         result = self.function(tensordict)
         if not isinstance(result, TensorDictBase):
-            raise TypeError(
+            raise PolicyTypeError(
                 f"the policy was given a TensorDict and returned a {type(result).__name__}; "
                 "it must return the TensorDict, with the action in it"
             )
@@ -102,7 +114,7 @@ def adapt(
     if len(required) == len(observed) == 1:
         takes.setdefault(required[0].name, observed[0])
     if not takes or any(one.name not in takes for one in required):
-        raise TypeError(
+        raise PolicyTypeError(
             f"the policy {type(policy).__name__} takes {_listed([one.name for one in required])}, "
             f"and the environment observes {_listed(observation_keys)}: name the policy's "
             "arguments after observations, or wrap it: "
@@ -133,7 +145,7 @@ def _arguments(policy: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         signature = inspect.signature(_forward(policy))
     except ValueError as error:
-        raise TypeError(
+        raise PolicyTypeError(
             f"the policy {type(policy).__name__} does not say what it takes ({error}); wrap it: "
             "TensorDictModule(policy, in_keys=[…], out_keys=['action'])"
         ) from error

@@ -12,6 +12,19 @@ from sync_core.plugins.groups import shares_policy
 
 POLICY = "policy"
 
+# Arguments of `Sender` that the collector gives itself, and what to type instead.
+_OWN_ARGUMENTS = {
+    "model": "give the collector policy=… or models={…}",
+    "model_id": "name models by the keys of weight_sync_schemes={'policy': 'shm', 'critic': 'shm'}",
+    "context": "give models=…, or name a model by its path: weight_sync_schemes={'env.net': 'shm'}",
+    "num_workers": "give the collector num_workers=…",
+    "workers": "the collector starts its own workers: give it num_workers=… and workers='process'",
+    "timeout": "give the collector timeout=…",
+    "on_failure": "give the collector on_worker_failure='raise' or 'restart'",
+    "group": "give the collector on_worker_failure='restart'",
+    "on_restart": "give the collector on_worker_failure='restart'",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelScheme:
@@ -44,7 +57,8 @@ def schemes_of(
     Raises:
         TypeError: schemes or models are no mapping from names.
         ValueError: the arguments do not go together.
-        OptionError: a scheme that cannot be one of several.
+        OptionError: a scheme that cannot be one of several, or an argument of `Sender` that the
+            collector gives itself.
 
     Example:
         >>> schemes_of(None, {}, {"policy": {"scheme": "shm", "zero_copy": True}}, {})
@@ -57,6 +71,7 @@ def schemes_of(
                 f"models are kept fresh by schemes: weight_sync_schemes={{'policy': 'shm', "
                 f"{next(iter(models))!r}: 'shm'}}"
             )
+        _check_arguments(arguments, "scheme_options")
         return {POLICY: ModelScheme("shm" if scheme is None else scheme, arguments)}
     check_mapping(weight_sync_schemes, "weight_sync_schemes", "{'policy': 'shm'}")
     if scheme is not None or any(arguments.values()):
@@ -82,7 +97,16 @@ def _one(name: str, given: Any) -> ModelScheme:
         raise ValueError(
             f"weight_sync_schemes[{name!r}] names no scheme; write {{'scheme': 'shm', …}}"
         )
-    return ModelScheme(given["scheme"], {k: v for k, v in given.items() if k != "scheme"})
+    arguments = {key: value for key, value in given.items() if key != "scheme"}
+    _check_arguments(arguments, f"weight_sync_schemes[{name!r}]")
+    return ModelScheme(given["scheme"], arguments)
+
+
+def _check_arguments(given: Mapping[str, Any], where: str) -> None:
+    """Refuse arguments of a sender that are the collector's to give."""
+    for name in given:
+        if name in _OWN_ARGUMENTS:
+            raise OptionError(f"{where} has {name!r}, which is no option: {_OWN_ARGUMENTS[name]}")
 
 
 def _check(schemes: Mapping[str, ModelScheme], models: Mapping[str, Any]) -> None:

@@ -89,10 +89,23 @@ def options_of_workers(
     )
 
 
+# What TorchRL's collectors call otherwise, and what to type here.
+_ELSEWHERE = {
+    "num_collectors": "num_workers=… is the number of workers, each of which collects",
+    "weight_updater": "scheme='shm', or weight_sync_schemes={'policy': 'shm'}, updates the workers",
+    "collector_class": "workers='inline', 'thread', 'process' or 'ray' says what runs the workers, "
+    "and sync=True or False how their batches come",
+    "create_env_kwargs": "create_env_fn takes no arguments: functools.partial(make_env, …), or one "
+    "such function for each worker in a list",
+}
+
+
 def check_arguments(given: Mapping[str, Any], owner: type) -> None:
     """Raise `TypeError` for an argument that neither a collector has nor its workers."""
     known = {*inspect.signature(owner).parameters, *WorkerOptions.__annotations__}
     for name in given.keys() - WorkerOptions.__annotations__.keys():
+        if name in _ELSEWHERE:
+            raise TypeError(f"{owner.__name__} has no argument {name!r}; {_ELSEWHERE[name]}")
         near = difflib.get_close_matches(name, known, n=1)
         meant = (
             f"did you mean {near[0]!r}?"
