@@ -230,14 +230,32 @@ def test_a_path_that_leads_nowhere_names_the_step(path: str, message: str) -> No
         resolve(root, path)
 
 
-def test_an_error_inside_a_property_is_shown_as_it_is() -> None:
-    class Broken:
-        @property
-        def policy(self) -> Any:
-            return [].missing  # type: ignore[attr-defined]
+class _Broken(nn.Module):
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error = error
 
+    @property
+    def policy(self) -> Any:
+        if self.error is None:
+            return [].missing  # type: ignore[attr-defined]
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("a"), IndexError("b"), TypeError("c"), AttributeError("d"), LookupError("e")],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_inside_a_property_is_raised_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised:
+        resolve([_Broken(error)], "[0].policy.net")
+    assert raised.value is error
+
+
+def test_an_attribute_that_a_property_lacks_is_named() -> None:
     with pytest.raises(AttributeError, match="'list' object has no attribute 'missing'"):
-        resolve(Broken(), "policy")
+        resolve(_Broken(), "policy")
 
 
 def test_who_collects_nothing_does_not_wait_for_tensordict() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import sync_core
 from sync_core import (
     Answer,
+    ApplyContext,
     ClosedError,
     Delivery,
     ModelError,
@@ -28,9 +30,11 @@ from sync_core import (
     SendError,
     SenderTransport,
     TransportContext,
+    Update,
     WorkerError,
     hookimpl,
 )
+from sync_plugin_std.interval import Interval
 
 
 class Mailboxes:
@@ -128,7 +132,7 @@ def sender_of_nobody(**options: Any) -> Sender:
 
 def test_pushing_is_sending() -> None:
     with sender_of_nobody() as sender:
-        for push in (sender.push_weights, sender, sender.send):
+        for push in (sender.push_weights, sender.update_weights, sender, sender.send):
             assert push(nn.Linear(1, 1)).failed == {}
 
 
@@ -149,36 +153,41 @@ def test_post_hooks_run_in_order_and_also_when_everybody_is_skipped() -> None:
 
 
 class Counting:
-    def __init__(self, versions: list[int]) -> None:
-        self.versions = versions
+    def __init__(self) -> None:
+        self.increments = 0
 
     def increment_version(self) -> None:
-        self.versions.append(1)
+        self.increments += 1
 
 
-def test_a_collector_is_registered_once_and_held_weakly() -> None:
+@pytest.mark.parametrize("side", ["Sender", "Receiver"])
+def test_a_collector_is_registered_once_and_held_weakly(side: str) -> None:
     with sender_of_nobody() as sender:
-        assert sender.collector is None
-        versions: list[int] = []
-        collector = Counting(versions)
-        sender.register_collector(collector)
-        sender.increment_version()
-        assert sender.collector is collector
-        assert versions == [1]
-        with pytest.raises(RuntimeError, match="serves one collector"):
-            sender.register_collector(Counting([]))
+        getter = Receiver.from_getter(lambda: None, nn.Linear(1, 1))
+        end = sender if side == "Sender" else getter
+        assert end.collector is None
+        collector = Counting()
+        end.register_collector(collector)
+        assert end.collector is collector
+        with pytest.raises(RuntimeError, match=f"this {side} has a collector already"):
+            end.register_collector(Counting())
         del collector
         gc.collect()
-        assert sender.collector is None
-        sender.increment_version()
-        with pytest.raises(RuntimeError, match="serves one collector"):
-            sender.register_collector(Counting([]))
+        assert end.collector is None
+        with pytest.raises(RuntimeError, match=f"this {side} has a collector already"):
+            end.register_collector(Counting())
 
 
-def test_a_subclass_may_know_how_to_make_itself() -> None:
-    assert Sender.from_policy(nn.Linear(1, 1)) is None
+def test_a_version_that_came_another_way_is_counted_by_the_collector() -> None:
+    collector = Counting()
     with sender_of_nobody() as sender:
-        sender.init("anything", at="all")
+        sender.increment_version()
+        sender.register_collector(collector)
+        sender.increment_version()
+        assert collector.increments == 1
+        del collector
+        gc.collect()
+        sender.increment_version()
 
 
 def test_a_model_may_be_registered_later() -> None:
@@ -326,6 +335,35 @@ def test_a_getter_is_a_sender_to_pull_from() -> None:
     receiver.close()
     with pytest.raises(ClosedError):
         receiver.receive()
+
+
+def test_layers_change_what_a_getter_gives() -> None:
+    server, local = nn.Linear(2, 1), nn.Linear(2, 1)
+    seen: list[torch.dtype] = []
+
+    class Watch:
+        @hookimpl(wrapper=True)
+        def apply_weights(
+            self, update: Update, model: Any, context: ApplyContext
+        ) -> Generator[None, bool, bool]:
+            del model, context
+            seen.append(update.tensors[0].dtype)
+            return (yield)
+
+    # The hooks run from the first layer on to prepare, and from the last one on to apply.
+    layers = ["bf16", Interval(2), Watch()]
+    receiver = Receiver.from_getter(lambda: server, local, layers=layers)
+    assert [receiver.receive() for _ in range(4)] == [1, None, 2, None]
+    assert seen == [torch.bfloat16] * 2
+    assert torch.equal(local.weight, server.weight.bfloat16().float())
+    with pytest.raises(OptionError, match="layers is a list"):
+        Receiver.from_getter(lambda: server, local, layers="bf16")
+
+
+def test_a_receiver_says_what_to_pickle_instead() -> None:
+    receiver = Receiver.from_getter(lambda: None, nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="pickle the address that it was given"):
+        pickle.dumps(receiver)
 
 
 def test_an_address_is_what_a_receiver_wants() -> None:

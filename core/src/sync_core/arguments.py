@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any
+
+from sync_core.errors import OptionError
 
 
 def check_count(value: Any, name: str, *, least: int = 1, never: str = "") -> int:
@@ -42,6 +44,12 @@ def check_function(value: Any, name: str) -> None:
     """Raise `TypeError` unless this can be called."""
     if not callable(value):
         raise TypeError(f"{name} is {value!r}, which cannot be called; give a function")
+
+
+def check_layers(value: Any) -> None:
+    """Raise `OptionError` unless this is a list of layers, and not a single one."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise OptionError(f"layers is a list: layers=[{value!r}]")
 
 
 def check_path(value: Any, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -43,27 +44,34 @@ def resolve(root: Any, path: str) -> Any:
         where = path[:position] or "the root"
         try:
             target = _step(target, match)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            if not _is_the_step_itself(error, target, match):
+        except (AttributeError, LookupError, TypeError) as error:
+            if not _is_absent(error, target, match):
                 raise
             raise ModelPathError(
                 f"{path!r} leads nowhere: {where!r}, a {type(target).__name__}, "
-                f"has no {match.group().removeprefix('.')!r}"
+                f"has no {match.group().removeprefix('.')!r} ({type(error).__name__}: {error})"
             ) from error
         position = match.end()
     return target
 
 
 def _step(target: Any, match: re.Match[str]) -> Any:
-    if match["attribute"] is not None:
-        return getattr(target, match["attribute"])
+    attribute = match["attribute"]
+    if attribute is not None:
+        declared = inspect.getattr_static(type(target), attribute, None)
+        if isinstance(declared, property):
+            # nn.Module.__getattr__ would replace an AttributeError that the property raises.
+            return declared.__get__(target)
+        return getattr(target, attribute)
     if match["index"] is not None:
         return target[int(match["index"])]
     return target[match["key"]]
 
 
-def _is_the_step_itself(error: Exception, target: Any, match: re.Match[str]) -> bool:
-    # An AttributeError from inside a property is a bug of the user's, to be shown as it is.
-    if isinstance(error, AttributeError):
-        return error.obj is target and error.name == match["attribute"]
-    return True
+def _is_absent(error: Exception, target: Any, match: re.Match[str]) -> bool:
+    """Whether a step failed because the target lacks it, and not by an error in user code."""
+    if match["attribute"] is None:
+        return not isinstance(error, AttributeError)
+    if not isinstance(error, AttributeError):
+        return False
+    return error.obj is target and error.name == match["attribute"]

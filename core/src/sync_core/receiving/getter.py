@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sync_core.arguments import check_layers
 from sync_core.errors import OptionError
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, named_tensors
+from sync_core.plugins import registry
 from sync_core.plugins.address import Address
-from sync_core.plugins.contexts import TransportContext
+from sync_core.plugins.cadence import Cadence
+from sync_core.plugins.contexts import SendContext, TransportContext
+from sync_core.plugins.defaults import Defaults
 from sync_core.plugins.hookspecs import hookimpl
+from sync_core.plugins.stack import Stack
 from sync_core.transports.answer import Answer
 from sync_core.transports.transport import ReceiverTransport
 from sync_core.weights.payload import Payload
 from sync_core.weights.update import Update
+
+_MODEL_ID = "policy"
+_WORKER_ID = 0
 
 
 @dataclass(frozen=True)
@@ -24,10 +32,12 @@ class GetterScheme:
 
     Args:
         getter: gives a module, a TensorDict or a state_dict; or None when there is nothing new.
+        layers: names or objects of layers.
         strategy: how a module is read.
     """
 
     getter: Callable[[], Any]
+    layers: tuple[Any, ...]
     strategy: Strategy
     capabilities = frozenset({"pull"})
 
@@ -36,17 +46,23 @@ class GetterScheme:
         """The receiver's side; there is no other."""
         if context.side == "sender":
             raise OptionError("a getter is no sender; use it by Receiver.from_getter()")
-        return _GetterTransport(self.getter, self.strategy)
+        backend = registry.find(registry.SCHEMES, self)
+        layers = [registry.find(registry.LAYERS, layer) for layer in self.layers]
+        return _GetterTransport(self, Stack(Defaults(self.strategy), backend, layers))
 
 
-def address_of(getter: Callable[[], Any], model: Any, strategy: Strategy) -> Address:
+def address_of(
+    getter: Callable[[], Any], model: Any, layers: Sequence[Any], strategy: Strategy
+) -> Address:
     """The address of a receiver that has a getter, and no sender."""
+    check_layers(layers)
+    layers = tuple(layers)
     return Address(
-        scheme=GetterScheme(getter, strategy),
-        layers=(),
+        scheme=GetterScheme(getter, layers, strategy),
+        layers=layers,
         options={},
-        worker_id=0,
-        model_id="policy",
+        worker_id=_WORKER_ID,
+        model_id=_MODEL_ID,
         endpoint=None,
         token="",
         strategy=strategy,
@@ -59,22 +75,27 @@ def address_of(getter: Callable[[], Any], model: Any, strategy: Strategy) -> Add
 
 
 class _GetterTransport(ReceiverTransport):
-    def __init__(self, getter: Callable[[], Any], strategy: Strategy) -> None:
-        self._getter = getter
-        self._strategy = strategy
+    def __init__(self, scheme: GetterScheme, stack: Stack) -> None:
+        self._scheme = scheme
+        self._stack = stack
+        self._cadence = Cadence(stack, _MODEL_ID)
         self._version = 0
 
     def receive(self, timeout: float) -> Payload | None:
         del timeout
-        weights = self._getter()
-        if weights is None:
+        weights = self._scheme.getter()
+        if weights is None or not self._cadence.due((_WORKER_ID,), self._version):
             return None
         self._version += 1
-        update = Update.of(named_tensors(weights, self._strategy))
-        return Payload(self._version, update.layout, update.tensors)
+        context = SendContext(model_id=_MODEL_ID, version=self._version, worker_ids=(_WORKER_ID,))
+        update = Update.of(named_tensors(weights, self._scheme.strategy))
+        update = self._stack.prepare_weights(update, context)
+        return Payload(self._version, update.layout, update.source)
 
     def acknowledge(self, answer: Answer) -> None:
-        """Nobody waits for an answer."""
+        """Count a commit, for layers that skip updates; there is no sender to answer."""
+        if answer.error is None:
+            self._cadence.reached((_WORKER_ID,))
 
     def close(self) -> None:
         """Nothing is held."""

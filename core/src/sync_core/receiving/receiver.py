@@ -6,10 +6,10 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -46,12 +46,13 @@ from sync_core.transports.clock import clock_id
 from sync_core.transports.transport import ReceiverTransport
 from sync_core.weights.payload import Payload
 from sync_core.weights.update import Update
+from sync_core.workers.collector_reference import CollectorReference
 
 _log = logging.getLogger("sync_core")
 _IS_CLOSED = "the receiver is closed"
 
 
-class Receiver:
+class Receiver(CollectorReference):
     """Receives the weights of one model in one worker.
 
     Args:
@@ -156,7 +157,12 @@ class Receiver:
 
     @classmethod
     def from_getter(
-        cls, getter: Callable[[], Any], model: Any, *, strategy: Strategy = "tensordict"
+        cls,
+        getter: Callable[[], Any],
+        model: Any,
+        *,
+        layers: Sequence[Any] = (),
+        strategy: Strategy = "tensordict",
     ) -> Self:
         """A receiver that has no sender: every `receive` asks a function for the weights.
 
@@ -164,6 +170,8 @@ class Receiver:
             getter: gives a module, a TensorDict or a state_dict; or None when there is nothing
                 new.
             model: what the weights are committed to.
+            layers: names or objects of layers, which change the weights on the way from the
+                function to the model, and may skip an update.
             strategy: ``"tensordict"`` or ``"state_dict"``.
 
         Example:
@@ -174,7 +182,7 @@ class Receiver:
             True
         """
         check_function(getter, "getter")
-        return cls(address_of(getter, model, strategy), model)
+        return cls(address_of(getter, model, layers, strategy), model)
 
     @property
     def version(self) -> int:
@@ -408,6 +416,12 @@ class Receiver:
                 self._staged.release()
                 self._staged = None
             self._leave()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Receiver stays in the process that made it; pickle the address that it was given, "
+            "and make another one there: Receiver(address, model)"
+        )
 
     def __enter__(self) -> Self:
         return self

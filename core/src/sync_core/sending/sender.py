@@ -17,12 +17,12 @@ from sync_core.models.extract import Strategy
 from sync_core.models.own import register_owner
 from sync_core.models.several import either
 from sync_core.plugins.address import Address
+from sync_core.plugins.cadence import Cadence
 from sync_core.plugins.increments import Increments
 from sync_core.plugins.verify import Verify
 from sync_core.release import release_with
 from sync_core.report import SendReport
 from sync_core.seconds import check_seconds
-from sync_core.sending.cadence import Cadence
 from sync_core.sending.outlet import Outlet
 from sync_core.sending.pending import PendingSend
 from sync_core.sending.remedies import OnFailure, Remedies

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial as bind
 from typing import Any
 
+from sync_core.arguments import check_layers
 from sync_core.errors import OptionError
 from sync_core.models.extract import Strategy, check_strategy
 from sync_core.plugins.address import Address
@@ -36,8 +37,7 @@ class Terms:
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
-            raise OptionError(f"layers is a list: layers=[{self.layers!r}]")
+        check_layers(self.layers)
         check_strategy(self.strategy)
         if self.zero_copy and (self.partial or self.strategy != "tensordict"):
             raise OptionError("zero_copy needs whole updates and strategy='tensordict'")
