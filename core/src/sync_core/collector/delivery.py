@@ -155,6 +155,7 @@ class Delivery:
         following = self._crew.ids[state["turn"] :]
         self._schedule.turn = following[0] if following else 0
         self._freshness.go_on(dict(zip(self._crew.ids, state["since_update"], strict=False)))
+        self._stale.restored(self._weights.version)
 
     def drop(self) -> None:
         """Let what was not handed on be lost, uncounted."""
