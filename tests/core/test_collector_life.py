@@ -466,6 +466,38 @@ def test_ctrl_c_at_any_moment_of_an_update(models: dict[str, Any]) -> None:
         assert next(made)["action"].unique().tolist() == [moment]
 
 
+@pytest.mark.parametrize("sync", [False, True])
+def test_ctrl_c_at_any_moment_of_next_loses_no_batch(sync: bool) -> None:
+    options: dict[str, Any] = {"workers": "thread", "num_workers": 2, "sync": sync}
+    with collector(policy=Scale(), timeout=5.0, **options) as made:
+        frames = 0
+        for moment in itertools.count(step=3):
+            with interrupted(moment) as moments:
+                frames += next(made).numel()
+            assert made.stats().frames == frames
+            if not moments.came:
+                break
+
+
+class InterruptsWhenClosed(CountingEnv):
+    """Sends Ctrl-C to the driver, which waits for the worker to end."""
+
+    def close(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        super().close()
+
+
+def test_ctrl_c_while_workers_end_loses_no_batch() -> None:
+    options: dict[str, Any] = {"workers": "thread", "frames_per_batch": 4, "total_frames": 4}
+    with collector(InterruptsWhenClosed, Scale(), timeout=5.0, **options) as made:
+        with pytest.raises(KeyboardInterrupt):
+            next(made)
+        assert made.stats().frames == 0
+        assert next(made).numel() == made.stats().frames == 4
+        assert made.next() is None
+
+
 class Skipping:
     """Holds back what is not the first push to a worker, or all."""
 

@@ -242,7 +242,7 @@ class Collector(Life, Updates):
             crew=self._crew,
             schedule=Synchronous(self._crew, self._requests)
             if sync
-            else FirstReady(self._crew, self._requests, freshness.delivered),
+            else FirstReady(self._crew, self._requests),
             requests=self._requests,
             weights=self._weights,
             freshness=freshness,
@@ -282,7 +282,10 @@ class Collector(Life, Updates):
 
     def next(self) -> TensorDictBase | None:
         """The next batch, or None at the end."""
-        return next(self, None)
+        try:
+            return self.__next__()
+        except StopIteration:
+            return None
 
     def start(self) -> None:
         """Collect in the background, into the replay buffer; doing so again does nothing.
