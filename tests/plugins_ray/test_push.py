@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import ray
@@ -21,6 +21,7 @@ from torch import nn
 from sync_core import (
     ApplyError,
     CapacityError,
+    Collector,
     OptionError,
     Payload,
     Sender,
@@ -30,6 +31,8 @@ from sync_core import (
     WorkerState,
     WorkerTimeoutError,
 )
+from sync_core.envs import CountingEnv
+from sync_core.testing.collectors import Scale
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -563,3 +566,46 @@ def test_five_thousand_tensors(pool: list[Any]) -> None:
         sender.send()
         assert sender.send({n: torch.full((10,), 2.0) for n in names}).updated == (0,)
     assert ray.get(actor.hosted.remote()) == {2.0}
+
+
+def test_a_collector_updates_a_model_that_another_actor_holds() -> None:
+    @ray.remote
+    class Holder:
+        def __init__(self) -> None:
+            self.transform_module = nn.Linear(2, 1)
+
+        def weight(self) -> Any:
+            return self.transform_module.weight.tolist()
+
+    actor, trained = Holder.remote(), nn.Linear(2, 1)
+    scheme = {"scheme": "ray", "workers": [actor]}
+    with Collector(
+        CountingEnv,
+        Scale(2.0),
+        workers="inline",
+        weight_sync_schemes={"transform_module": scheme},
+        models={"transform_module": trained},
+        frames_per_batch=4,
+    ) as collector:
+        assert collector.update_policy_weights_(model_id="transform_module").updated == (0,)
+        assert ray.get(actor.weight.remote()) == trained.weight.tolist()
+        assert collector.update_policy_weights_().updated == (0,)
+        given = nn.Linear(2, 1)
+        collector.update_policy_weights_(given, model_id="transform_module")
+        assert ray.get(actor.weight.remote()) == given.weight.tolist()
+        with pytest.raises(ValueError, match="update one after the other"):
+            collector.update_policy_weights_(weights_dict={"transform_module": given, "policy": {}})
+
+
+def test_an_actor_is_found_by_a_path_in_the_context() -> None:
+    @ray.remote
+    class Holder:
+        def __init__(self) -> None:
+            self.net = nn.Linear(2, 1)
+
+    class Env:
+        actors: ClassVar[list[Any]] = [Holder.remote()]
+
+    trained = nn.Linear(2, 1)
+    with Sender("ray", trained, workers=["actors[0]"], context=Env, model_id="net") as sender:
+        assert sender.send().updated == (0,)

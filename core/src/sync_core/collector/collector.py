@@ -14,7 +14,7 @@ from sync_core.arguments import check_count, check_function, check_mapping
 from sync_core.collector.background import Background
 from sync_core.collector.crew import Crew, warn_if_rounded
 from sync_core.collector.delivery import Delivery
-from sync_core.collector.feeds import make_weights
+from sync_core.collector.feeds import make_weights, senders_elsewhere
 from sync_core.collector.freshness import Freshness
 from sync_core.collector.life import Life, end
 from sync_core.collector.options import (
@@ -33,7 +33,7 @@ from sync_core.collector.replacement import OnWorkerFailure, Replacement
 from sync_core.collector.requests import Requests
 from sync_core.collector.rollout import RolloutOptions
 from sync_core.collector.schedules import FirstReady, Synchronous
-from sync_core.collector.schemes import POLICY, copied, schemes_of
+from sync_core.collector.schemes import DEFAULT_SCHEMES, POLICY, copied, schemes_of
 from sync_core.collector.stale import StaleWatch
 from sync_core.collector.stats import CollectorStats
 from sync_core.collector.tree import Upstream
@@ -164,7 +164,10 @@ class Collector(Life, Updates):
         if postproc is not None:
             check_function(postproc, "postproc")
         arguments = {"layers": layers, "zero_copy": zero_copy, **(scheme_options or {})}
-        schemes = schemes_of(scheme, arguments, weight_sync_schemes, models or {})
+        given = schemes_of(scheme, arguments, weight_sync_schemes, models or {})
+        # The policy is kept fresh as always where all models named are held elsewhere.
+        schemes = {n: s for n, s in given.items() if not s.elsewhere} or DEFAULT_SCHEMES
+        trained, models = models or {}, {n: m for n, m in (models or {}).items() if n in schemes}
         group_class = choose_group([each.scheme for each in schemes.values()], workers)
         check_worker_options(group_class, worker_options or {})
         policy_scheme = schemes[POLICY].scheme if POLICY in schemes else None
@@ -193,7 +196,7 @@ class Collector(Life, Updates):
             policy_fns=(None,)
             if policy_factory is None
             else factories(policy_factory, num_workers, "policy_factory"),
-            models=copied(models or {}),
+            models=copied(models),
             share_policy=shared,
             seed=int(torch.randint(2**31, ()).item()),
             one_thread="torch_threads" not in (worker_options or {}),
@@ -218,6 +221,7 @@ class Collector(Life, Updates):
         except RemoteCallError as error:
             raise_in_caller(error)
         try:
+            self._elsewhere = senders_elsewhere(given, trained, timeout)
             warn_if_rounded(self._crew, recipes.options[0].frames_per_batch)
             self._replacement = Replacement(self._crew, on_worker_failure)
             self._warmup = Warmup(self._crew, random_frames, together=sync)
@@ -229,7 +233,7 @@ class Collector(Life, Updates):
                 schemes,
                 collector=weakref.ref(self),
                 policy=policy,
-                models=models or {},
+                models=models,
                 made_by_workers=policy_factory is not None,
                 timeout=timeout,
             )

@@ -21,6 +21,7 @@ from sync_core.collector.warmup import Warmup
 from sync_core.collector.weights import MOMENT, PolicyWeights
 from sync_core.errors import ClosedError
 from sync_core.seconds import check_seconds
+from sync_core.sending.sender import Sender
 from sync_core.workers.worker_ids import normalize
 
 Result = TypeVar("Result")
@@ -39,6 +40,7 @@ class Life:
     _background: Background
     _upstream: Upstream
     _close: weakref.finalize[Any, Any]
+    _elsewhere: Mapping[str, Sender]
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
@@ -167,6 +169,8 @@ class Life:
         seconds = self._timeout if timeout is None else check_seconds(timeout)
         self._background.abandon()
         self._upstream.close()
+        for sender in self._elsewhere.values():
+            sender.close()
         if self._close.detach() is not None:
             end(self._crew, self._weights, seconds)
         self._background.end(seconds)

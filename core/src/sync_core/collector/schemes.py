@@ -38,6 +38,15 @@ class ModelScheme:
     scheme: Any
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the model is held by others than the collector's workers, such as an actor."""
+        return "workers" in self.arguments
+
+
+#: What keeps the policy fresh where nothing else is said.
+DEFAULT_SCHEMES = {POLICY: ModelScheme("shm")}
+
 
 def schemes_of(
     scheme: Any,
@@ -98,7 +107,8 @@ def _one(name: str, given: Any) -> ModelScheme:
             f"weight_sync_schemes[{name!r}] names no scheme; write {{'scheme': 'shm', …}}"
         )
     arguments = {key: value for key, value in given.items() if key != "scheme"}
-    _check_arguments(arguments, f"weight_sync_schemes[{name!r}]")
+    own = {key: value for key, value in arguments.items() if key != "workers"}
+    _check_arguments(own, f"weight_sync_schemes[{name!r}]")
     return ModelScheme(given["scheme"], arguments)
 
 
@@ -119,13 +129,14 @@ def _check(schemes: Mapping[str, ModelScheme], models: Mapping[str, Any]) -> Non
         raise ValueError(
             f"models has {name!r}, which no scheme keeps fresh; name it in weight_sync_schemes"
         )
-    for name, chosen in schemes.items():
+    within = {name: chosen for name, chosen in schemes.items() if not chosen.elsewhere}
+    for name, chosen in within.items():
         if name.isidentifier() and name != POLICY and name not in models:
             raise ValueError(
                 f"no worker has a model {name!r}; give models={{{name!r}: …}}, of which each gets "
                 f"a copy, or name it by the path to a worker's own, such as 'policy.{name}'"
             )
-        if len(schemes) > 1 and shares_policy(chosen.scheme):
+        if len(within) > 1 and shares_policy(chosen.scheme):
             raise OptionError(
                 f"scheme {chosen.scheme!r} moves nothing, so {name!r} cannot be refreshed together "
                 "with other models; use 'thread', or 'shm' for workers in processes"

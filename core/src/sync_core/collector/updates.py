@@ -33,6 +33,7 @@ class Updates:
     _weights: PolicyWeights | SeveralModels
     _upstream: Upstream
     _replacement: Replacement
+    _elsewhere: Mapping[str, Sender]
 
     @property
     def sender(self) -> Sender | None:
@@ -42,7 +43,7 @@ class Updates:
     @property
     def senders(self) -> Mapping[str, Sender]:
         """What sends the weights of each model, as far as there are any to send."""
-        return self._weights.senders
+        return {**self._weights.senders, **self._elsewhere}
 
     @overload
     def update_policy_weights_(
@@ -77,8 +78,10 @@ class Updates:
             weights: the same, by another name.
             policy: likewise.
             worker_ids: one worker or several; None for all.
-            model_id: whose weights they are; the policy's by default, or those of all models if
-                none were given.
+            model_id: whose weights they are; the policy's by default, or those of all models of
+                the collector's workers if none were given. A model that is held elsewhere,
+                ``weight_sync_schemes={name: {"scheme": "ray", "workers": [actor]}}``, is updated
+                only by its name; ``worker_ids`` then are those of its holders.
             weights_dict: weights by the name of their model, instead of all the above; None for
                 the trainer's own.
             blocking: wait until the workers have committed the version. Otherwise what is
@@ -96,15 +99,34 @@ class Updates:
             ClosedError: the collector was shut down.
         """
         self._check_open()
-        given = chosen(
-            (policy_or_weights, weights, policy), model_id, weights_dict, self._weights.names
-        )
+        names = (*self._weights.names, *self._elsewhere)
+        given = chosen((policy_or_weights, weights, policy), model_id, weights_dict, names)
+        if any(name in self._elsewhere for name in given):
+            return self._send_elsewhere(given, worker_ids, blocking=blocking)
         if self._crew.dismissed:
             # After the last batch, as in every other round of a training loop.
             return SendReport(self._weights.version, 0.0, {})
         return self._replacement.see_through(
             lambda: self._weights.update(given, worker_ids, blocking=blocking)
         )
+
+    def _send_elsewhere(
+        self,
+        given: Mapping[str, Any],
+        worker_ids: int | Iterable[int] | None,
+        *,
+        blocking: bool,
+    ) -> SendReport | PendingSend:
+        """Send the weights of a model that is held by others than the collector's workers."""
+        (name, weights), *others = given.items()
+        if others:
+            raise ValueError(
+                f"{', '.join(map(repr, given))} cannot be one update, as the collector's workers "
+                "do not hold them all; update one after the other: "
+                f"update_policy_weights_(…, model_id={name!r})"
+            )
+        pending = self._elsewhere[name].send_async(weights, worker_ids)
+        return pending.wait() if blocking else pending
 
     def register_scheme_receiver(
         self, addresses: Mapping[str, Address], *, synchronize_weights: bool = True

@@ -12,9 +12,10 @@ from typing import Any, NoReturn, Self
 from torch import Tensor
 
 from sync_core.arguments import check_function
-from sync_core.errors import ClosedError, PendingSendError
+from sync_core.errors import ClosedError, ModelPathError, PendingSendError
 from sync_core.models.extract import Strategy
 from sync_core.models.own import register_owner
+from sync_core.models.paths import resolve
 from sync_core.models.several import either
 from sync_core.plugins.address import Address
 from sync_core.plugins.cadence import Cadence
@@ -58,7 +59,8 @@ class Sender(Updater):
             are without the prefixes of `torch.compile`, `DistributedDataParallel` and
             `DataParallel`, here and in the workers, so that a wrapped model fits a plain one.
         num_workers: how many workers there are; their ids are ``0 … num_workers - 1``.
-        workers: handles of the workers, for a scheme that calls into them.
+        workers: handles of the workers, for a scheme that calls into them; or paths by which
+            ``context`` leads to them, such as ``"env.transform[0].actor"``.
         model_id: the model's name.
         context: the object in which string references are looked up.
         layers: names or objects of layers; each changes the update after the one before it, or
@@ -141,7 +143,7 @@ class Sender(Updater):
             timeout=timeout,
         )
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)
-        self._handles = dict(enumerate(workers or ()))
+        self._handles = {i: _look_up(worker, context) for i, worker in enumerate(workers or ())}
         self._remedies = Remedies(
             on_failure, group, on_restart, called=bool(workers), timeout=timeout
         )
@@ -462,3 +464,13 @@ class Sender(Updater):
         if not report.failed:
             self._run_post_hooks()
         return report
+
+
+def _look_up(worker: Any, context: Any) -> Any:
+    """The handle that a path in the context leads to; what leads nowhere there is one itself."""
+    if context is None or not isinstance(worker, str):
+        return worker
+    try:
+        return resolve(context, worker)
+    except ModelPathError:
+        return worker
