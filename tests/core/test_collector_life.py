@@ -479,6 +479,13 @@ def test_ctrl_c_at_any_moment_of_next_loses_no_batch(sync: bool) -> None:
                 break
 
 
+def test_add_collectors_gives_each_new_worker_several_environments() -> None:
+    with collector() as made:
+        assert made.add_collectors([long_episodes, long_episodes], 2) == (1, 2)
+        shapes = {tuple(next(made).shape) for _ in range(3)}
+        assert shapes == {(4,), (2, 2)}
+
+
 class InterruptsWhenClosed(CountingEnv):
     """Sends Ctrl-C to the driver, which waits for the worker to end."""
 
