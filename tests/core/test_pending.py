@@ -131,7 +131,7 @@ def test_ctrl_c_at_any_moment_of_a_send_leaves_the_sender_ready(
         working = pool.submit(work, receiver)
         try:
             for moment in itertools.count():
-                with interrupted(moment) as moments:
+                with interrupted(moment, within_threading=True) as moments:
                     sender.send()
                 with suppress(PendingSendError, SendError):
                     sender.wait_async(0)

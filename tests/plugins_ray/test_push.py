@@ -577,7 +577,7 @@ def test_a_collector_updates_a_model_that_another_actor_holds() -> None:
         def weight(self) -> Any:
             return self.transform_module.weight.tolist()
 
-    actor, trained = Holder.remote(), nn.Linear(2, 1)
+    actor, trained = cast("Any", Holder).remote(), nn.Linear(2, 1)
     scheme = {"scheme": "ray", "workers": [actor]}
     with Collector(
         CountingEnv,
@@ -604,7 +604,7 @@ def test_an_actor_is_found_by_a_path_in_the_context() -> None:
             self.net = nn.Linear(2, 1)
 
     class Env:
-        actors: ClassVar[list[Any]] = [Holder.remote()]
+        actors: ClassVar[list[Any]] = [cast("Any", Holder).remote()]
 
     trained = nn.Linear(2, 1)
     with Sender("ray", trained, workers=["actors[0]"], context=Env, model_id="net") as sender:
