@@ -219,6 +219,22 @@ class ReusesWhatIsRead(Mutant):
             return payload
 
 
+class ReusesWhatAnInterruptedSendHasShown(Mutant):
+    caught_by = "test_an_interrupted_send_tears_no_version"
+
+    class Sender(ThreadSender):
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            try:
+                deliveries = super().send(payload, worker_ids)
+                time.sleep(0.02)  # a worker begins to read
+                self._publisher.newest(0)
+            except BaseException:
+                for slot in self._publisher.slots:
+                    slot.readers.clear()
+                raise
+            return deliveries
+
+
 class ReusesWhatIsStaged(Mutant):
     caught_by = "test_what_was_staged_is_what_is_committed"
     capabilities = ThreadScheme.capabilities - {"zero_copy"}

@@ -16,10 +16,12 @@ class Moments:
 
     #: Whether there was such a moment.
     came = False
+    #: How many moments there were.
+    count = 0
 
 
 @contextmanager
-def interrupted(moment: int, *, within_threading: bool = False) -> Iterator[Moments]:
+def interrupted(moment: int | None, *, within_threading: bool = False) -> Iterator[Moments]:
     """For ``with``: Ctrl-C, at one of the moments at which Python looks for it in code of ours.
 
     A moment is when a function begins, and when one that is not written in Python returns.
@@ -27,23 +29,22 @@ def interrupted(moment: int, *, within_threading: bool = False) -> Iterator[Mome
     destructor, and what is raised there reaches nobody.
 
     Args:
-        moment: which of them; a block may have fewer.
+        moment: which of them; a block may have fewer. None: none of them, they are only counted.
         within_threading: whether code of `threading` counts as ours: Conditions and Events are
             written in Python, and may keep their lock when they are interrupted.
     """
-    left, moments = moment, Moments()
+    moments = Moments()
 
     def look(frame: FrameType, event: str, arg: object) -> None:
         del arg
-        nonlocal left
         code = frame.f_code
         goes_on = event == "call" and code.co_flags & inspect.CO_GENERATOR
         ours = "/sync_" in code.co_filename or (
             within_threading and code.co_filename == threading.__file__
         )
         if event in ("call", "c_return") and not goes_on and ours:
-            left -= 1
-            if left == -1:
+            moments.count += 1
+            if moments.count - 1 == moment:
                 moments.came = True
                 signal.raise_signal(signal.SIGINT)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from sync_core import (
     ApplyError,
     ClosedError,
+    PendingSendError,
     Receiver,
     SenderLostError,
     SendError,
@@ -22,10 +24,14 @@ from sync_core import (
 )
 from sync_core.plugins import registry
 from sync_core.testing.faults.gate import gated
+from sync_core.testing.interrupts import interrupted
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, make_policy
 from sync_core.testing.schemes.pool import Pool
 from sync_core.testing.schemes.worker import Worker
+
+# Sends that are interrupted in one case, spread over all moments of a send.
+_INTERRUPTS = 40
 
 
 class FaultCases(SchemeCases):
@@ -142,6 +148,35 @@ class FaultCases(SchemeCases):
         os.waitpid(child, 0)
         assert b"was forked" in os.read(reading, 4096)
         os.close(reading)
+
+    @pytest.mark.usefixtures("asking", "parallel")
+    def test_an_interrupted_send_tears_no_version(self, start: Start) -> None:
+        policy = make_policy()
+        workers = start(policy, 1, timeout=10.0)
+
+        def send(moment: int | None = None) -> int:
+            """Start a send of weights that hold the version's number; how many moments it has."""
+            fill(policy, float(workers.sender.version + 1))
+            with interrupted(moment) as moments:
+                workers.sender.send_async()
+            with suppress(PendingSendError, SendError):
+                workers.sender.wait_async(0)
+            return moments.count
+
+        def stage_during(moment: int | None = None) -> int:
+            """Let the worker stage what a send shows, and write to all slots that are free."""
+            staging = workers.pool.submit(0, Worker.stage)
+            count = send(moment)
+            for _ in range(3):
+                send()
+            assert staging.result(30) is not None
+            version = workers.pool.call(0, Worker.commit_staged)
+            assert workers.values() == [{float(version)}], f"after an interrupt at {moment}"
+            return count
+
+        count = max(stage_during() for _ in range(2))
+        for moment in range(0, count, max(1, count // _INTERRUPTS)):
+            stage_during(moment)
         assert workers.send().updated == (0,)
 
     @pytest.mark.usefixtures("processes")
