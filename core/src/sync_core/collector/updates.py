@@ -125,8 +125,10 @@ class Updates:
                 "do not hold them all; update one after the other: "
                 f"update_policy_weights_(…, model_id={name!r})"
             )
-        pending = self._elsewhere[name].send_async(weights, worker_ids)
-        return pending.wait() if blocking else pending
+        sender = self._elsewhere[name]
+        if blocking:
+            return sender.send(weights, worker_ids)
+        return sender.send_async(weights, worker_ids)
 
     def register_scheme_receiver(
         self, addresses: Mapping[str, Address], *, synchronize_weights: bool = True
