@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from sync_core import ModelError, OptionError, Receiver, Sender, UnknownWorkerError
@@ -76,6 +77,11 @@ def test_a_receiver(sender: Sender) -> None:
     ("arguments", "error", "message"),
     [
         ({"total_frame": 8}, TypeError, "no argument 'total_frame'; did you mean 'total_frames'"),
+        ({"num_collectors": 2}, TypeError, "no argument 'num_collectors'; num_workers=… says how"),
+        ({"weight_updater": 3}, TypeError, "no argument 'weight_updater'; scheme='shm' or"),
+        ({"collector_class": 3}, TypeError, "'collector_class'; sync=True or .* workers='process'"),
+        ({"create_env_kwargs": {}}, TypeError, r"functools\.partial\(make_env, size=3\)"),
+        ({"use_env_creator": True}, TypeError, "no argument 'use_env_creator'; leave it out"),
         ({"slots": 8}, TypeError, "no argument 'slots'; options of a scheme.*scheme_options="),
         ({"scheme_options": ["slots"]}, TypeError, r"write it like {'slots': 3}"),
         ({"scheme_options": {3: 4}}, TypeError, "scheme_options has the key 3"),
@@ -163,3 +169,22 @@ def test_a_worker_group(arguments: Any, error: type[Exception], message: str) ->
 def test_the_threads_of_worker_processes(threads: Any) -> None:
     with pytest.raises(ValueError, match=r"torch_threads is .*; give 1 or more"):
         ProcessGroup(lambda worker_id: worker_id, 1, torch_threads=threads)
+
+
+class NeverStarted(ThreadGroup):
+    """A worker group that no test may start."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a worker was started")
+
+
+def test_a_policy_without_arguments_is_refused_before_workers_start() -> None:
+    options: dict[str, Any] = {
+        "scheme": "thread",
+        "workers": NeverStarted,
+        "frames_per_batch": 4,
+    }
+    with pytest.raises(TypeError, match="the policy function takes nothing; let it take obs"):
+        Collector(CountingEnv, lambda: torch.zeros(1), **options)
+    with pytest.raises(AssertionError, match="a worker was started"):
+        Collector(CountingEnv, lambda: torch.zeros(1), trust_policy=True, **options)

@@ -114,6 +114,8 @@ class Collector(Life, Updates):
         ValueError: arguments that do not go together.
         PluginError: the scheme or the worker group cannot be found or used.
         RemoteCallError: an environment or a policy could not be made; it has the traceback.
+        TypeError: an argument that there is not, or the policy's own arguments or outputs do not
+            fit the environment.
 
     Example:
         >>> from sync_core.envs import CountingEnv
@@ -208,6 +210,7 @@ class Collector(Life, Updates):
                 collector_kwargs,
             ),
         )
+        recipes.check_policy()
         recipes.give_shapes()
         self._timeout = timeout
         self._crew = Crew(group_class, recipes, num_workers, timeout, worker_options)

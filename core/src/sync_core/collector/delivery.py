@@ -11,6 +11,7 @@ from typing import Any
 from sync_core.collector.crew import Crew
 from sync_core.collector.freshness import Freshness
 from sync_core.collector.output import Output
+from sync_core.collector.policies import PolicyError
 from sync_core.collector.requests import Requests
 from sync_core.collector.schedules import Delivered, Schedule
 from sync_core.collector.several import SeveralModels
@@ -185,7 +186,7 @@ class Delivery:
         except KeyboardInterrupt:
             self._freshness.forget()
             raise
-        except (RemoteCallError, WorkerLostError, ClosedError):
+        except (PolicyError, RemoteCallError, WorkerLostError, ClosedError):
             if not self._close.alive:
                 raise StopIteration from None
             self._close()

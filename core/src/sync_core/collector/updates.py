@@ -127,7 +127,12 @@ class Updates:
             self._upstream.receive(_SOON)
 
     def receive_weights(
-        self, policy_or_weights: Any = None, *, weights: Any = None, timeout: float | None = None
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        timeout: float | None = None,
     ) -> Mapping[str, int]:
         """Receive models from senders elsewhere, or take the policy's weights, and pass them on.
 
@@ -135,6 +140,7 @@ class Updates:
             policy_or_weights: a module, a TensorDict or a state_dict for the collector's own
                 policy, if no senders were registered.
             weights: the same, by another name.
+            policy: the same, by another name.
             timeout: seconds to wait for a version of any model; None for the collector's.
 
         Returns:
@@ -147,7 +153,7 @@ class Updates:
         """
         self._check_open()
         limit = self._timeout if timeout is None else check_seconds(timeout)
-        return self._upstream.receive_or_load((policy_or_weights, weights), limit)
+        return self._upstream.receive_or_load((policy_or_weights, weights, policy), limit)
 
     def cascade_execute(self, path: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """What a path leads to in every worker, called if it can be, in the order of their ids.
