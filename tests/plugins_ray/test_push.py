@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,6 +22,7 @@ from torch import nn
 from sync_core import (
     ApplyError,
     CapacityError,
+    ModelPathError,
     OptionError,
     Payload,
     Sender,
@@ -389,9 +391,26 @@ def test_a_late_actor_that_is_dead_is_known_to_be_lost(actors: list[Any]) -> Non
         assert "the actor is gone" in str(sender.workers[1].error)
 
 
+def test_actors_are_found_by_paths_in_the_context(actors: list[Any]) -> None:
+    held = SimpleNamespace(_actor=actors[0])
+    trainer = SimpleNamespace(policy=linear(7.0), env=SimpleNamespace(transform=[held, actors[1]]))
+    with Sender("ray", workers=["env.transform[0]"], context=trainer) as sender:
+        assert sender.send().updated == (0,)
+        sender.add_worker(worker="env.transform[1]")
+        assert sender.send().updated == (0, 1)
+        with pytest.raises(ModelPathError, match=r"has no '\[2\]'"):
+            sender.add_worker(worker="env.transform[2]")
+        assert sender.all_worker_ids() == (0, 1)
+    assert [policy_of(actor) for actor in actors] == [{7.0}, {7.0}]
+
+
 def test_what_are_no_actors() -> None:
-    with pytest.raises(OptionError, match="no Ray actor"):
+    with pytest.raises(OptionError, match="is not a Ray actor"):
         Sender("ray", linear(), workers=[Agent()])
+    with pytest.raises(OptionError, match=r"the path 'env', and there is no context .* context="):
+        Sender("ray", linear(), workers=["env"])
+    with pytest.raises(OptionError, match="is not a Ray actor"):
+        Sender("ray", linear(), workers=["env"], context=Agent())
     with pytest.raises(OptionError, match="model_getter"):
         Sender("ray", linear(), num_workers=1, model_getter="the_model")
 

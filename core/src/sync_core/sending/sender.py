@@ -11,9 +11,10 @@ from typing import Any, NoReturn, Self
 from torch import Tensor
 
 from sync_core.arguments import check_function
-from sync_core.errors import ClosedError, PendingSendError
+from sync_core.errors import ClosedError, OptionError, PendingSendError
 from sync_core.models.extract import Strategy
 from sync_core.models.own import register_owner
+from sync_core.models.paths import resolve
 from sync_core.models.several import either
 from sync_core.plugins.address import Address
 from sync_core.plugins.cadence import Cadence
@@ -54,7 +55,8 @@ class Sender(Updater):
             a mapping from names to such models, which are one version: all committed, or none.
             None means ``model_id`` in ``context``, or a model registered later.
         num_workers: how many workers there are; their ids are ``0 … num_workers - 1``.
-        workers: handles of the workers, for a scheme that calls into them.
+        workers: handles of the workers, for a scheme that calls into them; with some, such as
+            ``"ray"``, also strings such as ``"env.transform[0]"``, looked up in ``context`` once.
         model_id: the model's name.
         context: the object in which string references are looked up.
         layers: names or objects of layers; each changes the update after the one before it, or
@@ -134,6 +136,7 @@ class Sender(Updater):
         )
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)
         self._handles = dict(enumerate(workers or ()))
+        self._context = context
         self._remedies = Remedies(
             on_failure, group, on_restart, called=bool(workers), timeout=timeout
         )
@@ -315,7 +318,7 @@ class Sender(Updater):
         self._members.add(worker_id)
         if self._outlet.transport is not None:
             try:
-                self._outlet.transport.add_worker(worker_id, worker)
+                self._outlet.transport.add_worker(worker_id, self._find_worker(worker))
             except BaseException:
                 self._members.remove(worker_id)
                 raise
@@ -371,8 +374,20 @@ class Sender(Updater):
             raise PendingSendError("a send is pending; call wait_async() before the next one")
 
     def _open(self, update: Update, model: Any) -> None:
-        workers, members = tuple(self._handles.values()), self._members
-        self._outlet.open(update, model, members.ids, workers, members.notify)
+        if self._outlet.transport is None:
+            workers, members = map(self._find_worker, self._handles.values()), self._members
+            self._outlet.open(update, model, members.ids, tuple(workers), members.notify)
+
+    def _find_worker(self, handle: Any) -> Any:
+        """The handle itself, or what a path leads to in the context."""
+        if not isinstance(handle, str) or not self._outlet.takes_worker_paths:
+            return handle
+        if self._context is None:
+            raise OptionError(
+                f"workers has the path {handle!r}, and there is no context to look it up in; type "
+                "Sender(…, context=trainer)"
+            )
+        return resolve(self._context, handle)
 
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
         report = replace(report, scheme=self._outlet.scheme, model_id=self.model_id)
