@@ -16,6 +16,7 @@ from sync_core.collector.crew import Crew, warn_if_rounded
 from sync_core.collector.delivery import Delivery
 from sync_core.collector.feeds import make_weights
 from sync_core.collector.freshness import Freshness
+from sync_core.collector.held import HeldModels
 from sync_core.collector.life import Life, end
 from sync_core.collector.options import (
     check_buffer,
@@ -32,7 +33,7 @@ from sync_core.collector.replacement import OnWorkerFailure, Replacement
 from sync_core.collector.requests import Requests
 from sync_core.collector.rollout import RolloutOptions
 from sync_core.collector.schedules import FirstReady, Synchronous
-from sync_core.collector.schemes import POLICY, copied, schemes_of
+from sync_core.collector.schemes import POLICY, copied, elsewhere, own, schemes_of
 from sync_core.collector.stale import StaleWatch
 from sync_core.collector.stats import CollectorStats
 from sync_core.collector.tree import Upstream
@@ -76,7 +77,10 @@ class Collector(Life, Updates):
         weight_sync_schemes: instead, several models by name, each with a scheme, or with a mapping
             that has ``"scheme"`` and its options. A name is a path in a worker: ``"policy"``,
             ``"policy.critic"``, ``"env.transform[0]"``. Workers commit several models together,
-            between two batches.
+            between two batches. A mapping with the key ``"workers"`` is for a model that other
+            workers hold, such as an actor of yours: ``{"critic": {"scheme": "ray", "workers":
+            [actor]}}``. That model is sent when an update names it; `Sender` has the other keys,
+            such as ``"model_id"``, by default the model's name. The rest is as without it.
         models: what the trainer has under these names, ``"policy"`` apart. Of one whose name is no
             path, such as ``"critic"``, every worker gets a copy.
         weight_recv_schemes: see `register_scheme_receiver`.
@@ -163,7 +167,10 @@ class Collector(Life, Updates):
         if postproc is not None:
             check_function(postproc, "postproc")
         arguments = {"layers": layers, "zero_copy": zero_copy, **(scheme_options or {})}
-        schemes = schemes_of(scheme, arguments, weight_sync_schemes, models or {})
+        known = models or {}
+        all_schemes = schemes_of(scheme, arguments, weight_sync_schemes, known)
+        schemes, held = own(all_schemes), elsewhere(all_schemes)
+        own_models = {name: model for name, model in known.items() if name not in held}
         group_class = choose_group([each.scheme for each in schemes.values()], workers)
         check_worker_options(group_class, worker_options or {})
         policy_scheme = schemes[POLICY].scheme if POLICY in schemes else None
@@ -173,7 +180,7 @@ class Collector(Life, Updates):
         interval = refresh_interval(
             max_weight_update_interval,
             each_batch=update_after_each_batch,
-            has_weights=policy_factory is None or bool(models),
+            has_weights=policy_factory is None or bool(own_models),
         )
         frames_per_batch = count_frames(frames_per_batch, num_workers, sync=sync)
         total_frames = check_count(total_frames, "total_frames", least=0, never="no end")
@@ -192,7 +199,7 @@ class Collector(Life, Updates):
             policy_fns=(None,)
             if policy_factory is None
             else factories(policy_factory, num_workers, "policy_factory"),
-            models=copied(models or {}),
+            models=copied(own_models),
             share_policy=shared,
             seed=int(torch.randint(2**31, ()).item()),
             one_thread="torch_threads" not in (worker_options or {}),
@@ -226,14 +233,15 @@ class Collector(Life, Updates):
                 schemes,
                 collector=weakref.ref(self),
                 policy=policy,
-                models=models or {},
+                models=own_models,
                 made_by_workers=policy_factory is not None,
                 timeout=timeout,
             )
+            self._held = HeldModels(held, known, collector=weakref.ref(self), timeout=timeout)
         except BaseException:
             self._crew.stop()
             raise
-        self._close = weakref.finalize(self, end, self._crew, self._weights)
+        self._close = weakref.finalize(self, end, self._crew, self._weights, self._held)
         freshness = Freshness(interval, self._crew, self._requests, self._weights)
         self._delivery = Delivery(
             crew=self._crew,

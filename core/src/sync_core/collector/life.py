@@ -11,6 +11,7 @@ from sync_core.arguments import check_integer
 from sync_core.collector.background import Background
 from sync_core.collector.crew import Crew
 from sync_core.collector.delivery import Delivery
+from sync_core.collector.held import HeldModels
 from sync_core.collector.options import count_workers, factories
 from sync_core.collector.replacement import Replacement
 from sync_core.collector.requests import Requests
@@ -34,6 +35,7 @@ class Life:
     _replacement: Replacement
     _requests: Requests
     _weights: PolicyWeights | SeveralModels
+    _held: HeldModels
     _delivery: Delivery
     _warmup: Warmup
     _background: Background
@@ -168,7 +170,7 @@ class Life:
         self._background.abandon()
         self._upstream.close()
         if self._close.detach() is not None:
-            end(self._crew, self._weights, seconds)
+            end(self._crew, self._weights, self._held, seconds)
         self._background.end(seconds)
 
     async def async_shutdown(self) -> None:
@@ -234,7 +236,12 @@ class Life:
             return self._replacement.repeat(do)
 
 
-def end(crew: Crew, weights: PolicyWeights | SeveralModels, timeout: float | None = None) -> None:
+def end(
+    crew: Crew,
+    weights: PolicyWeights | SeveralModels,
+    held: HeldModels,
+    timeout: float | None = None,
+) -> None:
     """End workers and senders, come what may."""
     try:
         # A refresh may have been sent just now; its workers have it in a moment.
@@ -246,3 +253,4 @@ def end(crew: Crew, weights: PolicyWeights | SeveralModels, timeout: float | Non
         raise
     finally:
         weights.close()
+        held.close()

@@ -9,6 +9,7 @@ from sync_core.arguments import check_path
 from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.given import Given, chosen
+from sync_core.collector.held import HeldModels
 from sync_core.collector.host import Host
 from sync_core.collector.replacement import Replacement
 from sync_core.collector.schemes import POLICY
@@ -31,6 +32,7 @@ class Updates:
     _timeout: float
     _crew: Crew
     _weights: PolicyWeights | SeveralModels
+    _held: HeldModels
     _upstream: Upstream
     _replacement: Replacement
 
@@ -42,7 +44,7 @@ class Updates:
     @property
     def senders(self) -> Mapping[str, Sender]:
         """What sends the weights of each model, as far as there are any to send."""
-        return self._weights.senders
+        return {**self._weights.senders, **self._held.senders}
 
     @overload
     def update_policy_weights_(
@@ -76,8 +78,8 @@ class Updates:
             weights: the same, by another name.
             policy: likewise.
             worker_ids: one worker or several; None for all.
-            model_id: whose weights they are; the policy's by default, or those of all models if
-                none were given.
+            model_id: whose weights they are; the policy's by default, or those of all models that
+                the collector's workers hold if none were given.
             weights_dict: weights by the name of their model, instead of all the above; None for
                 the trainer's own.
             blocking: wait until the workers have committed the version. Otherwise what is
@@ -96,8 +98,14 @@ class Updates:
         """
         self._check_open()
         given = chosen(
-            (policy_or_weights, weights, policy), model_id, weights_dict, self._weights.names
+            (policy_or_weights, weights, policy),
+            model_id,
+            weights_dict,
+            (*self._weights.names, *self._held.senders),
         )
+        held = self._held.among(given)
+        if held is not None:
+            return self._held.update(held, given[held], worker_ids, blocking=blocking)
         if self._crew.dismissed:
             # After the last batch, as in every other round of a training loop.
             return SendReport(self._weights.version, 0.0, {})
