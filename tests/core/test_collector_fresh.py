@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -196,6 +197,23 @@ def test_who_forgets_to_update_is_warned_once(change: str) -> None:
         assert seen[0].filename == __file__
         policy.set(2.0)
         next(made)
+
+
+def test_resuming_after_an_update_gives_no_warning() -> None:
+    policy, resumed = Scale(), Scale()
+    with collector(policy) as made:
+        policy.weight.data = torch.ones(1)
+        made.update_policy_weights_()
+        next(made)
+        state, weights = made.state_dict(), policy.state_dict()
+    for models_first in (True, False):
+        with collector(resumed) as made, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if models_first:
+                resumed.load_state_dict(weights)
+            made.load_state_dict(state)
+            resumed.load_state_dict(weights)
+            assert next(made)["action"].unique().tolist() == [1.0]
 
 
 def test_a_policy_that_was_made_in_inference_mode() -> None:

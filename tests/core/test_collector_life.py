@@ -111,6 +111,17 @@ def collector(env: Any = long_episodes, policy: Any = None, **options: Any) -> C
     return Collector(env, policy, **options)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_process_ends_no_workers() -> None:
+    with Collector(Pid, num_workers=1, frames_per_batch=2, scheme="shm") as collector:
+        if not (child := os.fork()):
+            # As when it is forgotten, or the process ends.
+            collector._close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert next(collector).numel() == 2
+
+
 @pytest.mark.parametrize("sync", [True, False])
 def test_the_number_of_batches(sync: bool) -> None:
     with collector(num_workers=2, sync=sync, total_frames=10) as made:
@@ -453,6 +464,45 @@ def test_ctrl_c_at_any_moment_of_an_update(models: dict[str, Any]) -> None:
             if not moments.came:
                 break
         assert next(made)["action"].unique().tolist() == [moment]
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_ctrl_c_at_any_moment_of_next_loses_no_batch(sync: bool) -> None:
+    options: dict[str, Any] = {"workers": "thread", "num_workers": 2, "sync": sync}
+    with collector(policy=Scale(), timeout=5.0, **options) as made:
+        frames = 0
+        for moment in itertools.count(step=3):
+            with interrupted(moment) as moments:
+                frames += next(made).numel()
+            assert made.stats().frames == frames
+            if not moments.came:
+                break
+
+
+def test_add_collectors_gives_each_new_worker_several_environments() -> None:
+    with collector() as made:
+        assert made.add_collectors([long_episodes, long_episodes], 2) == (1, 2)
+        shapes = {tuple(next(made).shape) for _ in range(3)}
+        assert shapes == {(4,), (2, 2)}
+
+
+class InterruptsWhenClosed(CountingEnv):
+    """Sends Ctrl-C to the driver, which waits for the worker to end."""
+
+    def close(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        super().close()
+
+
+def test_ctrl_c_while_workers_end_loses_no_batch() -> None:
+    options: dict[str, Any] = {"workers": "thread", "frames_per_batch": 4, "total_frames": 4}
+    with collector(InterruptsWhenClosed, Scale(), timeout=5.0, **options) as made:
+        with pytest.raises(KeyboardInterrupt):
+            next(made)
+        assert made.stats().frames == 0
+        assert next(made).numel() == made.stats().frames == 4
+        assert made.next() is None
 
 
 class Skipping:

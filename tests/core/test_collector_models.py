@@ -27,6 +27,7 @@ from sync_core import (
 from sync_core.collector import Collector
 from sync_core.collector.several import _finish
 from sync_core.envs import CountingEnv
+from sync_plugin_std import Interval
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -152,6 +153,23 @@ def test_two_models_by_two_schemes(workers: str, schemes: Any) -> None:
         made.update_policy_weights_({"weight": torch.tensor([3.0])})
         assert weights(made, "policy.weight") == [3.0, 3.0]
         assert made.stats().version == 4
+
+
+def test_a_version_of_several_models_is_skipped_whole() -> None:
+    critic, policy = Scale(), Scale()
+    schemes = {"policy": "thread", "critic": {"scheme": "thread", "layers": [Interval(2)]}}
+    with collector(policy, critic, workers="thread", weight_sync_schemes=schemes) as made:
+        for value in (1.0, 2.0, 3.0):
+            policy.set(value)
+            critic.set(value)
+            report = made.update_policy_weights_()
+            assert report.skipped == ((0, 1) if value == 2.0 else ())
+            assert report.updated == (() if value == 2.0 else (0, 1))
+            held = 1.0 if value == 2.0 else value
+            assert weights(made, "policy.weight") == [held] * 2
+            assert weights(made, "critic.weight") == [held] * 2
+        # Of one model alone the other's layer has no say.
+        assert made.update_policy_weights_(model_id="policy").updated == (0, 1)
 
 
 def test_models_by_paths() -> None:

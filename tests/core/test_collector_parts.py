@@ -334,7 +334,7 @@ def test_a_worker_that_is_held_back() -> None:
     requests.settle()
     taken = requests.take_first()
     assert taken is not None
-    assert values(taken[1], "observation") == [0, 1]
+    assert values(taken.batch, "observation") == [0, 1]
     assert len(requests) == 0
     workers.stop()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -85,6 +87,26 @@ def test_much_is_shared_with_a_second_thread() -> None:
     targets = [torch.zeros_like(source) for source in sources]
     copy(targets, sources)
     assert all(map(torch.equal, targets, sources))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no interval timers")
+def test_no_thread_writes_after_an_interrupted_copy() -> None:
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    targets, sources = ([torch.zeros(50_000_000)] for _ in "ts")
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with suppress(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.005)
+            copy(targets, sources)
+        assert interrupts
+        assert not [each for each in threading.enumerate() if each.name == "sync-copy"]
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_autograd_hears_of_it() -> None:

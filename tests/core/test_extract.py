@@ -14,8 +14,9 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from sync_core import ModelError, ModelPathError, Receiver, Sender
+from sync_core import ModelError, ModelPathError, PayloadError, Receiver, Sender
 from sync_core.models.binding import Binding
+from sync_core.models.extra_state import flatten, rebuild
 from sync_core.models.extract import named_tensors
 from sync_core.models.paths import resolve
 from sync_core.weights.update import Update
@@ -62,8 +63,36 @@ def test_extra_state_of_tensors_travels(strategy: Any) -> None:
 
 
 def test_extra_state_of_something_else_is_an_error_that_names_it() -> None:
-    with pytest.raises(ModelError, match=r"'_extra_state' is or holds a int"):
-        named_tensors(WithExtraState(3))
+    with pytest.raises(ModelError, match=r"'_extra_state\.ids' is or holds a set; .* return these"):
+        named_tensors(WithExtraState({"ids": {1, 2}}))
+
+
+def test_extra_state_as_json_comes_back_as_it_was() -> None:
+    state: list[Any] = [
+        1 << 70,
+        {"a": (b"\xff", {}), 2: [None, "é\ud800"]},
+        torch.ones(2),
+        float("-inf"),
+    ]
+    named = dict(flatten("_extra_state", state))
+    assert repr(rebuild("_extra_state", None, named)) == repr(state)
+    longer = dict(flatten("_extra_state", {**state[1], "text": "x" * 1000}))
+    assert longer["_extra_state.__json__"].shape == (2048,)
+
+
+@pytest.mark.parametrize("text", [b"[", b'{"tensor": 3}', b'{"code": "x"}', b"[" * 100_000])
+def test_extra_state_that_is_no_json_of_ours_is_refused(text: bytes) -> None:
+    named = {"_extra_state.__json__": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    with pytest.raises(PayloadError, match="'_extra_state' arrived as JSON that is not a state"):
+        rebuild("_extra_state", 3, named)
+
+
+def test_extra_state_that_a_state_dict_cannot_take_is_an_error() -> None:
+    source, target = WithExtraState({"steps": 5}), WithExtraState({"steps": 1}).state_dict()
+    with pytest.raises(ModelError, match="give the module instead of its state_dict"):
+        Binding(target).write(Binding(source).read())
+    Binding(source).write(Binding(target).read())
+    assert source.state == {"steps": 1}
 
 
 def quantized() -> nn.Module:

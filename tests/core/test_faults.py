@@ -200,8 +200,9 @@ def test_raised_while_a_version_is_packed() -> None:
         receiver,
         target,
     ):
-        with pytest.raises(InjectedFaultError):
+        with pytest.raises(SendError, match="scheme 'Faulty'") as raised:
             sender.send()
+        assert isinstance(raised.value.__cause__, InjectedFaultError)
         assert receiver.receive(0.0) is None
         assert error_of(sender, receiver) is None
         assert held(target) == {7.0}

@@ -113,6 +113,7 @@ def test_a_forked_process_closes_nothing() -> None:
     diary = Diary()
     group = Group(diary)
     if not (child := os.fork()):
+        group.stop()
         del group
         gc.collect()
         os._exit(len(diary.entries))

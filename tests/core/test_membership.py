@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -292,6 +294,39 @@ def test_no_thread_outlives_its_sender() -> None:
     assert len(named("sync-membership")) == 1
     sender.close()
     assert named("sync-membership") == []
+
+
+def test_a_receiver_is_closed_by_the_garbage_collector_in_a_thread_with_locks() -> None:
+    def clock() -> float:
+        # The collector may run wherever something is allocated, as it is under the lock.
+        gc.collect()
+        return time.monotonic()
+
+    with Sender("thread", nn.Linear(2, 2), num_workers=1, timeout=5) as sender:
+        gc.disable()
+        try:
+            holder: list[object] = [Receiver(sender.address(0), nn.Linear(2, 2))]
+            holder.append(holder)
+            del holder
+            sender._members._clock = clock
+            sending = threading.Thread(target=lambda: sender.send_async().abandon(), daemon=True)
+            sending.start()
+            sending.join(20)
+        finally:
+            gc.enable()
+        assert not sending.is_alive()
+        assert sender.workers[0].state == "lost"
+
+
+def test_a_delivery_may_fail_while_its_answer_is_checked() -> None:
+    delivery = Delivery(0, version=1, nbytes=8)
+    error = WorkerLostError(0, "closed its receiver")
+    delivery.require(lambda delivery, _: delivery.fail(error))
+    answering = threading.Thread(target=delivery.acknowledge, daemon=True)
+    answering.start()
+    answering.join(20)
+    assert not answering.is_alive()
+    assert delivery.error is error
 
 
 def test_one_that_has_answered_by_then_is_not_put_into_quarantine(members: Membership) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -110,22 +111,27 @@ def test_who_is_told_of_the_end_may_ask_for_it() -> None:
         assert asked == [(0,)]
 
 
-@pytest.mark.parametrize("scheme", ["thread", "shm", "mp"])
-def test_ctrl_c_at_any_moment_of_a_send_leaves_the_sender_ready(scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [("thread", {}), ("shm", {}), ("mp", {}), ("dist", {}), ("dist", {"shared_memory": False})],
+)
+def test_ctrl_c_at_any_moment_of_a_send_leaves_the_sender_ready(
+    scheme: str, options: dict[str, Any]
+) -> None:
     def work(receiver: Receiver) -> None:
         while not done.is_set():
             receiver.receive(0.05)
 
     done = threading.Event()
     with (
-        Sender(scheme, weights(), num_workers=1, timeout=5.0) as sender,
+        Sender(scheme, weights(), num_workers=1, timeout=5.0, **options) as sender,
         Receiver(sender.address(0), weights()) as receiver,
         ThreadPoolExecutor(1) as pool,
     ):
         working = pool.submit(work, receiver)
         try:
             for moment in itertools.count():
-                with interrupted(moment) as moments:
+                with interrupted(moment, within_threading=True) as moments:
                     sender.send()
                 with suppress(PendingSendError, SendError):
                     sender.wait_async(0)
@@ -135,6 +141,22 @@ def test_ctrl_c_at_any_moment_of_a_send_leaves_the_sender_ready(scheme: str) -> 
         finally:
             done.set()
         working.result(10)
+
+
+def test_an_interrupted_send_is_reported_as_interrupted() -> None:
+    reports: list[SendReport] = []
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with Sender("thread", weights(), num_workers=1, on_report=reports.append) as sender:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                sender.send()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert str(reports[0].workers[0].error) == (
+        "worker 0: the send was interrupted by KeyboardInterrupt before the worker confirmed "
+        "version 1"
+    )
 
 
 def test_whoever_counts_otherwise_changes_nothing_for_the_sender() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sync_core import WorkerProcess, start_process
+from sync_core.processes.current import fork_server_pids
 from sync_core.processes.fresh import FreshProcess
 from sync_core.testing.processes import descendants
 from sync_core.testing.worker_groups import eventually
@@ -121,6 +122,30 @@ def test_no_descriptor_is_left(program: str) -> None:
     for _ in range(3):
         evaluate(program, "0")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@linux
+def test_the_reply_to_an_interrupted_request_is_not_read_by_the_next(program: str) -> None:
+    evaluate(program, "0")
+
+    def signal_servers(number: signal.Signals) -> None:
+        for pid in fork_server_pids():
+            os.kill(pid, number)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal_servers(signal.SIGSTOP)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            start_process("os:getpid")
+    finally:
+        signal_servers(signal.SIGCONT)
+        signal.signal(signal.SIGALRM, before)
+    with evaluating(program, "os.getpid()") as (reading, process):
+        assert os.read(reading, 100) == str(process.pid).encode()
 
 
 def test_a_fresh_interpreter(program: str) -> None:

@@ -104,6 +104,10 @@ def test_a_worker_that_fails_keeps_no_other_from_its_update() -> None:
         with pytest.raises(SendError, match="worker 0: is not at home") as failure:
             sender.send()
         assert failure.value.report.updated == (1,)
+        assert "1 of 2 workers (the others have it):" in str(failure.value)
+        scheme.fails = lambda _worker_id: True
+        with pytest.raises(SendError, match="did not reach 2 of 2 workers:"):
+            sender.send()
         scheme.fails = lambda _worker_id: False
         assert sender.send().updated == (0, 1)
 

@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import pickle
+import resource
 import socket
 import stat
 import sys
@@ -134,6 +135,30 @@ def test_sockets_are_nobody_elses() -> None:
             assert len(name) > 32
         else:
             assert stat.S_IMODE(Path(name).parent.stat().st_mode) == 0o700
+
+
+@linux
+def test_a_connection_without_descriptors_for_it_ends_nothing_else() -> None:
+    model, copy = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    with Sender("shm", model, num_workers=1, timeout=10) as sender:
+        address = sender.address(0)
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stranger.settimeout(10)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        # One descriptor: enough for the connection, and not for what belongs to it.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+        try:
+            stranger.connect(address.endpoint)
+            with stranger:
+                assert stranger.recv(1) == b""
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        pending = sender.send_async()
+        with Receiver(address, copy) as receiver:
+            assert receiver.receive() == 1
+        pending.wait()
 
 
 def framed(message: object) -> bytes:

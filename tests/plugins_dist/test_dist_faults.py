@@ -313,7 +313,7 @@ class TestPacking:
             received: list[int | None] = []
             waiting = threading.Thread(target=lambda: received.append(receiver.receive(20.0)))
             waiting.start()
-            with pytest.raises(RuntimeError, match="cannot be read"):
+            with pytest.raises(SendError, match="cannot be read"):
                 sender.send(weights_of(8.0, once(fail)))
             assert all((tensor == 1).all() for tensor in target.values())
             # The one that waits is none the wiser, and gets the next version.
@@ -322,7 +322,7 @@ class TestPacking:
             waiting.join()
             assert received == [3]
             assert all((tensor == 3).all() for tensor in target.values())
-            with pytest.raises(RuntimeError, match="cannot be read"):
+            with pytest.raises(SendError, match="cannot be read"):
                 sender.send(weights_of(8.0, once(fail)))
             assert receiver.receive(0) is None
 
@@ -373,7 +373,7 @@ def test_what_was_given_up_has_its_memory_to_itself(
         serving.start()
         sender.send()
         assert allocated.count(serving.ident or 0) == 1
-        with pytest.raises(RuntimeError, match="cannot be read"):
+        with pytest.raises(SendError, match="cannot be read"):
             sender.send(weights_of(8.0, once(fail)))
         sender.send(weights_of(3.0))
         assert allocated.count(serving.ident or 0) == 2

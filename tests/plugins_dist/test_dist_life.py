@@ -35,7 +35,7 @@ def exchange():
     assert pending.wait().updated == (0,)
 
 def hold():
-    with sender._outlet.transport.publisher.changed:
+    with sender._outlet.transport.publisher.lock:
         held.set()
         over.wait()
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -200,7 +200,7 @@ def peer_of(sender: Sender) -> Any:
 def busy(sender: Sender) -> Iterator[None]:
     """Let the sender's own thread hear nothing in this block."""
     transport: Any = sender._outlet.transport
-    with transport.publisher.changed:
+    with transport.publisher.lock:
         yield
 
 
@@ -208,11 +208,11 @@ def busy(sender: Sender) -> Iterator[None]:
 def idle(sender: Sender) -> Iterator[None]:
     """Let it hear in this block, inside one of `busy`."""
     transport: Any = sender._outlet.transport
-    transport.publisher.changed.release()
+    transport.publisher.lock.release()
     try:
         yield
     finally:
-        transport.publisher.changed.acquire()
+        transport.publisher.lock.acquire()
 
 
 def send_and_forget(sender: Sender, *values: float) -> None:
@@ -266,3 +266,30 @@ def test_one_that_was_interrupted_while_it_waited_finds_the_newest() -> None:
         assert eventually(lambda: not peer_of(sender).waits)
         send_and_forget(sender, 1.0, 2.0)
         assert receiver.receive(0) == 2
+
+
+def test_a_slot_that_was_shown_is_not_packed_again_after_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    show = MemoryLane.pump
+
+    def show_and_interrupt(lane: MemoryLane) -> None:
+        promised = lane._promised is not None
+        show(lane)
+        shown = promised and lane._promised is None
+        if shown and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    with Sender("dist", weights_of(0.0), num_workers=1, timeout=10.0) as sender:
+        target = weights_of(0.0)
+        with Receiver(sender.address(0), target) as receiver, ThreadPoolExecutor(1) as pool:
+            staging = pool.submit(receiver.stage, 10.0)
+            monkeypatch.setattr(MemoryLane, "pump", show_and_interrupt)
+            while not staging.done():
+                with suppress(KeyboardInterrupt):
+                    sender.send_async(weights_of(1.0)).abandon()
+            monkeypatch.undo()
+            send_and_forget(sender, 2.0, 3.0, 4.0, 5.0)
+            receiver.load()
+            receiver.confirm()
+            assert {v for tensor in target.values() for v in tensor.tolist()} == {1.0}

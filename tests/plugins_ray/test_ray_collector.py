@@ -16,7 +16,15 @@ import pytest
 import ray
 from torch import Tensor, nn
 
-from sync_core import ClosedError, Collector, ModelError, OptionError, RemoteCallError, WorkerGroup
+from sync_core import (
+    ClosedError,
+    Collector,
+    ModelError,
+    OptionError,
+    PendingSend,
+    RemoteCallError,
+    WorkerGroup,
+)
 from sync_core.testing import CollectorConformance, collectors
 from sync_core.testing.collectors import FrameList, Scale, long_episodes
 from sync_core.testing.worker_groups import wait_for
@@ -292,6 +300,7 @@ def test_a_model_of_another_actor_is_updated_when_it_is_named(transform: Any) ->
         pending = collector.update_policy_weights_(
             filled(5.0), model_id="transform_module", blocking=False
         )
+        assert isinstance(pending, PendingSend)
         assert pending.wait().updated == (0,)
         assert ray.get(transform.sums.remote()) == [first, 10.0]
         with pytest.raises(ValueError, match="cannot be updated together with other models"):

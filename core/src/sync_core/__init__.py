@@ -30,12 +30,14 @@ from sync_core.errors import (
     SenderLostError,
     SendError,
     SyncError,
+    TransportError,
     UnknownHookError,
     UnknownWorkerError,
     WorkerError,
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_core.interrupts import uninterrupted
 from sync_core.models.consolidate import consolidate
 from sync_core.plugins.address import Address
 from sync_core.plugins.contexts import ApplyContext, SendContext, SkipContext, TransportContext
@@ -55,7 +57,7 @@ from sync_core.transports.local_socket import LocalListener, connect_locally, sa
 from sync_core.transports.notice import Notice
 from sync_core.transports.point_to_point import PointToPointTransport
 from sync_core.transports.publisher import Publisher, Slot
-from sync_core.transports.serving import Peer, ServingTransport, hello
+from sync_core.transports.serving import Peer, ServingTransport, farewell, hello
 from sync_core.transports.shared_memory import SharedMemory
 from sync_core.transports.shared_slots import MappedSlots, SharedSlots
 from sync_core.transports.transport import Delivery, ReceiverTransport, SenderTransport
@@ -151,6 +153,7 @@ __all__ = [
     "SyncError",
     "TensorSpec",
     "TransportContext",
+    "TransportError",
     "UnknownHookError",
     "UnknownWorkerError",
     "Update",
@@ -168,10 +171,12 @@ __all__ = [
     "close_hosted",
     "connect_locally",
     "consolidate",
+    "farewell",
     "hello",
     "hookimpl",
     "pickle_factory",
     "same_user",
     "start_process",
     "store_transport",
+    "uninterrupted",
 ]

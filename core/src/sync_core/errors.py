@@ -124,6 +124,10 @@ class WorkerLostError(WorkerError, ConnectionError):
     """The worker died or disconnected."""
 
 
+class TransportError(WorkerError):
+    """The scheme's transport raised, so that no worker was sent the version; none is at fault."""
+
+
 class ApplyError(WorkerError):
     """The worker raised while it applied the weights; it keeps the version it had."""
 
@@ -148,7 +152,7 @@ class RemoteCallError(WorkerError):
 
 
 class SendError(SyncError):
-    """Some workers were not updated. The others were, before this was raised.
+    """Some workers were not updated. The others, if any, were, before this was raised.
 
     Args:
         report: what became of every worker.
@@ -160,8 +164,9 @@ class SendError(SyncError):
 
     def __str__(self) -> str:
         failed = self.report.failed
+        others = " (the others have it)" if self.report.updated else ""
         head = (
             f"version {self.report.version} did not reach {len(failed)} of "
-            f"{len(self.report.workers)} workers (the others have it):"
+            f"{len(self.report.workers)} workers{others}:"
         )
         return "\n".join([head, *(f"  {result.error}" for result in failed.values())])

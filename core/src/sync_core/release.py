@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def release_with(owner: object, release: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+def release_with(
+    owner: object, release: Callable[..., Any], *args: Any
+) -> weakref.finalize[Any, Any]:
     """Call ``release(*args)`` when the owner is forgotten, when the process ends, or when called.
 
     As `weakref.finalize`, except that a process which was forked from this one does not: it has

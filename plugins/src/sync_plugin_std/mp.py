@@ -7,6 +7,7 @@ import os
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -23,7 +24,7 @@ from sync_core import (
 )
 from sync_plugin_std.protocol import check_platform
 from sync_plugin_std.shared_receiver import SharedReceiver
-from sync_plugin_std.shared_sender import SharedSender
+from sync_plugin_std.shared_sender import SharedPeer, SharedSender
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class PipeSender(SharedSender):
     def __init__(self, context: TransportContext) -> None:
         options = context.parse_options(PipeOptions)
         self._given = bool(context.workers)
-        self._ends: dict[int, list[socket.socket]] = {}
+        # Our copies of the workers' ends of pipes, until their receivers have joined.
+        self._ends: dict[SharedPeer, socket.socket] = {}
         with ExitStack() as opened:
             given = [opened.enter_context(_socket_of(worker)) for worker in context.workers]
             super().__init__(context, slots=options.slots, directory=options.directory)
@@ -111,8 +113,7 @@ class PipeSender(SharedSender):
         if self._given:
             return None
         mine, theirs = socket.socketpair()
-        self._ends.setdefault(worker_id, []).append(theirs)
-        self.connect(mine, worker_id)
+        self._ends[self.connect(mine, worker_id)] = theirs
         return PipeEnd(theirs)
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
@@ -121,16 +122,17 @@ class PipeSender(SharedSender):
         if worker is not None:
             self.connect(_socket_of(worker), worker_id)
 
-    def joined(self, worker_id: int) -> None:
-        """Close our copies of the worker's end, so that its death closes the last one."""
-        for end in self._ends.pop(worker_id, ()):
+    def joined(self, peer: SharedPeer) -> None:
+        """Close our copy of the worker's end, so that its death closes the last one."""
+        end = self._ends.pop(peer, None)
+        if end is not None:
             end.close()
 
     def close(self) -> None:
         """Also close the ends of pipes that nobody used."""
         super().close()
-        for worker_id in tuple(self._ends):
-            self.joined(worker_id)
+        for peer in tuple(self._ends):
+            self.joined(peer)
 
 
 def with_pipe(address: Address, connection: Connection) -> Address:
@@ -154,4 +156,11 @@ def _socket_of(connection: Connection) -> socket.socket:
 
 
 def _unpickle(duplicate: Any) -> PipeEnd:
-    return PipeEnd(socket.socket(fileno=duplicate.detach()))
+    try:
+        return PipeEnd(socket.socket(fileno=duplicate.detach()))
+    except (AuthenticationError, ConnectionError, EOFError, FileNotFoundError) as error:
+        raise AddressError(
+            "an address of scheme 'mp' can be unpickled once, by a process that multiprocessing "
+            "has started for the sender's: as an argument of multiprocessing.Process, or from a "
+            "multiprocessing queue or pipe; for other processes use scheme='shm' or 'dist'"
+        ) from error

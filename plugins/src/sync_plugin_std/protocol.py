@@ -18,6 +18,7 @@ sender    ``live``, live                         the slots that there are, as so
 worker    ``answer``, answer, held               committed, or not; reads only ``held`` from now
 worker    ``lacks``, index                       it could not open a slot that it was told of
 worker    ``on``, version, held                  asks for more, and will not answer about this one
+worker    ``leave``, reason                      it closes its receiver
 sender    ``gone``, reason                       refused, replaced, removed, or the sender closes
 ========  =====================================  ===============================================
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
+from contextlib import suppress
 
 from sync_core import (
     Answer,
@@ -17,6 +18,7 @@ from sync_core import (
     ReceiverTransport,
     SenderLostError,
     TransportContext,
+    farewell,
     hello,
 )
 from sync_plugin_std.protocol import Board, Offer, take_token
@@ -73,6 +75,11 @@ class SharedReceiver(ReceiverTransport):
         self._unanswered = 0
         held = self._slots.held
         self._send({"type": "answer", "answer": answer.to_message(), "held": held})
+
+    def leave(self, reason: str) -> None:
+        """Notify the sender, unless that has gone."""
+        with suppress(SenderLostError):
+            self._send(farewell(reason))
 
     def wake(self) -> None:
         """Take the sender for gone."""

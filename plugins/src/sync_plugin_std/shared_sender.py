@@ -79,15 +79,14 @@ class SharedSender(ServingTransport[SharedPeer]):
         self.offer_to(worker_ids)
         return deliveries
 
-    def joined(self, worker_id: int) -> None:
+    def joined(self, peer: SharedPeer) -> None:
         """Called when a worker has said hello."""
 
     def welcome(self, peer: SharedPeer) -> None:
         """Give the worker what offers are read from."""
-        assert peer.worker_id is not None
         descriptors = [self._board.descriptor, peer.tokens.reader]
         if self.tell(peer, {"type": "welcome"}, descriptors):
-            self.joined(peer.worker_id)
+            self.joined(peer)
 
     def handle(self, peer: SharedPeer, message: Message) -> None:
         """Take an answer."""

@@ -109,7 +109,7 @@ class ThreadReceiver(ReceiverTransport):
         self._name = f"worker {context.worker_id}"
         self._seen = 0
         self._held: set[int] = set()
-        self._woken = False
+        self._woken = self._left = False
         if not publisher.joined(self._worker_id, self):
             raise AddressError(f"the sender has no worker {self._worker_id} any more")
 
@@ -117,7 +117,7 @@ class ThreadReceiver(ReceiverTransport):
         """Wait for a version that this worker has not seen."""
         publisher = self._publisher
         deadline = time.monotonic() + timeout
-        with publisher.changed:
+        with publisher.lock:
             while (dismissed := publisher.dismissed(self._worker_id, self)) is None:
                 if self._woken:
                     return None
@@ -146,13 +146,19 @@ class ThreadReceiver(ReceiverTransport):
 
     def wake(self) -> None:
         """Wait no more."""
-        with self._publisher.changed:
+        with self._publisher.lock:
             self._woken = True
             self._publisher.changed.notify_all()
 
+    def leave(self, reason: str) -> None:
+        """Fail what this worker has not answered."""
+        self._left = True
+        self._publisher.lost(self._worker_id, self, reason)
+
     def close(self) -> None:
-        """The worker is gone."""
-        self._publisher.lost(self._worker_id, self, "closed its receiver")
+        """Leave, unless that was done."""
+        if not self._left:
+            self.leave("closed its receiver")
 
     def _release(self, slot: int) -> None:
         self._held.discard(slot)

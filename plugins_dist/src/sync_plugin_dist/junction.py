@@ -55,7 +55,7 @@ class Junction:
             self._tell,
             lambda seconds: self._wait(number, seconds),
             timeout=self._office.timeout,
-            lock=self._office.publisher.changed,
+            lock=self._office.publisher.lock,
         )
         self.number, self.members, self._rendezvous = number, members, rendezvous
         size = len(members) + 1
@@ -98,7 +98,7 @@ class Junction:
             self.wire = None
 
     def _tell(self, message: Message, teller: DistPeer | None = None) -> None:
-        with self._office.publisher.changed:
+        with self._office.publisher.lock:
             for peer in self.members:
                 if message["number"] != self.number:
                     return
@@ -122,7 +122,7 @@ class Junction:
             wire = self._office.open_wire(rendezvous, size)
         except BrokenWireError:
             wire = None
-        with self._office.publisher.changed:
+        with self._office.publisher.lock:
             if rendezvous is self._rendezvous:
                 self._rendezvous, self.wire = None, wire
                 self._opened()

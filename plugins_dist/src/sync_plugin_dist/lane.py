@@ -25,7 +25,7 @@ class Lane:
         self._asking: dict[DistPeer, None] = {}
         self._junction = Junction(office, self._opened)
         self._shipment: Shipment | None = None
-        self._timer = LockedTimer(office.publisher.changed, office.patience)
+        self._timer = LockedTimer(office.publisher.lock, office.patience)
         self._waited_enough = False
         self._beginning_again = False
 
@@ -79,7 +79,7 @@ class Lane:
         if shipment is None:
             return
         wanted = {self._office.publisher.newest(peer.id) for peer in shipment.missing}
-        if not shipment.slot.version or shipment.slot.version not in wanted:
+        if shipment.slot.version not in wanted:
             self._begin_again()
 
     def close(self) -> None:

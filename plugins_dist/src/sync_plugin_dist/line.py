@@ -6,7 +6,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from sync_core import Channel, Message, SenderLostError
 
@@ -106,11 +105,8 @@ class Line:
             self._sort(message)
         return message is not None
 
-    def close(self, reason: str = "") -> None:
-        """Hang up; with a reason where it is not by dying."""
-        if reason:
-            with suppress(ConnectionError):
-                self.channel.send({"type": "leave", "reason": reason})
+    def close(self) -> None:
+        """Hang up."""
         self.channel.close()
 
     def _sort(self, message: Message) -> None:

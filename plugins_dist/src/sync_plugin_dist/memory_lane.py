@@ -72,10 +72,12 @@ class MemoryLane:
             )
 
     def revoke(self) -> None:
-        """Give up a version that could not be packed."""
-        if self._promised is None or self._promised[1].version:
+        """Give up a version that was not packed entirely, and that the worker does not get."""
+        if self._promised is None:
             return
         peer, slot = self._promised
+        if self._office.publisher.newest(peer.id) == slot.version:
+            return
         self._promised = None
         self._office.publisher.take_back(peer, slot)
         self.ask(peer)

@@ -25,7 +25,7 @@ worker    ``broken``, number                      the process group failed here
 worker    ``lacks``, index                        it could not map a slot that it was told of
 worker    ``answer``, answer, held                committed, or not; reads ``held`` and newer
 worker    ``reads``, held                         no answer yet; it reads only ``held``
-worker    ``leave``, reason                       it hangs up, and not because it dies
+worker    ``leave``, reason                       it closes its receiver
 sender    ``gone``, reason                        refused, replaced, removed, or the sender closes
 ========  ======================================  ==============================================
 
@@ -84,13 +84,9 @@ class Transfer:
         return transfer
 
 
-class LeftError(Exception):
-    """A worker has hung up, and said why."""
-
-
 @dataclass(slots=True)
 class Farewell:
-    """What a receiver says to its sender when it is closed; nothing without a reason."""
+    """Why a receiver leaves its sender, where that is not the usual reason."""
 
     reason: str = ""
 

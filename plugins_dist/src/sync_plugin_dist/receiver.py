@@ -19,6 +19,7 @@ from sync_core import (
     SenderLostError,
     SyncError,
     TransportContext,
+    farewell,
     hello,
 )
 from sync_plugin_dist.connecting import connect
@@ -99,10 +100,17 @@ class DistReceiver(ReceiverTransport):
         """Take the sender for gone."""
         self._line.channel.wake()
 
+    def leave(self, reason: str) -> None:
+        """Notify the sender, unless that has gone."""
+        if self._farewell is not None and self._farewell.reason:
+            reason = self._farewell.reason
+        with suppress(SenderLostError):
+            self._line.send(farewell(reason))
+
     def close(self) -> None:
         """Hang up."""
         self._end_wire()
-        self._line.close("" if self._farewell is None else self._farewell.reason)
+        self._line.close()
         self._blocks.clear()
         self._slots.clear()
 

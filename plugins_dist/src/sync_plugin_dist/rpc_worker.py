@@ -58,7 +58,8 @@ class RpcWorker:
         self.worker_id = worker_id
         self._key = f"{key}/{worker_id}"
         # Reentrant, as the garbage collector may end a forgotten group in any of its threads.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[_Request] = deque()
         self._lost: str | None = None
         self._ending = False
@@ -87,7 +88,7 @@ class RpcWorker:
 
     def ask_to_end(self) -> None:
         """Let the call in progress finish, and no other begin."""
-        with self._changed:
+        with self._lock:
             self._ending = True
             self._changed.notify_all()
 
@@ -125,7 +126,7 @@ class RpcWorker:
         return done
 
     def _post(self, request: _Request) -> None:
-        with self._changed:
+        with self._lock:
             ended = self._lost or ("was stopped" if self._ending else None)
             if ended is None:
                 self._waiting.append(request)
@@ -142,14 +143,14 @@ class RpcWorker:
                 self._look()
             # Not to be kept until the next one.
             del request
-        with self._changed:
+        with self._lock:
             reason = self._lost or "was stopped"
             requests, self._waiting = self._waiting, deque()
         for request in requests:
             request.call.lose(f"{reason} before it could run {request.call.name}")
 
     def _next(self) -> _Request | None:
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._waiting or self._ending, _ASKING)
             return self._waiting.popleft() if self._waiting and not self._ending else None
 
@@ -192,7 +193,7 @@ class RpcWorker:
 
     def _lose(self) -> str:
         reason = self.peer.epitaph() if initialised() else "RPC was shut down in this process"
-        with self._changed:
+        with self._lock:
             self._lost = "was stopped" if self._ending else reason
             return self._lost
 

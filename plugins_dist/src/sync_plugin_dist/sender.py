@@ -19,13 +19,14 @@ from sync_core import (
     SharedSlots,
     Slot,
     TransportContext,
+    uninterrupted,
 )
 from sync_plugin_dist.lane import Lane
 from sync_plugin_dist.memory_lane import MemoryLane
 from sync_plugin_dist.office import DistPeer, Office
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.parts import pack
-from sync_plugin_dist.protocol import Endpoint, LeftError, listen
+from sync_plugin_dist.protocol import Endpoint, listen
 from sync_plugin_dist.rendezvous import Rendezvous
 from sync_plugin_dist.wire import Wire
 
@@ -51,8 +52,8 @@ class DistSender(ServingTransport[DistPeer], Office):
         # who does not come back after it.
         self.patience = context.timeout / 8
         self._numbers = itertools.count(1)
-        self._packing: Slot | None = None
-        self._packed = 0
+        # The bytes packed so far, of slots that are not packed entirely.
+        self._packed: dict[Slot, int] = {}
         self._slots = SharedSlots(remedy=_DO_WITHOUT) if options.shares_memory else None
         self._lanes: dict[int, Lane | MemoryLane] = {}
         with ExitStack() as opened:
@@ -94,28 +95,30 @@ class DistSender(ServingTransport[DistPeer], Office):
     ) -> dict[int, Delivery]:
         """Let the workers ask, and pack meanwhile; ``announced`` is called before that."""
         slot = self.publisher.reserve(payload.nbytes, worker_ids)
-        with self.publisher.changed:
-            self._packing, self._packed = slot, 0
-            if announced is not None:
-                self.publisher.expect(worker_ids)
-            deliveries = self.publisher.announce(slot, payload, worker_ids)
-            self.offer_to(worker_ids)
-        if announced is not None:
-            announced(deliveries)
         try:
+            with self.publisher.lock:
+                self._packed[slot] = 0
+                if announced is not None:
+                    self.publisher.expect(worker_ids)
+                deliveries = self.publisher.announce(slot, payload, worker_ids)
+                self.offer_to(worker_ids)
+            if announced is not None:
+                announced(deliveries)
             for done in self._pack(payload, slot):
-                with self.publisher.changed:
-                    self._packed = done
+                with self.publisher.lock, uninterrupted():
+                    self._packed[slot] = done
                     for lane in self._all_lanes():
                         lane.pump()
         except BaseException:
-            with self.publisher.changed:
-                self.publisher.retract(slot)
-                self._revoke_old()
+            self.publisher.retract(slot)
             raise
         finally:
-            with self.publisher.changed:
-                self._packing = None
+            with self.publisher.lock:
+                slots = self.publisher.slots
+                # An interrupted version counts as not packed for as long as its slot exists.
+                self._packed = {
+                    s: n for s, n in self._packed.items() if n < s.nbytes and s in slots
+                }
         return deliveries
 
     def welcome(self, peer: DistPeer) -> None:
@@ -147,8 +150,6 @@ class DistSender(ServingTransport[DistPeer], Office):
             self.publisher.answer(peer.id, answer, peer)
         elif kind == "reads":
             self.publisher.give_back(peer, message["held"])
-        elif kind == "leave":
-            raise LeftError(str(message["reason"]))
         elif peer.served:
             # Otherwise another receiver has its place.
             self._handle_transfer(self._lane(peer), peer, message)
@@ -187,7 +188,7 @@ class DistSender(ServingTransport[DistPeer], Office):
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, and its lane."""
-        with self.publisher.changed:
+        with self.publisher.lock:
             super().remove_worker(worker_id)
             lane = self._lanes.pop(worker_id, None)
             if lane is not None:
@@ -195,8 +196,7 @@ class DistSender(ServingTransport[DistPeer], Office):
 
     def describe_loss(self, peer: DistPeer, cause: Exception) -> str:
         """Also say who goes on without it, where workers are served together."""
-        left = isinstance(cause, LeftError)
-        reason = str(cause) if left else super().describe_loss(peer, cause)
+        reason = super().describe_loss(peer, cause)
         if not self.collective:
             return reason
         others = ", ".join(str(i) for i in sorted(self._peers) if i != peer.worker_id)
@@ -211,7 +211,7 @@ class DistSender(ServingTransport[DistPeer], Office):
 
     def packed(self, slot: Slot) -> int:
         """How many bytes of the slot may be sent already."""
-        return self._packed if slot is self._packing else slot.nbytes
+        return self._packed.get(slot, slot.nbytes)
 
     def next_number(self) -> int:
         """A number for a wire."""
@@ -226,7 +226,7 @@ class DistSender(ServingTransport[DistPeer], Office):
         return {i for i, peer in self._peers.items() if self.publisher.newest(i) > peer.seen}
 
     def _pack(self, payload: Payload, slot: Slot) -> Iterator[int]:
-        with self.publisher.changed:
+        with self.publisher.lock:
             in_parts = any(isinstance(lane, Lane) for lane in self._all_lanes())
         if in_parts:
             yield from pack(payload, slot.block, self.part_nbytes)

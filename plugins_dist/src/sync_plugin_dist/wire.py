@@ -138,6 +138,9 @@ class Wire:
         except RuntimeError as error:
             raise BrokenWireError(str(error)) from error
         self._wait_for_all(deadline)
+        if self._link.collective and control.interrupts():
+            # What a sender gave up may be overwritten while it is still being broadcast.
+            raise BrokenWireError("the sender begins again")
         if self._link.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         if int(self._tail.item()) != version:

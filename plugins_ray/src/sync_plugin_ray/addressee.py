@@ -38,6 +38,7 @@ class Addressee:
         called: whether a call is bringing it a version, or waits for the answer.
         handed: the version that was brought to it last, unless the mailbox is to offer that.
         handed_to: the receiver that it was brought to.
+        left: why its receiver has left; empty while there is one.
     """
 
     wanted: Publication | None = None
@@ -52,12 +53,13 @@ class Addressee:
     called: bool = False
     handed: Publication | None = None
     handed_to: str = field(default="", repr=False)
+    left: str = ""
 
     def joined(self, event: Event) -> None:
         """A receiver has come in its place."""
         self.reader, self.actor, self.group = event.reader, event.actor, event.group
         self.pid, self.probed, self.committed = event.pid, False, 0
-        self.handed, self.handed_to = None, ""
+        self.handed, self.handed_to, self.left = None, "", ""
 
     @property
     def offer(self) -> Offer | None:

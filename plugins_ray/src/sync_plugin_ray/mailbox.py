@@ -42,7 +42,7 @@ class Event:
     """What a receiver did, for the sender to know.
 
     Args:
-        kind: it came, answered about a version, or found that a version's bytes were lost.
+        kind: it came, answered about a version, found that a version's bytes were lost, or left.
         worker_id: the worker that it is.
         version: the version that it speaks of.
         answer: what it answered, as `sync_core.Answer.to_message` gives it.
@@ -51,9 +51,10 @@ class Event:
         group: the concurrency group in which that may be called at any time; empty for none.
         pid: its process.
         data: what was published of it, and is lost.
+        reason: why it left.
     """
 
-    kind: Literal["joined", "answered", "lost"]
+    kind: Literal["joined", "answered", "lost", "left"]
     worker_id: int
     version: int = 0
     answer: Mapping[str, Any] | None = None
@@ -62,6 +63,7 @@ class Event:
     group: str = ""
     pid: int = 0
     data: list[Any] = field(default_factory=list)
+    reason: str = ""
 
 
 class Mailbox:

@@ -100,8 +100,8 @@ class PullSender(SenderTransport):
             for worker_id, delivery in deliveries.items():
                 worker = self._workers[worker_id]
                 worker.delivery, worker.since = delivery, time.monotonic()
-                if self._lost is not None:
-                    delivery.fail(WorkerLostError(worker_id, self._lost))
+                if lost := self._lost or worker.left:
+                    delivery.fail(WorkerLostError(worker_id, lost))
             rest = [each for each in worker_ids if not self._hand(each, publication)]
             self._want(publication, worker_ids)
             taken_back = [self._workers[each].take_back(publication.version) for each in rest]
@@ -237,6 +237,9 @@ class PullSender(SenderTransport):
                 self._notify(event.worker_id, Notice("connected"))
             delivery = worker.delivery
             publication = worker.wanted
+            if event.kind == "left":
+                self._left(worker, event)
+                return
             if event.kind == "answered" and event.answer and event.answer.get("error") is None:
                 worker.committed = max(worker.committed, event.version)
         if event.kind == "lost" and publication is not None:
@@ -248,6 +251,16 @@ class PullSender(SenderTransport):
             delivery.settle(event.answer)
         elif event.kind == "answered" and event.answer and event.answer.get("error") is None:
             self._notify(event.worker_id, Notice("acknowledged", event.version))
+
+    def _left(self, worker: Addressee, event: Event) -> None:
+        """Fail what the worker has not answered; its receiver was closed."""
+        delivery = worker.delivery
+        if delivery is not None and event.answer is not None:
+            delivery.settle(event.answer)
+        worker.left = f"{event.reason} (process {worker.pid})"
+        self._notify(event.worker_id, Notice("lost", reason=worker.left))
+        if delivery is not None:
+            delivery.fail(WorkerLostError(event.worker_id, worker.left))
 
     def _hand(self, worker_id: int, publication: Publication) -> bool:
         """Let a call bring a version to a worker; False where the mailbox has to offer it."""

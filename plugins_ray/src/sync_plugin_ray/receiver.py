@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -51,6 +52,7 @@ class MailboxReceiver(ReceiverTransport):
         self._mailbox = context.endpoint.mailbox
         self._reader = secrets.token_hex(16)
         self._seen = 0
+        self._answered: Answer | None = None
         self._layout = context.layout
         self._watch: _Watch | None = None
         self._tray = Tray(self._reader)
@@ -102,6 +104,7 @@ class MailboxReceiver(ReceiverTransport):
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer whoever has handed the version in, or else by way of the mailbox."""
+        self._answered = answer
         if self._tray.answer(answer):
             return
         event = Event("answered", self._worker_id, answer.version, answer.to_message())
@@ -109,6 +112,22 @@ class MailboxReceiver(ReceiverTransport):
             self._check()
             self._watch = self._ask_for_news(event)
         else:
+            self._tell(event)
+
+    def leave(self, reason: str) -> None:
+        """Notify the sender, unless that has gone.
+
+        With the last answer, as Ray may run this call before the one that brings it.
+        """
+        last = self._answered
+        event = Event(
+            "left",
+            self._worker_id,
+            0 if last is None else last.version,
+            None if last is None else last.to_message(),
+            reason=reason,
+        )
+        with suppress(SenderLostError):
             self._tell(event)
 
     def wake(self) -> None:

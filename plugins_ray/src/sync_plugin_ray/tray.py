@@ -52,7 +52,8 @@ class Tray:
     group: ClassVar[str] = ""
 
     def __init__(self, reader: str) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._offer: Offer | None = None
         # When whoever has handed it in stops waiting.
         self._until = 0.0
@@ -75,7 +76,7 @@ class Tray:
         Not what is to be taken away, which a thread cannot while another one holds the interpreter,
         or the process is stopped: there may be something newer by now.
         """
-        with self._changed:
+        with self._lock:
             offer, self._offer = self._offer, None
             if offer is None or offer.version <= seen or time.monotonic() >= self._until:
                 return None
@@ -86,7 +87,7 @@ class Tray:
 
         Whoever makes the condition hold calls `nudge`. Once `wake` was called this waits no more.
         """
-        with self._changed:
+        with self._lock:
             left = max(0.0, deadline - time.monotonic())
             self._changed.wait_for(
                 lambda: self.woken or self._offer is not None or condition(), left
@@ -95,18 +96,18 @@ class Tray:
 
     def nudge(self) -> None:
         """Let whoever waits look again."""
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def wake(self) -> None:
         """Let nobody wait from now on."""
-        with self._changed:
+        with self._lock:
             self.woken = True
             self._changed.notify_all()
 
     def answer(self, answer: Answer) -> bool:
         """Answer about a version; False where nobody waits for that who has handed it in."""
-        with self._changed:
+        with self._lock:
             if answer.version != self._handed:
                 return False
             self._answer, self._handed = answer, 0
@@ -118,7 +119,7 @@ class Tray:
 
         Ray runs two calls of one group in any order, so what is older may come after this, too.
         """
-        with self._changed:
+        with self._lock:
             self._oldest = max(self._oldest, version)
             if self._offer is not None and self._offer.version < version:
                 self._offer, self._answer, self._handed = None, None, 0
@@ -131,7 +132,7 @@ class Tray:
         is not kept here. An answer that comes later goes to the mailbox. None, too, for what comes
         late: nobody finds that here instead of something newer.
         """
-        with self._changed:
+        with self._lock:
             if not self._is_fresh(time.time() - sent_at) or offer.version < self._oldest:
                 return None
             self._oldest = offer.version
@@ -139,7 +140,7 @@ class Tray:
             self._until = time.monotonic() + patience
             self._changed.notify_all()
         self.on_arrival()
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self.woken or self._handed != offer.version, patience)
             if self._handed == offer.version:
                 self._offer, self._handed = None, 0

@@ -42,6 +42,7 @@ from sync_core.collector.warmup import Warmup
 from sync_core.collector.worker_options import WorkerOptions, check_arguments, options_of_workers
 from sync_core.plugins.address import Address
 from sync_core.plugins.groups import check_worker_options, choose_group, shares_policy
+from sync_core.release import release_with
 from sync_core.seconds import check_seconds
 from sync_core.workers.worker_group import WorkerGroup
 
@@ -241,13 +242,13 @@ class Collector(Life, Updates):
         except BaseException:
             self._crew.stop()
             raise
-        self._close = weakref.finalize(self, end, self._crew, self._weights, self._held)
+        self._close = release_with(self, end, self._crew, self._weights, self._held)
         freshness = Freshness(interval, self._crew, self._requests, self._weights)
         self._delivery = Delivery(
             crew=self._crew,
             schedule=Synchronous(self._crew, self._requests)
             if sync
-            else FirstReady(self._crew, self._requests, freshness.delivered),
+            else FirstReady(self._crew, self._requests),
             requests=self._requests,
             weights=self._weights,
             freshness=freshness,
@@ -284,7 +285,10 @@ class Collector(Life, Updates):
 
     def next(self) -> TensorDictBase | None:
         """The next batch, or None at the end."""
-        return next(self, None)
+        try:
+            return self.__next__()
+        except StopIteration:
+            return None
 
     def start(self) -> None:
         """Collect in the background, into the replay buffer; doing so again does nothing.

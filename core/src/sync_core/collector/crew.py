@@ -49,7 +49,8 @@ class Crew:
         self._timeout = timeout
         #: The number of the next worker's seat; no seat is given twice.
         self.next_seat = 0
-        self._env_fns: dict[int, Callable[[], Any]] = {}
+        # What differs from the recipe of workers that were added.
+        self._changes: dict[int, dict[str, Any]] = {}
         # Workers that were started in the place of others and never came to be like the rest.
         self._unready: dict[int, str] = {}
         # Those that have joined, and those in whose place others are being put: nobody but who
@@ -130,17 +131,16 @@ class Crew:
         """The same on every worker at once."""
         return {worker_id: self.request(worker_id, function, *args) for worker_id in self.ids}
 
-    def add(self, env_fn: Callable[[], Any] | None = None) -> int:
+    def add(self, **changes: Any) -> int:
         """Start and build one more worker; its id, never used before.
 
         Args:
-            env_fn: makes its environment; None for what its recipe says.
+            **changes: fields of its `WorkerRecipe` that replace those of the recipe.
 
         Raises as the constructor does; the crew is then as before.
         """
         worker_id = self._group.add()
-        if env_fn is not None:
-            self._env_fns[worker_id] = env_fn
+        self._changes[worker_id] = changes
         try:
             self._join(worker_id)
         except BaseException:
@@ -174,7 +174,7 @@ class Crew:
             for callback in self.on_leave:
                 callback(worker_id)
         self._group.remove(worker_id)
-        self._env_fns.pop(worker_id, None)
+        self._changes.pop(worker_id, None)
         self._unready.pop(worker_id, None)
         self._count({})
 
@@ -215,8 +215,7 @@ class Crew:
         calls: dict[int, Future[int]] = {}
         for worker_id in worker_ids:
             recipe = self._make_recipe(worker_id, self.take_seat())
-            if worker_id in self._env_fns:
-                recipe = replace(recipe, env_fn=self._env_fns[worker_id])
+            recipe = replace(recipe, **self._changes.get(worker_id, {}))
             calls[worker_id] = self._group.call(worker_id, Host.build, recipe)
         with policy_errors():
             made = gather(calls, self._timeout, "make its environment and policy")

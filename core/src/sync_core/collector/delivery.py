@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
+
+from tensordict import TensorDictBase
 
 from sync_core.collector.crew import Crew
 from sync_core.collector.freshness import Freshness
 from sync_core.collector.output import Output
 from sync_core.collector.policies import PolicyError
-from sync_core.collector.requests import Requests
-from sync_core.collector.schedules import Delivered, Schedule
+from sync_core.collector.requests import Delivered, Requests
+from sync_core.collector.schedules import Schedule
 from sync_core.collector.several import SeveralModels
 from sync_core.collector.stale import StaleWatch
 from sync_core.collector.stats import CollectorStats, Lag
 from sync_core.collector.weights import MOMENT, PolicyWeights
 from sync_core.errors import ClosedError, RemoteCallError, WorkerLostError
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """What was handed over so far."""
+
+    frames: int = 0
+    batches: int = 0
+    lag: Lag = field(default_factory=Lag)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the batch in hand has come.
+
+    Args:
+        noted: whether its workers were told that it was taken.
+        written: how many of its parts were written into the replay buffer.
+        yielded: what is yielded for it, in a tuple; None before that is made.
+    """
+
+    noted: bool = False
+    written: int = 0
+    yielded: tuple[Any] | None = None
 
 
 class Delivery:
@@ -59,27 +86,25 @@ class Delivery:
         self.output = output
         self._total_frames = total_frames
         self._close = close
-        self._frames = self._batches = 0
-        self._lag = Lag()
-        # What the workers have delivered, until all of it was handed on: Ctrl-C may come
-        # meanwhile, and a replay buffer may raise.
-        self._in_hand: Delivered | None = None
-        self._written = 0
+        self._counts = _Counts()
+        # Kept until the batch is handed over: Ctrl-C or a replay buffer may raise before that.
+        self._progress = _Progress()
 
     @property
     def wanted(self) -> int | None:
         """How many more frames are to come; None for any number."""
-        return None if self._total_frames < 0 else max(0, self._total_frames - self._frames)
+        return None if self._total_frames < 0 else max(0, self._total_frames - self._counts.frames)
 
     def stats(self) -> CollectorStats:
         """What was collected so far, and how fresh the policies are."""
+        counts = self._counts
         return CollectorStats(
-            frames=self._frames,
-            batches=self._batches,
+            frames=counts.frames,
+            batches=counts.batches,
             version=self._weights.version,
-            lag=self._lag.last,
-            mean_lag=self._lag.total / max(1, self._batches),
-            max_lag=self._lag.most,
+            lag=counts.lag.last,
+            mean_lag=counts.lag.total / max(1, counts.batches),
+            max_lag=counts.lag.most,
             sync_seconds=self._weights.seconds,
         )
 
@@ -89,11 +114,7 @@ class Delivery:
         Raises:
             StopIteration: the collector has ended.
         """
-        batch = self._take(self.wanted)
-        if self.wanted == 0:
-            self._weights.let_end(MOMENT)
-            self._crew.dismiss()
-        return batch
+        return self._take(self.wanted, end_workers=True)
 
     def count_batches(self) -> int:
         """How many batches there are in all, those delivered included.
@@ -104,36 +125,42 @@ class Delivery:
         if self.wanted is None:
             raise TypeError("a collector without an end has no len(); give it total_frames")
         if self.wanted == 0:
-            return self._batches
+            return self._counts.batches
         frames = self._schedule.frames_per_batch()
         if frames is None:
             raise TypeError("workers make batches of different sizes: nobody knows how many")
-        return self._batches + math.ceil(self.wanted / frames)
+        return self._counts.batches + math.ceil(self.wanted / frames)
 
     def state_dict(self) -> dict[str, Any]:
         """What was delivered, and whose turn it is."""
+        in_hand, progress, counts = self._requests.in_hand, self._progress, self._counts
         return {
-            "frames": self._frames,
-            "batches": self._batches,
-            "lag": astuple(self._lag),
+            "frames": counts.frames,
+            "batches": counts.batches,
+            "lag": astuple(counts.lag),
             "turn": sum(worker_id < self._schedule.turn for worker_id in self._crew.ids),
             "since_update": [self._freshness.batches[i] for i in self._crew.ids],
-            "in_hand": self._in_hand and replace(self._in_hand, batch=self._in_hand.batch.clone()),
-            "written": self._written,
+            "in_hand": in_hand and replace(in_hand, batch=in_hand.batch.clone()),
+            "noted": progress.noted,
+            "written": progress.written,
+            "yielded": copy.deepcopy(progress.yielded),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self._frames, self._batches = state["frames"], state["batches"]
-        self._in_hand, self._written = state["in_hand"], state["written"]
-        self._lag = Lag(*state["lag"])
+        self._counts = _Counts(state["frames"], state["batches"], Lag(*state["lag"]))
+        in_hand = state["in_hand"]
+        yielded = copy.deepcopy(state["yielded"])
+        self._progress = _Progress(state["noted"], state["written"], yielded)
+        self._requests.in_hand = in_hand and replace(in_hand, batch=in_hand.batch.clone())
         following = self._crew.ids[state["turn"] :]
         self._schedule.turn = following[0] if following else 0
         self._freshness.go_on(dict(zip(self._crew.ids, state["since_update"], strict=False)))
+        self._stale.restored(self._weights.version)
 
     def drop(self) -> None:
         """Let what was not handed on be lost, uncounted."""
-        self._in_hand, self._written = None, 0
+        self._requests.in_hand, self._progress = None, _Progress()
 
     def check_background(self) -> None:
         """Raise `RuntimeError` unless batches can be collected in the background."""
@@ -151,7 +178,7 @@ class Delivery:
 
     def collect_rest(self) -> bool:
         """Take a batch that a worker was asked for already; False if there is none."""
-        under_way = self._in_hand is not None or len(self._requests) > 0
+        under_way = self._requests.in_hand is not None or len(self._requests) > 0
         return under_way and self._took(0)
 
     def _took(self, wanted: int | None) -> bool:
@@ -161,28 +188,49 @@ class Delivery:
             return False
         return True
 
-    def _take(self, wanted: int | None) -> Any:
+    def _take(self, wanted: int | None, *, end_workers: bool = False) -> Any:
         if not self._close.alive:
             raise StopIteration
         self._stale.look()
-        if self._in_hand is None:
-            self._in_hand = self._next(wanted)
-        batch, of_all = self._in_hand.batch, self._in_hand.worker_id is None
-        for part in self.output.written_by_driver(batch, of_all=of_all)[self._written :]:
-            self.output.write(part)
-            self._written += 1
-        yielded = self.output.yielded(batch)
-        self.drop()
-        self._frames += batch.numel()
-        self._batches += 1
-        if "policy_version" in batch:
-            self._lag.count(self._weights.version - int(batch["policy_version"].min()))
+        in_hand = self._next(wanted)
+        progress = self._progress
+        if progress.yielded is None:
+            batch, of_all = in_hand.batch, in_hand.worker_id is None
+            for part in self.output.written_by_driver(batch, of_all=of_all)[progress.written :]:
+                self.output.write(part)
+                progress.written += 1
+            progress.yielded = (self.output.yielded(batch),)
+        counts = self._counted(in_hand.batch)
+        if end_workers and 0 <= self._total_frames <= counts.frames:
+            self._weights.let_end(MOMENT)
+            self._crew.dismiss()
+        following, yielded = _Progress(), progress.yielded[0]
+        # From here on nothing is called, so that Ctrl-C comes before the batch counts, and the next
+        # call hands it over, or after it was handed over.
+        self._counts, self._progress, self._requests.in_hand = counts, following, None
         return yielded
 
+    def _counted(self, batch: TensorDictBase) -> _Counts:
+        """The counts as soon as a batch is handed over."""
+        old = self._counts
+        lag = old.lag
+        if "policy_version" in batch:
+            lag = lag.counted(self._weights.version - int(batch["policy_version"].min()))
+        return _Counts(old.frames + batch.numel(), old.batches + 1, lag)
+
     def _next(self, wanted: int | None) -> Delivered:
+        """The batch in hand, or the next one."""
+        in_hand = self._requests.in_hand
+        if in_hand is not None and self._progress.noted:
+            return in_hand
         try:
-            self._freshness.refresh()
-            delivered = self._schedule.next_batch(wanted)
+            if in_hand is None:
+                self._freshness.refresh()
+                in_hand = self._schedule.next_batch(wanted)
+            if not self._close.alive:
+                raise StopIteration
+            self._freshness.delivered(in_hand.worker_id)
+            self._schedule.go_on(None if wanted is None else wanted - in_hand.batch.numel())
         except KeyboardInterrupt:
             self._freshness.forget()
             raise
@@ -191,8 +239,5 @@ class Delivery:
                 raise StopIteration from None
             self._close()
             raise
-        if not self._close.alive:
-            raise StopIteration
-        if delivered.worker_id is None:
-            self._freshness.delivered(None)
-        return delivered
+        self._progress.noted = True
+        return in_hand

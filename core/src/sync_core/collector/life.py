@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from sync_core.arguments import check_integer
+from sync_core.arguments import check_count, check_integer
 from sync_core.collector.background import Background
 from sync_core.collector.crew import Crew
 from sync_core.collector.delivery import Delivery
@@ -78,18 +78,29 @@ class Life:
         """
         self._check_working()
         num_workers = count_workers(num_workers, create_env_fn)
-        env_fns: Sequence[Callable[[], Any] | None] = (None,) * num_workers
-        if create_env_fn is not None:
-            env_fns = factories(create_env_fn, num_workers, "create_env_fn")
-        return tuple(self._crew.add(env_fn) for env_fn in env_fns)
+        if create_env_fn is None:
+            return tuple(self._crew.add() for _ in range(num_workers))
+        env_fns = factories(create_env_fn, num_workers, "create_env_fn")
+        return tuple(self._crew.add(env_fn=env_fn) for env_fn in env_fns)
 
     def add_collectors(
         self,
-        create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
-        num_envs: int | None = None,
+        create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
+        num_envs: int = 1,
     ) -> tuple[int, ...]:
-        """See `add_workers`; the name and the order of the arguments are those of TorchRL."""
-        return self.add_workers(num_envs, create_env_fn)
+        """Start a worker for each function, as `add_workers` does; the name is that of TorchRL.
+
+        Args:
+            create_env_fn: makes an environment; or a list, one for each new worker.
+            num_envs: the number of environments that each new worker makes and steps together.
+
+        Returns:
+            The ids of the new workers.
+        """
+        self._check_working()
+        num_envs = check_count(num_envs, "num_envs")
+        env_fns = factories(create_env_fn, count_workers(None, create_env_fn), "create_env_fn")
+        return tuple(self._crew.add(env_fn=env_fn, num_envs=num_envs) for env_fn in env_fns)
 
     def remove_workers(self, worker_ids: int | Iterable[int]) -> None:
         """End some workers; what they have made and nobody has taken yet is lost, uncounted.

@@ -1,4 +1,4 @@
-"""The batches that workers have been asked for and that nobody has taken yet."""
+"""The batches that workers have been asked for, until they are handed over."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 
 from tensordict import TensorDictBase
 
@@ -23,6 +24,19 @@ from sync_core.interrupts import uninterrupted
 
 # How often it is looked whether a worker that is held back was let go on, in seconds.
 _GLANCE = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A batch, and whose it is.
+
+    Args:
+        worker_id: the worker that made it; None if all did.
+        batch: the batch.
+    """
+
+    worker_id: int | None
+    batch: TensorDictBase
 
 
 class Requests:
@@ -50,7 +64,10 @@ class Requests:
         self._futures: dict[int, Future[TensorDictBase | None]] = {}
         # What has ended, in that order; also what was forgotten since.
         self._ended: deque[tuple[int, Future[TensorDictBase | None]]] = deque()
-        self._news = threading.Event()
+        #: The batch that was taken last, until it is handed over.
+        self.in_hand: Delivered | None = None
+        # Not an Event: Ctrl-C in wait() may leave its lock held, and set() would then block.
+        self._news: SimpleQueue[None] = SimpleQueue()
         self._required: dict[int, int] = {}
         #: Called with the worker of every batch that is dropped.
         self.on_drop: list[Callable[[int], None]] = []
@@ -159,8 +176,8 @@ class Requests:
                 future.set_result(batch)
                 self._expect(worker_id, future)
 
-    def take_first(self) -> tuple[int, TensorDictBase] | None:
-        """Wait for the batch that is ready first: its worker, and the batch.
+    def take_first(self) -> Delivered | None:
+        """Wait for the batch that is ready first, and keep it in hand.
 
         None if no batch is to come: all that were asked for have been dropped.
 
@@ -170,23 +187,23 @@ class Requests:
         """
         deadline = time.monotonic() + self._timeout
         while True:
-            self._news.clear()
+            while not self._news.empty():
+                self._news.get()
             while self._ended:
-                # Taken out only when it is certain to be delivered: Ctrl-C may come at any time.
                 worker_id, future = self._ended[0]
                 if self._futures.get(worker_id) is not future:
                     self._ended.popleft()
                     continue
                 batch = self._made_by(worker_id, future)
                 if batch is not None:
-                    self._forget(worker_id)
-                    self._ended.popleft()
-                    return worker_id, batch
+                    return self.take((worker_id,), Delivered(worker_id, batch))
                 deadline = time.monotonic() + self._timeout
             if not len(self):
                 return None
-            if not self._news.wait(max(0.0, deadline - time.monotonic())):
-                raise self._late(min({*self._futures, *self._postponed}))
+            try:
+                self._news.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                raise self._late(min({*self._futures, *self._postponed})) from None
 
     def wait_all(self) -> dict[int, TensorDictBase]:
         """Wait for the batches of all workers asked; they stay here until they are dropped.
@@ -223,7 +240,7 @@ class Requests:
                 self._forget(worker_id)
                 for callback in self.on_drop:
                     callback(worker_id)
-            self._news.set()
+            self._news.put(None)
 
     def drop_all(self) -> None:
         """Drop all batches."""
@@ -231,13 +248,15 @@ class Requests:
             for worker_id in {*self._futures, *self._postponed, *self._required}:
                 self.drop(worker_id)
 
-    def forget(self, delivered: Iterable[int]) -> None:
-        """Forget the batches of workers that `wait_all` gave, which were delivered."""
+    def take(self, worker_ids: Iterable[int], delivered: Delivered) -> Delivered:
+        """Keep in hand what was made of the batches of some workers, which are forgotten."""
         with self._lock:
-            for worker_id in delivered:
-                self._forget(worker_id)
+            left = {i: future for i, future in self._futures.items() if i not in worker_ids}
+            # Python handles signals at calls and jumps: Ctrl-C comes before both, or after both.
+            self._futures, self.in_hand = left, delivered
             while self._ended and self._futures.get(self._ended[0][0]) is not self._ended[0][1]:
                 self._ended.popleft()
+        return delivered
 
     def _expect(self, worker_id: int, future: Future[TensorDictBase | None]) -> None:
         # What is expected and never noted would be waited for.
@@ -294,9 +313,9 @@ class Requests:
 
 def _note(
     ended: deque[tuple[int, Future[TensorDictBase | None]]],
-    news: threading.Event,
+    news: SimpleQueue[None],
     worker_id: int,
     future: Future[TensorDictBase | None],
 ) -> None:
     ended.append((worker_id, future))
-    news.set()
+    news.put(None)

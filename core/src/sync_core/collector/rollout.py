@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from sync_core.envs.arrays import speaks_arrays
 from sync_core.envs.limit import limit_frames
 from sync_core.envs.normal import Conventions
 from sync_core.envs.protocol import Env, close_env, load_env, save_env, seed_env
+from sync_core.release import release_with
 
 _AS_USUAL = Order()
 
@@ -89,7 +89,7 @@ class Rollout:
         self._loop: Loop = ArrayLoop(env) if speaks_arrays(env) else TensorDictLoop(env)
         self._act = None if policy is None else self._adapt(policy)
         # Last, so that whoever cannot have a rollout still has the environment.
-        self._close_env = weakref.finalize(self, close_env, env)
+        self._close_env = release_with(self, close_env, env)
 
     def frames_per_batch(self) -> int:
         """The frames in each batch."""

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from tensordict import TensorDictBase, stack
 
 from sync_core.collector.crew import Crew
-from sync_core.collector.requests import Requests
-
-
-@dataclass(frozen=True, slots=True)
-class Delivered:
-    """A batch, and whose it is.
-
-    Args:
-        worker_id: the worker that made it; None if all did.
-        batch: the batch.
-    """
-
-    worker_id: int | None
-    batch: TensorDictBase
+from sync_core.collector.requests import Delivered, Requests
 
 
 class Schedule(Protocol):
@@ -32,13 +17,20 @@ class Schedule(Protocol):
     turn: int
 
     def next_batch(self, wanted: int | None) -> Delivered:
-        """The next batch.
+        """Take the next batch, which `Requests.in_hand` keeps.
 
         Args:
             wanted: how many more frames can be of use, this batch's included; None for any number.
 
         Raises:
             WorkerError: a worker failed, or is late.
+        """
+
+    def go_on(self, wanted: int | None) -> None:
+        """Let workers begin other batches while the one in hand is handed over.
+
+        Args:
+            wanted: how many more frames can be of use, this batch's excluded; None for any number.
         """
 
     def frames_per_batch(self) -> int | None:
@@ -70,8 +62,10 @@ class Synchronous:
         parts = self._requests.wait_all()
         _check_alike(parts)
         together: TensorDictBase = stack(list(parts.values()))
-        self._requests.forget(parts)
-        return Delivered(None, together)
+        return self._requests.take(parts, Delivered(None, together))
+
+    def go_on(self, wanted: int | None) -> None:
+        """Nothing: each batch is made when it is wanted."""
 
     def frames_per_batch(self) -> int:
         """The frames of all workers' parts."""
@@ -88,19 +82,15 @@ class FirstReady:
     Args:
         crew: the workers.
         requests: by which they are asked.
-        on_taken: called with the worker whose batch was taken, before it is asked for another.
     """
 
-    def __init__(
-        self, crew: Crew, requests: Requests, on_taken: Callable[[int], object] = lambda _: None
-    ) -> None:
+    def __init__(self, crew: Crew, requests: Requests) -> None:
         self._crew = crew
         self._requests = requests
-        self._on_taken = on_taken
         self.turn = 0
 
     def next_batch(self, wanted: int | None) -> Delivered:
-        """The batch that is ready first.
+        """Take the batch that is ready first.
 
         Raises:
             StopIteration: no other batch is wanted, and whoever was at work on one was removed.
@@ -110,12 +100,15 @@ class FirstReady:
             if wanted == 0:
                 raise StopIteration
             self._ask(wanted)
-        worker_id, batch = taken
-        self.turn = worker_id + 1
-        self._on_taken(worker_id)
+        return taken
+
+    def go_on(self, wanted: int | None) -> None:
+        """Ask workers that run without the driver for their next batches."""
+        in_hand = self._requests.in_hand
+        if in_hand is not None and in_hand.worker_id is not None:
+            self.turn = in_hand.worker_id + 1
         if self._crew.parallel:
-            self._ask(None if wanted is None else wanted - batch.numel())
-        return Delivered(worker_id, batch)
+            self._ask(wanted)
 
     def frames_per_batch(self) -> int | None:
         """The frames of a worker's batch, if all workers make as many."""

@@ -110,9 +110,11 @@ class SeveralModels:
                     self._pending = pending
                     return pending
                 return pending.wait()
-            finally:
+            except BaseException as error:
                 if self._pending is None:
-                    pending.abandon()
+                    pending.interrupt(error)
+                raise
+            finally:
                 self.seconds = time.perf_counter() - started
 
     def refresh(self, worker_ids: Sequence[int]) -> PendingSend | None:
@@ -178,18 +180,21 @@ class SeveralModels:
             self.senders[name].check(given)
         sends: dict[str, PendingSend] = {}
         try:
+            # What belongs together is sent whole, or skipped whole.
+            asked = [self.senders[name].count_push(ids) for name in weights]
+            due = [i for i in ids if all(i in one for one in asked)]
             for name, given in weights.items():
-                sends[name] = self.senders[name].send_async(given, ids)
-            deliveries = self._announce(sends, ids, call)
-        except BaseException:
+                sends[name] = self.senders[name].send_counted(given, due)
+            deliveries = self._announce(sends, due, call)
+        except BaseException as error:
             for send in sends.values():
-                send.abandon()
+                send.interrupt(error)
             raise
         policy = sends.get(POLICY)
         self.required = {} if policy is None else dict.fromkeys(policy.worker_ids, policy.version)
         sent = {name: send.version for name, send in sends.items() if send.worker_ids}
         self._last |= {name: weights[name] for name in sent}
-        if set(ids) >= set(self._crew.ids):
+        if set(due) >= set(self._crew.ids):
             self._of_all |= sent
             self._of_some -= sent.keys()
             self._unsent = {name: w for name, w in self._unsent.items() if name not in sent}
@@ -213,12 +218,9 @@ class SeveralModels:
     ) -> dict[int, Delivery]:
         """Tell each worker which of the versions that were sent to it belong together."""
         deliveries = {}
+        versions = {name: send.version for name, send in sends.items()}
+        nbytes = sum(send.nbytes for send in sends.values())
         for worker_id in ids:
-            own = {name: send for name, send in sends.items() if worker_id in send.worker_ids}
-            if not own:
-                continue
-            versions = {name: send.version for name, send in own.items()}
-            nbytes = sum(send.nbytes for send in own.values())
             delivery = Delivery(worker_id, max(versions.values()), nbytes)
             told = call(worker_id, Host.receive_together, versions, self._timeout)
             told.add_done_callback(partial(_end, delivery))
@@ -276,8 +278,9 @@ class SeveralModels:
         pending = self._send(self._last, (worker_id,), time.perf_counter(), self._crew.call)
         try:
             pending.wait()
-        finally:
-            pending.abandon()
+        except BaseException as error:
+            pending.interrupt(error)
+            raise
 
     def _leave(self, worker_id: int) -> None:
         """Serve a worker no longer."""

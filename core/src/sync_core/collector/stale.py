@@ -15,8 +15,8 @@ from sync_core.collector.weights import PolicyWeights
 class StaleWatch:
     """Compares the trainer's models with what they were when the workers got their copies.
 
-    Writes that torch counts are seen, as those of most optimizers are, and new memory; writes to a
-    tensor's ``.data``, and those of optimizers with ``fused=True``, are not.
+    Writes that torch counts are seen, as those of most optimizers are, and new memory; in-place
+    writes to a tensor's ``.data``, and those of optimizers with ``fused=True``, are not.
 
     Args:
         weights: tells of updates.
@@ -39,6 +39,15 @@ class StaleWatch:
             "Collector(…, update_after_each_batch=True)",
             stacklevel=5,
         )
+
+    def restored(self, version: int) -> None:
+        """Compare with the models as they are now, after a state was loaded.
+
+        Args:
+            version: the version in that state; above 0, weights were sent, and no warning follows.
+        """
+        if self._known is not None:
+            self._known = None if version else _state(self._models)
 
     def _updated(self, worker_ids: Sequence[int]) -> None:
         if worker_ids:

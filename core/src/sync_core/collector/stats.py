@@ -31,7 +31,7 @@ class CollectorStats:
     sync_seconds: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Lag:
     """How far behind the newest version batches were: the last one, all together, and at most."""
 
@@ -39,8 +39,6 @@ class Lag:
     total: int = 0
     most: int = 0
 
-    def count(self, lag: int) -> None:
-        """Count one more batch."""
-        self.last = lag
-        self.total += lag
-        self.most = max(self.most, lag)
+    def counted(self, lag: int) -> Lag:
+        """Return the counts with one more batch."""
+        return Lag(lag, self.total + lag, max(self.most, lag))

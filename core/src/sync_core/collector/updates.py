@@ -71,7 +71,8 @@ class Updates:
 
         A worker commits between two steps, also in the middle of a batch: ``policy_version`` says
         which frames were made with which weights. One with several models commits between two
-        batches: all that an update names, or nothing.
+        batches: all that an update names, or nothing. If a `skip_update` hook skips one of these
+        models for a worker, all of them are skipped for that worker.
 
         Args:
             policy_or_weights: a module, a TensorDict or a state_dict; None for the trainer's own.
@@ -79,7 +80,9 @@ class Updates:
             policy: likewise.
             worker_ids: one worker or several; None for all.
             model_id: whose weights they are; the policy's by default, or those of all models that
-                the collector's workers hold if none were given.
+                the collector's workers hold if none were given. A model that other workers hold,
+                ``weight_sync_schemes={name: {"scheme": "ray", "workers": [actor]}}``, is updated
+                only by its name; ``worker_ids`` are those of its holders then.
             weights_dict: weights by the name of their model, instead of all the above; None for
                 the trainer's own.
             blocking: wait until the workers have committed the version. Otherwise what is

@@ -141,9 +141,11 @@ class PolicyWeights:
                     return pending
                 self._prompts.see_through(pending, self._timeout)
                 return pending.wait()
-            finally:
+            except BaseException as error:
                 if self._pending is None:
-                    pending.abandon()
+                    pending.interrupt(error)
+                raise
+            finally:
                 self.seconds = time.perf_counter() - started
 
     def restore(self, version: int) -> int:
@@ -270,8 +272,9 @@ class PolicyWeights:
                 if pending.worker_ids:  # a layer may hold it back
                     self._reach(worker_id, pending.sent_version)
                 pending.wait()
-            finally:
-                pending.abandon()
+            except BaseException as error:
+                pending.interrupt(error)
+                raise
 
     def _reach(self, worker_id: int, sent_version: int) -> None:
         call = self._crew.call(worker_id, Host.reach, sent_version, self._timeout)

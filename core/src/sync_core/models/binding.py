@@ -11,7 +11,7 @@ from torch import Tensor
 from sync_core.errors import ModelError
 from sync_core.models import commit
 from sync_core.models.compare import check_match
-from sync_core.models.extra_state import is_extra_state
+from sync_core.models.extra_state import is_extra_state, is_json
 from sync_core.models.extract import Strategy, check_strategy, named_tensors
 from sync_core.models.finder import finder
 from sync_core.models.flat import Flat
@@ -137,10 +137,20 @@ class Binding:
         else:
             self._check_places(theirs, partial=partial)
         if self._extra_state:
+            self._check_json(theirs)
             with commit.extra_state_set(self._modules, dict(update.items())):
                 self._write_tensors(update, zero_copy=zero_copy, version=version)
         else:
             self._write_tensors(update, zero_copy=zero_copy, version=version)
+
+    def _check_json(self, layout: Layout) -> None:
+        prefixes = self._module_prefixes()
+        for name in layout.names:
+            if is_json(name) and not name.startswith(prefixes):
+                raise ModelError(
+                    f"{name!r} can be written into a module only, since it is extra state that "
+                    "is not made of tensors alone; give the module instead of its state_dict"
+                )
 
     def _check_lent(self) -> None:
         lent, self._lent = self._lent, None
@@ -240,7 +250,7 @@ class Binding:
         return [
             (name, tensor, tensors[index[name]])
             for name, tensor in self._named.items()
-            if name in index
+            if name in index and not is_json(name)
         ]
 
     def _module_prefixes(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state, rebuild
 from sync_core.models.extract import non_persistent_buffers
+from sync_core.models.wrappers import plain_name
 from sync_core.weights.copying import writing_to
 from sync_core.weights.layout import place_of
 
@@ -70,7 +71,9 @@ def _load_state_dict(module: nn.Module, named: Mapping[str, Tensor]) -> None:
         for name, buffer in others.items():
             if name in named:
                 buffer.copy_(named[name])
-        module.load_state_dict({k: v for k, v in named.items() if k in state}, strict=False)
+        plain = plain_name(module)
+        given = {key: named[plain(key)] for key in state if plain(key) in named}
+        module.load_state_dict(given, strict=False)
 
 
 @contextmanager

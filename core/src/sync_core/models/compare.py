@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sync_core.errors import LayoutMismatchError
+from sync_core.models.extra_state import is_json
+from sync_core.models.wrappers import WRAPPERS
 from sync_core.weights.layout import Layout
 
 _SHOWN = 8
@@ -31,12 +33,37 @@ def check_match(weights: Layout, model: Layout, *, partial: bool = False) -> Non
     problems = list(_problems(weights, model, partial=partial))
     if not problems:
         return
+    prefixed = _describe_prefix(weights, model)
+    if prefixed is not None:
+        problems = [prefixed]
     shown = problems[:_SHOWN]
     if len(problems) > _SHOWN:
         shown.append(f"… and {len(problems) - _SHOWN} more")
     raise LayoutMismatchError(
         "the weights do not fit the model; nothing was written:\n  " + "\n  ".join(shown)
     )
+
+
+def _describe_prefix(weights: Layout, model: Layout) -> str | None:
+    """Return a remedy where names differ by the prefix of a wrapper alone; None otherwise."""
+    theirs = [name for name in weights.names if name not in model.index]
+    mine = [name for name in model.names if name not in weights.index]
+    for prefix, wrapper in WRAPPERS.items():
+        without = {name: _without(prefix, name) for name in theirs + mine}
+        if not mine or {without[name] for name in theirs} != {without[name] for name in mine}:
+            continue
+        other = next(name for name in mine if without[name] == without[theirs[0]])
+        count = f", and {len(theirs) - 1} more like these" if len(theirs) > 1 else ""
+        return (
+            f"{theirs[0]!r} in the weights is {other!r} in the model{count}: they differ by the "
+            f"prefix {prefix + '.'!r} of {wrapper}; give the module itself, from which the prefix "
+            f"is removed, or what it wraps: policy.{prefix}"
+        )
+    return None
+
+
+def _without(prefix: str, name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != prefix)
 
 
 def _problems(weights: Layout, model: Layout, *, partial: bool) -> Iterator[str]:
@@ -49,6 +76,8 @@ def _problems(weights: Layout, model: Layout, *, partial: bool) -> Iterator[str]
                 yield f"{name!r} is in the model, not in the weights (partial=True allows that)"
             continue
         theirs, mine = weights.specs[weights.index[name]], model.specs[model.index[name]]
+        if is_json(name) and (theirs.dtype, len(theirs.shape)) == (mine.dtype, len(mine.shape)):
+            continue  # text may be longer than what it replaces
         if (theirs.dtype, theirs.shape) != (mine.dtype, mine.shape):
             yield (
                 f"{name!r} is {_kind(theirs.dtype, theirs.shape)} in the weights "

@@ -39,7 +39,8 @@ def conform(named: Mapping[str, Tensor], layout: Layout, *, partial: bool) -> Up
     check_match(Layout.of(firsts), untied, partial=partial)
     if not whole:
         return given
-    return Update(layout, [firsts[spec.name] for spec in layout.specs])
+    tensors = [firsts[spec.name] for spec in layout.specs]
+    return Update(layout.with_tensors(tensors), tensors)
 
 
 def holds_same(left: Tensor, right: Tensor) -> bool:

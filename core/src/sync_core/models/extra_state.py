@@ -1,22 +1,37 @@
-"""Extra state of modules (`get_extra_state`) as named tensors, and back."""
+"""Extra state of modules (`get_extra_state`) as named tensors, and back.
+
+State that is made of tensors in dicts, lists and tuples travels as these tensors. State that holds
+anything else also travels as JSON, in a uint8 tensor: its structure, with strings, bytes, numbers,
+booleans and None. That tensor is padded, so that most changes leave its shape as it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import base64
+import json
+from collections.abc import Callable, Iterator, Mapping
 from inspect import unwrap
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from sync_core.errors import ModelError
+from sync_core.errors import ModelError, PayloadError
+from sync_core.models.wrappers import plain_name
 
 _SUFFIX = "_extra_state"
+_JSON = "__json__"
+# Room for a few numbers and strings, so that a counter that grows leaves the layout as it is.
+_LEAST_NBYTES = 256
+_PLAIN = (type(None), bool, int, float, str)
 
 
 def modules_with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The submodules that override `get_extra_state`, with the name of their extra state."""
+    plain = plain_name(model)
     return [
-        (f"{prefix}.{_SUFFIX}" if prefix else _SUFFIX, module)
+        (plain(f"{prefix}.{_SUFFIX}" if prefix else _SUFFIX), module)
         for prefix, module in model.named_modules()
         # Ray wraps the methods of the classes of actors, which may be modules.
         if unwrap(type(module).get_extra_state) is not nn.Module.get_extra_state
@@ -28,37 +43,138 @@ def is_extra_state(name: str) -> bool:
     return _SUFFIX in name.split(".")
 
 
+def is_whole_extra_state(name: str) -> bool:
+    """Whether a dotted name is that of all the extra state of one module."""
+    return name.rpartition(".")[2] == _SUFFIX
+
+
+def is_json(name: str) -> bool:
+    """Whether a dotted name is that of extra state as JSON, whose size may change.
+
+    Example:
+        >>> is_json("head._extra_state.__json__"), is_json("head._extra_state.mean")
+        (True, False)
+    """
+    return name.endswith(f"{_SUFFIX}.{_JSON}")
+
+
 def flatten(name: str, state: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a state made of tensors, mappings, lists and tuples, with dotted names.
+    """The tensors that a state travels as, with dotted names.
 
     Raises:
-        ModelError: something else is in it.
+        ModelError: the state holds something that cannot travel.
+
+    Example:
+        >>> dict(flatten("_extra_state", {"mean": torch.ones(1)}))
+        {'_extra_state.mean': tensor([1.])}
+        >>> list(dict(flatten("_extra_state", {"mean": torch.ones(1), "steps": 3})))
+        ['_extra_state.mean', '_extra_state.__json__']
     """
-    if isinstance(state, Tensor):
-        yield name, state
-        return
-    for key, value in _children(name, state):
-        yield from flatten(f"{name}.{key}", value)
+    tensors: dict[str, Tensor] = {}
+    structure = _encode(name, state, tensors)
+    yield from tensors.items()
+    if not _is_made_of_tensors(state):
+        yield f"{name}.{_JSON}", _to_tensor(name, structure)
 
 
 def rebuild(name: str, like: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """A state of the structure of ``like`` with the tensors named, copied; missing ones kept."""
+    """A state from the tensors named, copied; what they lack is taken from ``like``.
+
+    Raises:
+        PayloadError: the JSON that arrived is not that of a state.
+    """
+    given = tensors.get(f"{name}.{_JSON}")
+    if given is not None:
+        had = dict(flatten(name, like))
+        try:
+            return _decode(
+                json.loads(given.cpu().numpy().tobytes()),
+                lambda found: tensors[found].clone() if found in tensors else had[found],
+            )
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise PayloadError(f"{name!r} arrived as JSON that is not a state") from error
+    return _rebuild_like(name, like, tensors)
+
+
+def _rebuild_like(name: str, like: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(like, Tensor):
         return tensors[name].clone() if name in tensors else like
-    children = {
-        key: rebuild(f"{name}.{key}", value, tensors) for key, value in _children(name, like)
-    }
     if isinstance(like, Mapping):
-        return {key: children[key] for key in like}
-    return type(like)(children.values())
+        return {key: _rebuild_like(f"{name}.{key}", v, tensors) for key, v in like.items()}
+    if type(like) in (list, tuple):
+        parts = (_rebuild_like(f"{name}.{i}", v, tensors) for i, v in enumerate(like))
+        return type(like)(parts)
+    return like
 
 
-def _children(name: str, state: Any) -> list[tuple[Any, Any]]:
+def _is_made_of_tensors(state: Any) -> bool:
+    if isinstance(state, Tensor):
+        return True
     if isinstance(state, Mapping):
-        return list(state.items())
+        return bool(state) and all(map(_is_made_of_tensors, state.values()))
+    return type(state) in (list, tuple) and bool(state) and all(map(_is_made_of_tensors, state))
+
+
+def _encode(name: str, state: Any, tensors: dict[str, Tensor]) -> Any:
+    """The structure of a state as JSON; its tensors are put into ``tensors``."""
+    if isinstance(state, Tensor):
+        if name in tensors:
+            raise ModelError(f"two tensors of the extra state are named {name!r}; rename a key")
+        tensors[name] = state
+        return {"tensor": name}
+    if isinstance(state, Mapping):
+        return {
+            "dict": [
+                [_encode_key(name, key), _encode(f"{name}.{key}", value, tensors)]
+                for key, value in state.items()
+            ]
+        }
     if type(state) in (list, tuple):
-        return list(enumerate(state))
-    raise ModelError(
-        f"{name!r} is or holds a {type(state).__name__}; extra state travels when it is made of "
-        "tensors, dicts, lists and tuples: let get_extra_state return tensors"
+        parts = [_encode(f"{name}.{i}", value, tensors) for i, value in enumerate(state)]
+        return parts if type(state) is list else {"tuple": parts}
+    if type(state) is bytes:
+        return {"bytes": base64.b64encode(state).decode()}
+    if type(state) in _PLAIN:
+        return state
+    raise _cannot_travel(name, state)
+
+
+def _encode_key(name: str, key: Any) -> Any:
+    if type(key) not in _PLAIN:
+        raise _cannot_travel(name, key)
+    return key
+
+
+def _decode(structure: Any, find: Callable[[str], Tensor]) -> Any:
+    if isinstance(structure, list):
+        return [_decode(part, find) for part in structure]
+    if not isinstance(structure, dict):
+        return structure
+    ((kind, value),) = structure.items()
+    if kind == "tensor":
+        return find(value)
+    if kind == "dict":
+        return {key: _decode(part, find) for key, part in value}
+    if kind == "tuple":
+        return tuple(_decode(part, find) for part in value)
+    if kind == "bytes":
+        return base64.b64decode(value, validate=True)
+    raise ValueError(f"there is no kind {kind!r}")
+
+
+def _to_tensor(name: str, structure: Any) -> Tensor:
+    try:
+        text = json.dumps(structure, separators=(",", ":")).encode()
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{name!r} cannot be written as JSON: {error}") from error
+    nbytes = max(_LEAST_NBYTES, 1 << (len(text) - 1).bit_length())
+    # Whitespace after it is part of no value.
+    return torch.from_numpy(np.frombuffer(text.ljust(nbytes), dtype=np.uint8).copy())
+
+
+def _cannot_travel(name: str, found: Any) -> ModelError:
+    return ModelError(
+        f"{name!r} is or holds a {type(found).__name__}; extra state travels when it is made of "
+        "tensors, str, bytes, int, float, bool, None, dicts, lists and tuples: let "
+        "get_extra_state return these"
     )

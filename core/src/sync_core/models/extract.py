@@ -11,6 +11,7 @@ from sync_core.errors import ModelError
 from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state
 from sync_core.models.saved import check_saved, check_tensors
 from sync_core.models.several import leaves
+from sync_core.models.wrappers import plain_name
 
 #: ``"tensordict"`` reads a module's parameters and buffers; ``"state_dict"`` asks the module for
 #: its `state_dict`, so that the hooks it has there are honoured.
@@ -77,8 +78,8 @@ def from_module(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
         check_saved(module)
         named = plain_tensors(module)
     else:
-        state = module.state_dict(keep_vars=True)
-        named = {name: value for name, value in state.items() if not is_extra_state(name)}
+        state, plain = module.state_dict(keep_vars=True), plain_name(module)
+        named = {plain(name): v for name, v in state.items() if not is_extra_state(name)}
         check_tensors(named)
         named |= non_persistent_buffers(module)
     return named | extra_tensors(module)
@@ -87,7 +88,9 @@ def from_module(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
 def plain_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module, read from it directly."""
     named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return named | dict(module.named_buffers(remove_duplicate=False))
+    named |= dict(module.named_buffers(remove_duplicate=False))
+    plain = plain_name(module)
+    return {plain(name): tensor for name, tensor in named.items()}
 
 
 def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -100,8 +103,9 @@ def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that a module's `state_dict` leaves out."""
+    plain = plain_name(module)
     return {
-        f"{prefix}.{name}" if prefix else name: buffer
+        plain(f"{prefix}.{name}" if prefix else name): buffer
         for prefix, submodule in module.named_modules(remove_duplicate=False)
         for name, buffer in submodule._buffers.items()
         if name in submodule._non_persistent_buffers_set and buffer is not None

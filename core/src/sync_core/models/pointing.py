@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_core.errors import ModelError
+from sync_core.models.extra_state import is_json
 from sync_core.models.writable import Places
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout
@@ -35,7 +36,9 @@ class Pointing:
         self._named = named
         self._layout = layout
         index = layout.index
-        matched = {name: tensor for name, tensor in named.items() if name in index}
+        matched = {
+            name: tensor for name, tensor in named.items() if name in index and not is_json(name)
+        }
         #: The tensors that are pointed, by their names.
         self.pointed = {
             name: tensor

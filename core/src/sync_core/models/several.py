@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import Tensor, nn
 
 from sync_core.errors import ModelError
-from sync_core.models.extra_state import flatten, is_extra_state
+from sync_core.models.extra_state import flatten, is_extra_state, is_whole_extra_state
 from sync_core.models.paths import resolve
 
 if TYPE_CHECKING:
@@ -47,9 +47,10 @@ def leaves(models: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
         if not isinstance(key, str):
             raise ModelError(f"weights need names that are strings, not {key!r}")
         name = prefix + key
-        if isinstance(value, Mapping):
+        whole = is_whole_extra_state(name) and not isinstance(value, Tensor)
+        if isinstance(value, Mapping) and not whole:
             yield from leaves(value, f"{name}.")
-        elif is_extra_state(name) and not isinstance(value, Tensor):
+        elif whole or (is_extra_state(name) and not isinstance(value, Tensor)):
             yield from flatten(name, value)
         else:
             yield name, value

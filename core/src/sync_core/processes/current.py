@@ -48,16 +48,19 @@ class _Current:
         with self._lock:
             self._closed = [server for server in self._closed if not server.reaped()]
             load, inherited = _to_load(), _inherited()
-            if self._server is not None and self._fits == (load, inherited):
-                # It may have had nothing to do for a while, and ended; the next one does it then.
-                with suppress(ConnectionError):
-                    return self._server.fork(request, fds)
-            self.end()
-            self._server, self._fits = ForkServer(load, request.path), (load, inherited)
             try:
-                return self._server.fork(request, fds)
-            except ConnectionError as error:
+                if self._server is not None and self._fits == (load, inherited):
+                    # It may have had nothing to do for a while, and ended; the next one does it.
+                    with suppress(ConnectionError):
+                        return self._server.fork(request, fds)
                 self.end()
+                self._server, self._fits = ForkServer(load, request.path), (load, inherited)
+                return self._server.fork(request, fds)
+            except BaseException as error:
+                # After Ctrl-C, the next request would read the reply to this one.
+                self.end()
+                if not isinstance(error, ConnectionError):
+                    raise
                 raise ChildProcessError(
                     "the process that forks workers ended; what it said is on standard error"
                 ) from error

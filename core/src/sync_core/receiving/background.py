@@ -23,7 +23,8 @@ class Background(ReceiverTransport):
 
     def __init__(self, transport: ReceiverTransport) -> None:
         self._transport = transport
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._staged: Payload | None = None
         self._failure: Exception | None = None
         self._woken = False
@@ -33,7 +34,7 @@ class Background(ReceiverTransport):
 
     def receive(self, timeout: float) -> Payload | None:
         """The version that is staged, or the next one."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._staged or self._failure or self._woken, timeout)
             payload, self._staged = self._staged, None
             if payload is not None:
@@ -48,15 +49,19 @@ class Background(ReceiverTransport):
         """Answer."""
         self._transport.acknowledge(answer)
 
+    def leave(self, reason: str) -> None:
+        """Notify the sender."""
+        self._transport.leave(reason)
+
     def wake(self) -> None:
         """Let whoever waits come back; one who commits what was staged is still to answer."""
-        with self._changed:
+        with self._lock:
             self._woken = True
             self._changed.notify_all()
 
     def close(self) -> None:
         """End the thread, which closes what receives as soon as that has come back."""
-        with self._changed:
+        with self._lock:
             self._woken = self._closed = True
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
@@ -79,7 +84,7 @@ class Background(ReceiverTransport):
             self._transport.close()
 
     def _replace(self, payload: Payload) -> None:
-        with self._changed:
+        with self._lock:
             replaced, self._staged = self._staged, payload
             self._changed.notify_all()
         if replaced is not None:
@@ -87,7 +92,7 @@ class Background(ReceiverTransport):
 
     def _fail(self, error: Exception) -> None:
         """Let the next `receive` raise it, and go on after that."""
-        with self._changed:
+        with self._lock:
             self._failure = error
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._closed or self._failure is None)

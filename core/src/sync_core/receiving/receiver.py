@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -31,6 +32,8 @@ from sync_core.plugins import registry
 from sync_core.plugins.address import Address
 from sync_core.plugins.defaults import Defaults
 from sync_core.plugins.hook_check import implemented
+from sync_core.plugins.increments import BaseLayer, check_base
+from sync_core.plugins.registry import Plugin
 from sync_core.plugins.stack import Stack
 from sync_core.plugins.verify import Verification
 from sync_core.receiving.background import Background
@@ -95,10 +98,34 @@ class Receiver(CollectorReference):
         self._on_commit = on_commit
         self._on_arrival: Callable[[], object] = _nothing
         self._backend = registry.find("sync.schemes", address.scheme)
+        try:
+            self._prepare(model)
+        except Exception as error:
+            self._refuse(error)
+            raise
+        transport = self._stack.create_receiver_transport(
+            address.transport_context(self._backend.name, self._timeout)
+        )
+        staged = background and "background" in self._backend.capabilities
+        self._transport = Background(transport) if staged else transport
+        self._reasons: list[str] = []
+        self._leave = weakref.finalize(
+            self, _leave, self._transport, self._lease, self._reasons, os.getpid()
+        )
+        self._leave.atexit = False
+
+    def _prepare(self, model: Any) -> None:
+        """Find the layers, and check the model."""
+        address = self._address
         layers = [registry.find("sync.layers", layer) for layer in address.layers]
         defaults = Defaults(address.strategy)
         self._verification = Verification(address.verify, self._backend, layers, address.strategy)
-        self._stack = Stack(defaults, self._backend, self._verification.layers)
+        layers_used = self._verification.layers
+        self._increments = address.partial and "same_object" not in self._backend.capabilities
+        if self._increments:
+            base = Plugin(registry.LAYERS, "base", BaseLayer())
+            layers_used = (*layers_used, base)
+        self._stack = Stack(defaults, self._backend, layers_used)
         self._reshapes = any(
             "apply_weights" in implemented(plugin.object) for plugin in (self._backend, *layers)
         )
@@ -115,13 +142,18 @@ class Receiver(CollectorReference):
         self._turn = Turn()
         if model is not None:
             self.register_model(model)
-        transport = self._stack.create_receiver_transport(
-            address.transport_context(self._backend.name, self._timeout)
-        )
-        staged = background and "background" in self._backend.capabilities
-        self._transport = Background(transport) if staged else transport
-        self._leave = weakref.finalize(self, _leave, self._transport, self._lease)
-        self._leave.atexit = False
+
+    def _refuse(self, error: Exception) -> None:
+        """Connect only to let the sender know, at once, why this worker cannot receive."""
+        stack = Stack(Defaults(self._address.strategy), self._backend)
+        context = self._address.transport_context(self._backend.name, self._timeout)
+        # What is raised to the caller is why, and not that the sender could not be reached.
+        with suppress(Exception), closing(stack.create_receiver_transport(context)) as transport:
+            payload = transport.receive(0.0)
+            if payload is not None:
+                payload.release()
+                transport.acknowledge(Answer.refusal(payload.version, error))
+            transport.leave(f"refused to receive: {_describe(error)}")
 
     @classmethod
     def from_getter(
@@ -222,14 +254,27 @@ class Receiver(CollectorReference):
             self.reject(SyncError("a newer version was asked for before this one was committed"))
             deadline = time.monotonic() + seconds
             payload = self._next(deadline)
-            while payload is not None and payload.version <= self._version:
-                payload.release()
+            while payload is not None and not self._accepts(payload):
                 payload = self._next(deadline)
             if payload is None:
                 self._check_open()
                 return None
             self._staged, self._loaded = payload, False
             return payload.version
+
+    def _accepts(self, payload: Payload) -> bool:
+        """Whether a payload is newer than the model, and brings all that the model lacks."""
+        if payload.version <= self._version:
+            payload.release()
+            return False
+        if not self._increments:
+            return True
+        self._staged, self._loaded = payload, False
+        try:
+            check_base(payload, self._version)
+        except SyncError as error:
+            self.reject(error)
+        return self._staged is not None
 
     @property
     def staged(self) -> int:
@@ -361,7 +406,11 @@ class Receiver(CollectorReference):
 
         Where another thread waits in `receive`, that raises `ClosedError` at once.
         """
+        self._close("closed its receiver")
+
+    def _close(self, reason: str) -> None:
         self._closed = True
+        self._reasons.append(reason)
         with self._turn.last(self._transport.wake):
             if self._staged is not None:
                 self._staged.release()
@@ -377,8 +426,9 @@ class Receiver(CollectorReference):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        cause = "" if error is None else f" after {_describe(error)}"
+        self._close(f"closed its receiver{cause}")
 
     def _next(self, deadline: float) -> Payload | None:
         try:
@@ -421,6 +471,15 @@ def _tell(reference: weakref.ref[Receiver]) -> None:
         _log.exception("what is called when a version has come raised")
 
 
-def _leave(transport: ReceiverTransport, lease: Lease) -> None:
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _leave(transport: ReceiverTransport, lease: Lease, reasons: list[str], process: int) -> None:
     lease.end()
-    transport.close()
+    try:
+        # Not for a process that was forked from the receiver's.
+        if os.getpid() == process:
+            transport.leave(reasons[0] if reasons else "dropped its receiver without closing it")
+    finally:
+        transport.close()

@@ -7,13 +7,15 @@ from dataclasses import replace
 from itertools import compress
 from typing import Any
 
-from sync_core.errors import ModelError, OptionError
+from sync_core.errors import ModelError, OptionError, SyncError, TransportError
 from sync_core.models.several import names_of
 from sync_core.plugins import registry
 from sync_core.plugins.address import Address
 from sync_core.plugins.contexts import SendContext
 from sync_core.plugins.defaults import Defaults
 from sync_core.plugins.hook_check import HOOKS, implemented
+from sync_core.plugins.increments import BaseLayer
+from sync_core.plugins.registry import Plugin
 from sync_core.plugins.reporter import Reporter
 from sync_core.plugins.stack import Stack
 from sync_core.plugins.verify import Verification
@@ -50,7 +52,13 @@ class Outlet:
         self._verification = Verification(
             terms.verify, self._backend, list(compress(layers, hooked)), terms.strategy
         )
-        self.stack = Stack(Defaults(terms.strategy), self._backend, self._verification.layers)
+        layers_used = self._verification.layers
+        self._base = BaseLayer()
+        #: Whether workers may get less than the whole model.
+        self.increments = terms.partial and self.moves_nothing is None
+        if self.increments:
+            layers_used = (*layers_used, Plugin(registry.LAYERS, "base", self._base))
+        self.stack = Stack(Defaults(terms.strategy), self._backend, layers_used)
         self.transport: SenderTransport | None = None
         self._make_address: Callable[..., Address]
         self._close: Callable[[], Any] | None = None
@@ -108,8 +116,11 @@ class Outlet:
         endpoint = self._opened().address(worker_id)
         return self._make_address(worker_id=worker_id, endpoint=endpoint)
 
-    def prepare(self, update: Update, version: int, worker_ids: tuple[int, ...]) -> Update:
-        """The update as the layers make it."""
+    def prepare(
+        self, update: Update, version: int, worker_ids: tuple[int, ...], base: int = 0
+    ) -> Update:
+        """The update as the layers make it; ``base`` is the version that it builds on."""
+        self._base.base = base
         model_id = self._terms.model_id
         context = SendContext(model_id=model_id, version=version, worker_ids=worker_ids)
         return self.stack.prepare_weights(update, context)
@@ -117,9 +128,18 @@ class Outlet:
     def send(
         self, update: Update, version: int, worker_ids: tuple[int, ...], packing: Stopwatch
     ) -> dict[int, Delivery]:
-        """Hand what was prepared last to the transport."""
+        """Hand what was prepared last to the transport.
+
+        Where the transport raises something else than a `SyncError`, every delivery has failed.
+        """
         payload = Payload(version, update.layout, update.source, packing=packing)
-        deliveries = dict(self._opened().send(payload, worker_ids))
+        transport = self._opened()
+        try:
+            deliveries = dict(transport.send(payload, worker_ids))
+        except SyncError:
+            raise
+        except Exception as error:
+            return self._undelivered(payload, worker_ids, error)
         self._verification.guard(deliveries.values())
         return deliveries
 
@@ -127,6 +147,18 @@ class Outlet:
         """Close the transport, if there is one."""
         if self._close is not None:
             self._close()
+
+    def _undelivered(
+        self, payload: Payload, worker_ids: tuple[int, ...], cause: Exception
+    ) -> dict[int, Delivery]:
+        message = f"{self._backend.describe()} could not send version {payload.version}: {cause!r}"
+        deliveries = {}
+        for worker_id in worker_ids:
+            deliveries[worker_id] = Delivery(worker_id, payload.version, payload.nbytes)
+            error = TransportError(worker_id, message)
+            error.__cause__ = cause
+            deliveries[worker_id].fail(error)
+        return deliveries
 
     def _opened(self) -> SenderTransport:
         if self.transport is None:

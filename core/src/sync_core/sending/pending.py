@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, Protocol
 
-from sync_core.errors import SendError, WorkerError, WorkerTimeoutError
+from sync_core.errors import SendError, TransportError, WorkerError, WorkerTimeoutError
 from sync_core.report import SendReport, WorkerResult
 from sync_core.seconds import check_seconds
 from sync_core.stopwatch import Stopwatch
@@ -87,6 +87,11 @@ class PendingSend:
         return max((delivery.nbytes for delivery in self._deliveries.values()), default=0)
 
     @property
+    def undelivered(self) -> bool:
+        """Whether the transport raised, so that the version went to no worker."""
+        return any(isinstance(d.error, TransportError) for d in self._deliveries.values())
+
+    @property
     def unanswered(self) -> Mapping[int, Delivery]:
         """The deliveries waited for, by worker, that have not ended."""
         return {i: d for i, d in self._waited.items() if not d.wait(0)}
@@ -123,7 +128,10 @@ class PendingSend:
                 delivery.wait(max(0.0, limit - time.perf_counter()))
         report = self._end(waited=True)
         if report.failed:
-            raise SendError(report)
+            causes = [result.error.__cause__ for result in report.failed.values() if result.error]
+            error = SendError(report)
+            error.__cause__ = next(filter(None, causes), None)
+            raise error
         return report
 
     def abandon(self, reason: str | None = None) -> None:
@@ -133,6 +141,13 @@ class PendingSend:
             reason: why, for the report; None where the workers are late.
         """
         self._end(waited=False, reason=reason)
+
+    def interrupt(self, error: BaseException) -> None:
+        """End the send now, since an exception interrupted it; see `abandon`."""
+        self.abandon(
+            f"the send was interrupted by {type(error).__name__} before the worker confirmed "
+            f"version {self.version}"
+        )
 
     def _end(self, *, waited: bool, reason: str | None = None) -> SendReport:
         with self._ending:

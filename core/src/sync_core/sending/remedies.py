@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from sync_core.arguments import check_function
-from sync_core.errors import ClosedError, OptionError, UnknownWorkerError, WorkerError
+from sync_core.errors import (
+    ClosedError,
+    OptionError,
+    TransportError,
+    UnknownWorkerError,
+    WorkerError,
+)
 from sync_core.plugins.address import Address
 from sync_core.report import SendReport
 from sync_core.workers.membership import Membership
@@ -101,6 +107,8 @@ class Remedies:
         """Do something about every worker that failed; the report says what."""
         workers = dict(report.workers)
         for worker_id, result in report.failed.items():
+            if isinstance(result.error, TransportError):
+                continue  # the worker is not at fault
             status = members.statuses.get(worker_id)
             if status is None or (not status.failures and status.version < report.version):
                 # It was removed while the send was under way, and who has its id has not failed.

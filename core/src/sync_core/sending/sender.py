@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from sync_core.models.paths import resolve
 from sync_core.models.several import either
 from sync_core.plugins.address import Address
 from sync_core.plugins.cadence import Cadence
+from sync_core.plugins.increments import Increments
 from sync_core.plugins.verify import Verify
 from sync_core.release import release_with
 from sync_core.report import SendReport
@@ -53,7 +55,9 @@ class Sender(Updater):
         model: what is sent when `send` is given nothing: a module, a TensorDict, a state_dict,
             a string such as ``"env.transform[0]"``, looked up in ``context`` at every send, or
             a mapping from names to such models, which are one version: all committed, or none.
-            None means ``model_id`` in ``context``, or a model registered later.
+            None means ``model_id`` in ``context``, or a model registered later. Names of tensors
+            are without the prefixes of `torch.compile`, `DistributedDataParallel` and
+            `DataParallel`, here and in the workers, so that a wrapped model fits a plain one.
         num_workers: how many workers there are; their ids are ``0 … num_workers - 1``.
         workers: handles of the workers, for a scheme that calls into them; with some, such as
             ``"ray"``, also strings such as ``"env.transform[0]"``, looked up in ``context`` once.
@@ -64,7 +68,11 @@ class Sender(Updater):
         strategy: how a module is read and written: ``"tensordict"`` or ``"state_dict"``.
         zero_copy: let the workers' parameters be views of what arrives; they are read-only then,
             and after a write to one in place, where that is possible at all, `receive` raises.
-        partial: accept updates that lack some of the model's tensors.
+        partial: accept weights that lack some of the model's tensors; these count as unchanged.
+            A worker that lacks more, since it joined late or since a version was skipped or
+            missed, also gets what it lacks, all tensors if need be: from ``model``, or from a
+            copy that is kept of weights given by hand that are not the model's own. A worker that
+            joins gets its first version with the next `send`.
         on_failure: what is done about a worker that failed, after the others were updated:
             ``"raise"`` a `SendError`; ``"drop"`` it; ``"quarantine"``, do not wait for it for a
             time that doubles, though it gets every version, until it has committed the newest;
@@ -149,12 +157,14 @@ class Sender(Updater):
         )
         if self._outlet.moves_nothing is not None:
             register_owner(self._terms.token, self._source)
+        self._increments = Increments()
         self._cadence = Cadence(self._outlet.stack, model_id)
         self._version = 0
         self._starting = threading.Lock()
         self._pending: PendingSend | None = None
         self._close_members = release_with(self, self._members.close)
         self._closed = False
+        self._process = os.getpid()
         if model is None and context is not None:
             model = model_id
         if model is not None:
@@ -162,6 +172,7 @@ class Sender(Updater):
 
     def register_model(self, model: Any) -> None:
         """Say what is sent when `send` is given nothing; see the argument ``model``."""
+        self._check_open()
         before, self._source.model = self._source.model, model
         try:
             self._open(self._source.read(), model)
@@ -233,8 +244,9 @@ class Sender(Updater):
         pending = self.send_async(weights, worker_ids, timeout=timeout, weights_dict=weights_dict)
         try:
             return pending.wait()
-        finally:
-            pending.abandon()
+        except BaseException as error:
+            pending.interrupt(error)
+            raise
 
     def send_async(
         self,
@@ -244,18 +256,44 @@ class Sender(Updater):
         timeout: float | None = None,
         weights_dict: Mapping[str, Any] | None = None,
     ) -> PendingSend:
-        """Like `send`, but do not wait. The weights were read when this returns."""
+        """Like `send`, but do not wait. The weights were read when this returns.
+
+        Raises:
+            SendError: the scheme's transport raised; the error is chained. For others see `send`.
+        """
+        return self._start(either(weights, weights_dict), worker_ids, timeout)
+
+    def count_push(self, worker_ids: int | Iterable[int] | None = None) -> tuple[int, ...]:
+        """Count a push to workers, and return those that no `skip_update` hook holds back.
+
+        For a caller that sends several models as one version by several senders: it asks each of
+        them, and gives the workers that no sender skips to `send_counted`.
+        """
+        return self._cadence.due(normalize(worker_ids, self._members.ids), self._version)
+
+    def send_counted(self, weights: Any, worker_ids: Iterable[int]) -> PendingSend:
+        """Like `send_async`, for workers that `count_push` has returned: skip none of them."""
+        return self._start(weights, worker_ids, None, counted=True)
+
+    def _start(
+        self,
+        given: Any,
+        worker_ids: int | Iterable[int] | None,
+        timeout: float | None,
+        *,
+        counted: bool = False,
+    ) -> PendingSend:
         started = time.perf_counter()
         seconds = self._terms.timeout if timeout is None else check_seconds(timeout)
         with self._starting:
             self._check_ready()
             addressed = normalize(worker_ids, self._members.ids)
-            given = either(weights, weights_dict)
             update = self._source.read(given)
             self._open(update, given)
-            due = self._cadence.due(addressed, self._version)
+            due = addressed if counted else self._cadence.due(addressed, self._version)
+            update, base = self._complete(given, update, due)
             if due:
-                update = self._outlet.prepare(update, self._version + 1, due)
+                update = self._outlet.prepare(update, self._version + 1, due, base)
                 self._version += 1
             prepared = time.perf_counter()
             packing = Stopwatch()
@@ -275,7 +313,9 @@ class Sender(Updater):
             if self._closed:
                 # By another thread, which did not see it yet.
                 pending.abandon(_CLOSED)
-            return pending
+        if pending.undelivered:
+            pending.wait()
+        return pending
 
     def check(self, weights: Any = None) -> None:
         """Raise what `send` would raise about these weights, and send nothing."""
@@ -294,6 +334,7 @@ class Sender(Updater):
         Raises:
             PendingSendError: none is pending.
         """
+        self._check_process()
         pending = self._pending
         if pending is None or pending.ended:
             raise PendingSendError("no send is pending; call send_async() first")
@@ -341,8 +382,11 @@ class Sender(Updater):
             self._outlet.transport.remove_worker(worker_id)
 
     def close(self) -> None:
-        """End a pending send and release everything; receivers learn that the sender is gone."""
-        if self._closed:
+        """End a pending send and release everything; receivers learn that the sender is gone.
+
+        In a process that was forked from the sender's, this does nothing.
+        """
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         pending = self._pending
@@ -363,7 +407,16 @@ class Sender(Updater):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise ClosedError(
+                f"this Sender belongs to process {self._process}, from which this one (process "
+                f"{os.getpid()}) was forked; make another here, Sender(…), or give this process "
+                "an address before it is forked: sender.address(worker_id)"
+            )
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise ClosedError("the sender is closed")
 
@@ -388,6 +441,23 @@ class Sender(Updater):
                 "Sender(…, context=trainer)"
             )
         return resolve(self._context, handle)
+
+    def _complete(self, given: Any, update: Update, due: tuple[int, ...]) -> tuple[Update, int]:
+        """Add what the workers lack to a partial update; return it and the version it builds on."""
+        layout = self._source.layout
+        if not self._outlet.increments or layout is None:
+            return update, 0
+        if given is None and update.layout is layout:
+            self._increments.record(None, layout, {}, self._version + 1)
+            return update, 0
+        own = self._source.own_tensors()
+        self._increments.record(update, layout, own, self._version + 1)
+        if update.layout is layout:
+            return update, 0
+        base = self._members.held(due)
+        update = self._increments.since(base, layout, own)
+        whole = len(update.layout.specs) == len(layout.specs)
+        return update, 0 if whole else base
 
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
         report = replace(report, scheme=self._outlet.scheme, model_id=self.model_id)

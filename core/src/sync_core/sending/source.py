@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from sync_core.errors import ModelError
 from sync_core.models.binding import Binding
@@ -76,6 +76,10 @@ class Source:
                 "scheme='thread'",
             )
         return update
+
+    def own_tensors(self) -> Mapping[str, Tensor]:
+        """The registered model's tensors by name; none without a registered model."""
+        return {} if self.model is None else dict(self._read(self.model).items())
 
     def own_model(self) -> Any:
         """The sender's model, or what a reference leads to; None if there is none."""

@@ -42,6 +42,7 @@ class StoreReceiver(ReceiverTransport):
         self._answer: dict[str, Any] | None = None
         self._beats = 0
         self._replaced = False
+        self._left = "closed its receiver"
         self._closed = False
         self._woken = threading.Event()
         self._lock = threading.RLock()
@@ -66,6 +67,10 @@ class StoreReceiver(ReceiverTransport):
             self._answer = answer.to_message()
             if not self._rewrite():
                 raise SenderLostError("the sender was closed, or has another receiver here")
+
+    def leave(self, reason: str) -> None:
+        """Have `close` say why."""
+        self._left = reason
 
     def wake(self) -> None:
         """Look once more at most."""
@@ -133,6 +138,7 @@ class StoreReceiver(ReceiverTransport):
             "host": socket.gethostname(),
             "beats": -1 if self._closed else self._beats,
             "answer": self._answer,
+            "left": self._left if self._closed else None,
         }
         self._records.write(self._record, record)
         # Its own may have been removed just before, by a sender that closes.

@@ -53,7 +53,8 @@ class StoreSender(SenderTransport):
         self._written: list[int] = []
         self._served = set(context.worker_ids)
         self._places = {i: self._new_place() for i in context.worker_ids}
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         self._publish()
         self._pulse = Pulse(self._publish, options.lost_after / SIGNS)
@@ -67,7 +68,7 @@ class StoreSender(SenderTransport):
         """Put the weights once, then tell whom they are for."""
         self._records.write_version(payload.version, payload.to_bytes())
         deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
-        with self._changed:
+        with self._lock:
             if self._closed:
                 self._records.delete_version(payload.version)
                 raise ClosedError("the sender is closed")
@@ -85,7 +86,7 @@ class StoreSender(SenderTransport):
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker, which wants what went to all."""
         del worker
-        with self._changed:
+        with self._lock:
             # One that had this id may have left its record, which says nothing of the new one.
             self._records.delete(worker_record(worker_id))
             self._served.add(worker_id)
@@ -94,7 +95,7 @@ class StoreSender(SenderTransport):
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, which learns it by the record."""
-        with self._changed:
+        with self._lock:
             place = self._places.pop(worker_id)
             self._publish()
         if place.delivery is not None:
@@ -102,7 +103,7 @@ class StoreSender(SenderTransport):
 
     def close(self) -> None:
         """End the threads, and remove all that stands in the store."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -124,7 +125,7 @@ class StoreSender(SenderTransport):
         return _Place(Watch(self._options.lost_after), wanted=self._newest)
 
     def _publish(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._beats += 1
@@ -142,7 +143,7 @@ class StoreSender(SenderTransport):
     def _watch(self) -> None:
         due = 0.0
         while True:
-            with self._changed:
+            with self._lock:
                 if self._closed:
                     return
                 places = dict(self._places)
@@ -151,7 +152,7 @@ class StoreSender(SenderTransport):
             for worker_id, place in places.items():
                 if everybody or place.waits:
                     self._look(worker_id, place)
-            with self._changed:
+            with self._lock:
                 # A send may have begun, or all have ended, since the places were looked at.
                 if not self._closed:
                     waits = any(place.waits for place in self._places.values())
@@ -188,7 +189,7 @@ class StoreSender(SenderTransport):
             return "its record is gone from the store, or not whole"
         who = f"its process {record['process']} on {record['host']}"
         if record["beats"] < 0:
-            return f"{who} has closed its receiver"
+            return f"{who} {record['left']}"
         if not place.watch.lives((record["owner"], record["beats"])):
             return f"{who} has given no sign of life for {self._options.lost_after:g} s"
         return None

@@ -95,7 +95,10 @@ class Publisher:
             raise OptionError(
                 f"slots={limit} has no room for a version; give 1 or more, or leave it out"
             )
-        self.changed = threading.Condition(threading.RLock())
+        # `with` takes the lock and not the condition, whose `__enter__` is written in Python:
+        # Ctrl-C inside of that would leave the lock taken for good.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.closed = False
         self.slots: list[Slot] = []
         self._allocate = allocate
@@ -131,12 +134,15 @@ class Publisher:
         read ahead of that.
         """
         deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
-        with self.changed:
+        with self.lock:
             slot.version, slot.digest = payload.version, payload.layout.digest
             slot.nbytes = payload.nbytes
             self._reserved = None
             for worker_id, delivery in deliveries.items():
-                place = self._places[worker_id]
+                place = self._places.get(worker_id)
+                if place is None:
+                    delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+                    continue
                 place.wanted, place.delivery = slot, delivery
                 if place.lost is not None:
                     delivery.fail(WorkerLostError(worker_id, place.lost))
@@ -147,27 +153,31 @@ class Publisher:
 
     def expect(self, worker_ids: Sequence[int]) -> None:
         """These workers are called: those that were lost may yet get what is sent from now on."""
-        with self.changed:
+        with self.lock:
             for worker_id in worker_ids:
-                self._places[worker_id].lost = None
+                if worker_id in self._places:
+                    self._places[worker_id].lost = None
 
     def retract(self, slot: Slot) -> None:
-        """Nobody is to get what was announced, as it could not be packed."""
-        with self.changed:
+        """Withdraw a version that was announced, and whose packing was interrupted.
+
+        A reader that was shown the slot may still read it, so the slot is not written to until
+        that reader releases it. ``revoke`` takes it back from the readers that were not shown it.
+        """
+        with self.lock, uninterrupted():
             self._forget(slot)
-            slot.version = 0
-            slot.readers.clear()
+            self._revoke()
             self._freed()
 
     def newest(self, worker_id: int) -> int:
         """The version that the worker wants; 0 for none."""
-        with self.changed:
+        with self.lock:
             place = self._places.get(worker_id)
             return 0 if place is None or place.wanted is None else place.wanted.version
 
     def lend(self, worker_id: int, seen: int, reader: object, name: str) -> Slot | None:
         """The slot that the worker wants, unless it has seen that version; it is read from now."""
-        with self.changed:
+        with self.lock:
             place = self._places.get(worker_id)
             if place is None or place.wanted is None or place.wanted.version <= seen:
                 return None
@@ -176,7 +186,7 @@ class Publisher:
 
     def give_back(self, reader: object, kept: Sequence[int] = ()) -> None:
         """The reader reads only the slots ``kept`` from now on."""
-        with self.changed:
+        with self.lock:
             freed = False
             for slot in self.slots:
                 if slot.index not in kept and slot.readers.pop(reader, None) is not None:
@@ -186,7 +196,7 @@ class Publisher:
 
     def take_back(self, reader: object, slot: Slot) -> None:
         """The reader has not begun to read the slot, and will not."""
-        with self.changed:
+        with self.lock:
             if slot.readers.pop(reader, None) is not None:
                 self._freed()
 
@@ -195,7 +205,7 @@ class Publisher:
 
         Unless another reader has taken its place: that one has not committed anything by this.
         """
-        with self.changed:
+        with self.lock:
             place = self._places.get(worker_id)
             if place is None or place.reader is not reader:
                 return
@@ -206,7 +216,7 @@ class Publisher:
 
     def joined(self, worker_id: int, reader: object) -> bool:
         """The worker is there, as ``reader``; False when there is no such worker."""
-        with self.changed:
+        with self.lock:
             place = self._places.get(worker_id)
             if place is None:
                 return False
@@ -218,7 +228,7 @@ class Publisher:
 
     def dismissed(self, worker_id: int, reader: object) -> str | None:
         """Why there is nothing more for a reader; None while it is the worker's."""
-        with self.changed:
+        with self.lock:
             place = self._places.get(worker_id)
             if self.closed:
                 return "the sender was closed"
@@ -230,7 +240,7 @@ class Publisher:
 
     def remark(self, worker_id: int, remark: str) -> None:
         """Say more of the worker, should it not confirm what it was sent last."""
-        with self.changed:
+        with self.lock:
             place = self._places.get(worker_id)
             if place is not None and place.delivery is not None:
                 place.delivery.remark = remark
@@ -240,7 +250,7 @@ class Publisher:
 
         Unless another reader has taken its place meanwhile.
         """
-        with self.changed:
+        with self.lock:
             self.give_back(reader)
             place = self._places.get(worker_id)
             if place is None or place.reader is not reader:
@@ -252,12 +262,12 @@ class Publisher:
 
     def add_worker(self, worker_id: int) -> None:
         """Serve one more worker; it wants the newest version that went to all."""
-        with self.changed:
+        with self.lock:
             self._places[worker_id] = _Place(wanted=self._newest_for_all)
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker."""
-        with self.changed:
+        with self.lock:
             place = self._places.pop(worker_id)
             if place.delivery is not None:
                 place.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
@@ -265,7 +275,7 @@ class Publisher:
 
     def close(self) -> None:
         """Fail what is not delivered, let go of the memory, wake up everybody who waits."""
-        with self.changed:
+        with self.lock:
             self.closed = True
             for worker_id, place in self._places.items():
                 place.wanted = None
@@ -283,7 +293,7 @@ class Publisher:
         """
         started = time.monotonic()
         shortage: CapacityError | None = None
-        with self.changed:
+        with self.lock:
             while True:
                 if self.closed:
                     raise ClosedError("the sender is closed")

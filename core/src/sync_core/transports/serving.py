@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import selectors
 import socket
@@ -10,7 +11,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -20,10 +21,13 @@ from sync_core.transports.local_socket import same_user
 from sync_core.transports.publisher import Publisher
 from sync_core.transports.transport import SenderTransport
 
+_log = logging.getLogger("sync_core")
 # Nobody is asked for more than this, or waited for in greater number, before a hello.
 _MAX_HELLO = 4096
 _MAX_STRANGERS = 128
 _ROOT = 0
+# The longest reason for which a worker says that it leaves, in characters.
+_LONGEST_REASON = 60_000
 
 
 @dataclass(eq=False)
@@ -52,6 +56,10 @@ class Peer:
         return f"worker {self.worker_id} (process {self.pid})"
 
 
+class _LeftError(Exception):
+    """A worker has left, and said why."""
+
+
 PeerT = TypeVar("PeerT", bound=Peer)
 
 
@@ -59,8 +67,9 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
     """Serves workers that connect over sockets, in a thread of its own.
 
     A connection begins with the worker's `hello`, which shows that it knows the token, and ends
-    with ``{"type": "gone", "reason": …}`` from the sender, or by hanging up. What is said between
-    is a subclass's. The publisher's lock is held whenever a method of a subclass is called.
+    with ``{"type": "gone", "reason": …}`` from the sender, ``{"type": "leave", "reason": …}`` from
+    the worker, or by hanging up. A subclass handles what is said between. The publisher's lock is
+    held whenever a method of a subclass is called.
 
     Args:
         token: what a worker must know.
@@ -118,20 +127,23 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         """Release what the connection held, which is closed already."""
 
     def describe_loss(self, peer: PeerT, cause: Exception) -> str:
-        """What became of a worker whose connection ended by itself."""
+        """Why a worker was lost whose connection has ended."""
+        if isinstance(cause, _LeftError):
+            return str(cause)
         return f"its process {peer.pid} is gone: {cause}"
 
-    def connect(self, connection: socket.socket, worker_id: int | None = None) -> None:
+    def connect(self, connection: socket.socket, worker_id: int | None = None) -> PeerT:
         """Serve one more connection; only ``worker_id`` may say hello on it, if that is given."""
-        with self._publisher.changed:
+        with self._publisher.lock:
             peer = self._make_peer(Channel(connection, _MAX_HELLO), worker_id)
             self._connections.add(peer)
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)
             self._wake_up.send(b"\0")
+            return peer
 
     def offer_to(self, worker_ids: Sequence[int]) -> None:
         """Offer the newest version to those of these workers that are connected."""
-        with self._publisher.changed, uninterrupted():
+        with self._publisher.lock, uninterrupted():
             for worker_id in worker_ids:
                 peer = self._peers.get(worker_id)
                 if peer is not None:
@@ -142,7 +154,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         try:
             peer.channel.send(message, descriptors)
         except ConnectionError as error:
-            self._lose(peer, self.describe_loss(peer, error))
+            self._lose(peer, self.describe_loss(peer, _cause(peer, error)))
             return False
         return True
 
@@ -153,7 +165,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, and let it know."""
-        with self._publisher.changed:
+        with self._publisher.lock:
             self._publisher.remove_worker(worker_id)
             peer = self._peers.pop(worker_id, None)
             if peer is not None:
@@ -161,7 +173,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def close(self) -> None:
         """Let the workers know, and end the thread."""
-        with self._publisher.changed:
+        with self._publisher.lock:
             if self._publisher.closed:
                 return
             self._publisher.close()
@@ -172,7 +184,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
     def _serve(self) -> None:
         while not self._publisher.closed:
             for key, _ in self._selector.select():
-                with self._publisher.changed:
+                with self._publisher.lock:
                     if key.fileobj is self._woken:
                         self._woken.recv(4096)
                     elif isinstance(key.data, socket.socket):
@@ -192,7 +204,12 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         strangers = [p for p in self._connections if p.worker_id is None and p.expected is None]
         if len(strangers) >= _MAX_STRANGERS:
             self._lose(min(strangers, key=lambda peer: peer.since), "it has not said hello")
-        self.connect(connection)
+        try:
+            self.connect(connection)
+        except OSError as error:
+            # The limit of open files, for example. The thread continues for the other workers.
+            _log.warning("a worker's connection was closed, as it cannot be served: %r", error)
+            connection.close()
 
     def _listen_to(self, peer: PeerT) -> None:
         try:
@@ -200,18 +217,24 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             while (message := peer.channel.pop_message()) is not None:
                 if peer.worker_id is None:
                     self._admit(peer, message)
+                elif message["type"] == "leave":
+                    raise _left(peer, message)
                 else:
                     self.handle(peer, message)
         except Exception as error:
             # Whatever it has sent: the thread lives for the other workers.
-            self._lose(peer, self.describe_loss(peer, error))
+            self._lose(peer, self.describe_loss(peer, _cause(peer, error)))
 
     def _admit(self, peer: PeerT, message: Message) -> None:
-        if message["type"] != "hello" or not hmac.compare_digest(
-            str(message["token"]).encode(), self._token.encode()
-        ):
-            raise ConnectionError("it does not know the token")
+        if message["type"] != "hello":
+            raise ConnectionError("it does not say hello")
         worker_id = int(message["worker"])
+        if not hmac.compare_digest(str(message["token"]).encode(), self._token.encode()):
+            # A stranger may fail no send; should the send fail, this is likely to be why.
+            self._publisher.remark(
+                worker_id, f"a receiver that gave a wrong token for worker {worker_id} was refused"
+            )
+            raise ConnectionError("it does not know the token")
         if peer.expected not in (None, worker_id) or not self._publisher.joined(worker_id, peer):
             self._say_gone(peer, f"the sender has no worker {worker_id} any more")
             return
@@ -243,7 +266,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             self._publisher.lost(peer.worker_id, peer, reason)
 
     def _tear_down(self) -> None:
-        with self._publisher.changed:
+        with self._publisher.lock:
             for peer in tuple(self._connections):
                 self._say_gone(peer, "the sender was closed")
                 self._lose(peer, "the sender was closed")
@@ -254,6 +277,29 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def torn_down(self) -> None:
         """Release the rest; the thread ends after this."""
+
+
+def _left(peer: Peer, message: Message) -> _LeftError:
+    return _LeftError(f"{message['reason']} (process {peer.pid})")
+
+
+def _cause(peer: Peer, error: Exception) -> Exception:
+    """Why a connection has ended: what the worker has said last, if that was not read yet."""
+    if peer.worker_id is None or not isinstance(error, ConnectionError):
+        return error
+    # The first error may be that of a write; the messages before it are still there.
+    for _ in range(2):
+        with suppress(ConnectionError):
+            peer.channel.read()
+    while (message := peer.channel.pop_message()) is not None:
+        if message.get("type") == "leave":
+            return _left(peer, message)
+    return error
+
+
+def farewell(reason: str) -> Message:
+    """The last message of a worker to a `ServingTransport`; see `ReceiverTransport.leave`."""
+    return {"type": "leave", "reason": reason[:_LONGEST_REASON]}
 
 
 def hello(token: str, worker_id: int) -> Message:

@@ -37,8 +37,13 @@ class Delivery:
         self.ended_at: float | None = None
         #: What a transport knows of a worker that is late, for the report; a clause.
         self.remark = ""
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
+        # Reentrant, as the garbage collector may close a receiver in a thread that holds it.
+        self._lock = threading.RLock()
+        self._has_ended = False
+        # Taken until the end. Not an Event, whose methods are written in Python: Ctrl-C inside of
+        # them would leave its lock taken, and whatever ends the delivery would wait for ever.
+        self._running = threading.Lock()
+        self._running.acquire()
         self._check: Callable[[Delivery, Answer | None], WorkerError | None] = _accept
         self._watcher: Callable[[Delivery, WorkerError | None], None] | None = None
 
@@ -70,13 +75,16 @@ class Delivery:
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for the end, at most ``timeout`` seconds; whether it has ended."""
-        return self._ended.wait(timeout)
+        limit = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
+        if not self._has_ended and self._running.acquire(timeout=limit):
+            self._running.release()
+        return self._has_ended
 
     def require(self, check: Callable[[Delivery, Answer | None], WorkerError | None]) -> None:
         """Take no acknowledgement that ``check`` has an error for, not one that came before."""
         with self._lock:
             self._check = check
-            if self._ended.is_set() and self.error is None:
+            if self._has_ended and self.error is None:
                 self.error = check(self, self.answer)
 
     def watch(self, watcher: Callable[[Delivery, WorkerError | None], None]) -> None:
@@ -87,7 +95,7 @@ class Delivery:
         """
         with self._lock:
             self._watcher = watcher
-            ended = self._ended.is_set()
+            ended = self._has_ended
         if ended:
             watcher(self, self.error)
 
@@ -95,10 +103,11 @@ class Delivery:
         with self._lock:
             if error is None:
                 error = self._check(self, answer)
-            if not self._ended.is_set():
+            if not self._has_ended:
                 self.error, self.answer = error, answer
                 self.ended_at = time.perf_counter()
-                self._ended.set()
+                self._has_ended = True
+                self._running.release()
             watcher = self._watcher
         if watcher is not None:
             watcher(self, error)
@@ -149,7 +158,7 @@ class ReceiverTransport(ABC):
     """A receiver's side of a transport.
 
     Methods are called by one thread at a time; but while one is in `receive`, another may call
-    `acknowledge` or `wake`, or release a payload.
+    `acknowledge`, `leave` or `wake`, or release a payload.
     """
 
     @abstractmethod
@@ -185,6 +194,16 @@ class ReceiverTransport(ABC):
         """
         del callback
         return False
+
+    def leave(self, reason: str) -> None:  # noqa: B027 - some senders need not be notified
+        """Notify the sender that this receiver is about to close, and why; `close` follows.
+
+        The sender then fails what this worker has not answered, and what is sent to it until
+        another receiver connects, with this reason. Without it, a send waits for its deadline.
+
+        Args:
+            reason: a clause such as ``"closed its receiver"``.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -71,12 +71,16 @@ def _copy_pieces(pieces: deque[_Piece]) -> None:
         return
     # Memory is hardly faster for three.
     helper = threading.Thread(target=_copy_what_is_left, args=(pieces,), name="sync-copy")
-    # Since Python 3.12, no thread begins while the process ends.
-    with suppress(RuntimeError):
-        helper.start()
-    _copy_what_is_left(pieces)
-    if helper.ident is not None:
-        helper.join()
+    try:
+        # Since Python 3.12, no thread begins while the process ends.
+        with suppress(RuntimeError):
+            helper.start()
+        _copy_what_is_left(pieces)
+    finally:
+        # After Ctrl-C, the memory is another version's, so the helper takes no other piece.
+        pieces.clear()
+        if helper.ident is not None:
+            helper.join()
 
 
 def _copy_what_is_left(pieces: deque[_Piece]) -> None:

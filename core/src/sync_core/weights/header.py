@@ -59,12 +59,14 @@ _TOO_LARGE = 1 << 63
 _MAX_RANK = 64
 #: The name of the tensor in which checksums travel; see `sync_core.weights.checksums`.
 CHECKSUMS = "__checksums__"
+#: The name of the tensor that holds the base of an update; see `sync_core.plugins.increments`.
+BASE = "__base__"
 _METADATA = "__metadata__"
 
 
 def is_reserved(name: str) -> bool:
     """Whether the format has a use of its own for a tensor's name."""
-    return name in (_METADATA, CHECKSUMS) or name.startswith(_FILLER)
+    return name in (_METADATA, CHECKSUMS, BASE) or name.startswith(_FILLER)
 
 
 def has_place(dtype: torch.dtype) -> bool:

@@ -68,6 +68,10 @@ class Layout:
             return self
         return _retyped(self, kinds)
 
+    def subset(self, positions: tuple[int, ...]) -> Layout:
+        """The layout of some of the tensors, given by their positions in ``specs``."""
+        return self if len(positions) == len(self.specs) else _subset(self, positions)
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Every name, those of tied tensors after the others."""
@@ -171,6 +175,16 @@ def _place(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple
         end = spec.offset + spec.nbytes
         specs.append(spec)
     return tuple(specs)
+
+
+@lru_cache(maxsize=64)
+def _subset(layout: Layout, positions: tuple[int, ...]) -> Layout:
+    specs = [layout.specs[position] for position in positions]
+    names = {spec.name for spec in specs}
+    return Layout(
+        _place((spec.name, spec.dtype, spec.shape) for spec in specs),
+        tuple((name, owner) for name, owner in layout.aliases if owner in names),
+    )
 
 
 @lru_cache(maxsize=64)

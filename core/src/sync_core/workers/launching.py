@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -76,7 +77,7 @@ class LaunchedGroup(WorkerGroup, Generic[Worker]):
 
     All of the workers that are started together start, or none does. One change of members is
     made at a time; calls, and `stop`, do not wait for it. A group that is forgotten ends its
-    workers, one in the memory of a forked process does not.
+    workers. In a forked process, neither that nor `stop` does anything.
 
     Args:
         launcher: starts and ends the workers.
@@ -115,6 +116,7 @@ class LaunchedGroup(WorkerGroup, Generic[Worker]):
     def __init__(self, launcher: Launcher[Worker], num_workers: int, *, timeout: float) -> None:
         num_workers = check_count(num_workers, "num_workers", least=0)
         self._launcher = launcher
+        self._process = os.getpid()
         self._timeout = check_seconds(timeout)
         self._workers: dict[int, Worker] = {}
         self._next_id = num_workers
@@ -168,6 +170,8 @@ class LaunchedGroup(WorkerGroup, Generic[Worker]):
             self._launcher.end([worker], self._timeout)
 
     def stop(self, timeout: float | None = None) -> None:
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._closed = True
             workers = tuple(self._workers.values())

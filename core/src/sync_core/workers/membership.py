@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from sync_core.errors import WorkerError, WorkerLostError
+from sync_core.errors import TransportError, WorkerError, WorkerLostError
 from sync_core.transports.notice import Notice
 from sync_core.transports.transport import Delivery
 from sync_core.workers.announcer import Announcer
@@ -72,7 +72,8 @@ class Membership:
     ) -> None:
         self._timeout = timeout
         self._clock = clock
-        self._lock = threading.Lock()
+        # Reentrant, as the garbage collector may close a receiver in a thread that holds it.
+        self._lock = threading.RLock()
         self._workers: dict[int, WorkerStatus] = {}
         self._seats = 0
         self._next_id = 0
@@ -126,7 +127,10 @@ class Membership:
         unwaited: dict[int, Literal["quarantine", "restart"]] = {}
         with self._lock:
             now = self._clock()
-            if deliveries.keys() == self._workers.keys():
+            sent_to_all = deliveries.keys() == self._workers.keys()
+            if sent_to_all and not any(
+                isinstance(delivery.error, TransportError) for delivery in deliveries.values()
+            ):
                 self._newest_for_all = version
             seats: dict[int, int] = {}
             for worker_id in deliveries.keys() & self._workers.keys():
@@ -140,6 +144,23 @@ class Membership:
             # The seat, since one that was removed may answer when its id is another's.
             deliveries[worker_id].watch(partial(self._answered, worker_id, seat))
         return unwaited
+
+    def held(self, worker_ids: Iterable[int]) -> int:
+        """Return the newest version that all of these workers hold completely; 0 for none.
+
+        Left out are workers that a send does not wait for: they may be gone.
+        """
+        with self._lock:
+            now = self._clock()
+            workers = [self._workers[i] for i in worker_ids if i in self._workers]
+            return min(
+                (
+                    worker.version if worker.state is WorkerState.CURRENT else 0
+                    for worker in workers
+                    if waited_for(worker, now)
+                ),
+                default=0,
+            )
 
     def notify(self, worker_id: int, notice: Notice) -> None:
         """The transport knows something; see `Notice`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from sync_core.errors import WorkerError, WorkerLostError, WorkerTimeoutError
+from sync_core.errors import TransportError, WorkerError, WorkerLostError, WorkerTimeoutError
 
 # A worker in quarantine is tried again after one deadline, then two, four, … up to so many: a
 # worker that stays silent costs the sender a share of its time that shrinks to a sixteenth.
@@ -114,7 +114,9 @@ def failed(worker: WorkerStatus, version: int, error: WorkerError) -> WorkerStat
         state = WorkerState.SUSPECT
     elif isinstance(error, WorkerLostError):
         state = WorkerState.LOST
-    return replace(worker, state=state, failures=worker.failures + 1, error=error)
+    # Where the transport raised the worker is not at fault.
+    failures = worker.failures + (not isinstance(error, TransportError))
+    return replace(worker, state=state, failures=failures, error=error)
 
 
 def lost(worker: WorkerStatus, error: WorkerError) -> WorkerStatus:

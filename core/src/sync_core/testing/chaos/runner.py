@@ -18,7 +18,7 @@ from sync_core.testing.chaos.outcome import Outcome, Verdict
 from sync_core.testing.chaos.plan import Plan, Round
 from sync_core.testing.chaos.resources import Resources
 from sync_core.testing.chaos.subjects import SUBJECTS
-from sync_core.testing.faults import Faulty, few_descriptors
+from sync_core.testing.faults import Faulty, InjectedFaultError, few_descriptors
 from sync_core.testing.schemes.pool import Pool, borrow_pool
 
 # How much longer than its deadline a call may take on a machine that is busy, in seconds.
@@ -161,7 +161,8 @@ class _Run:
             time.sleep(0.03)
         limit = self._limit(round_)
         begin = time.monotonic()
-        report, failure = None, None
+        report: SendReport | None = None
+        failure: Exception | None = None
         try:
             with ExitStack() as stack:
                 if round_.trial.squeeze == "trainer":
@@ -173,7 +174,10 @@ class _Run:
                     calls = self._receive(version, round_)
                     report = pending.wait()
         except SendError as error:
-            report = error.report
+            if isinstance(error.__cause__, InjectedFaultError):
+                failure = error.__cause__
+            else:
+                report = error.report
         except Exception as error:
             failure = error
         seconds = time.monotonic() - begin

@@ -69,6 +69,10 @@ class FaultyReceiver(ReceiverTransport):
         """Have a function called when the scheme has it called."""
         return self._transport.on_arrival(callback)
 
+    def leave(self, reason: str) -> None:
+        """Notify the sender."""
+        self._transport.leave(reason)
+
     def wake(self) -> None:
         """Let whoever waits come back."""
         self._transport.wake()

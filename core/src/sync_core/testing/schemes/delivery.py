@@ -13,11 +13,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sync_core import SendError, WorkerTimeoutError
+from sync_core import SendError, SkipContext, WorkerState, WorkerTimeoutError, hookimpl
 from sync_core.testing.schemes.base import SchemeCases, Start
-from sync_core.testing.schemes.models import fill, make_policy
+from sync_core.testing.schemes.models import fill, fingerprints, make_policy
 from sync_core.testing.schemes.worker import Worker
 from sync_core.testing.worker_groups import eventually
+
+
+class EveryOther:
+    """A layer that holds back every other push."""
+
+    @hookimpl
+    def skip_update(self, context: SkipContext) -> bool:
+        """Skip the first push after an update."""
+        return context.updated and context.pushes < 2
 
 
 class DeliveryCases(SchemeCases):
@@ -146,9 +155,35 @@ class DeliveryCases(SchemeCases):
             assert workers.values() == [{float(value)}]
 
     def test_a_partial_update(self, start: Start) -> None:
-        workers = start(make_policy(), 1, partial=True)
+        workers = start(make_policy(1.0), 1, partial=True)
         workers.send({"0.bias": torch.full((4,), 6.0)})
-        assert workers.values() == [{0.0, 6.0}]
+        assert workers.values() == [{1.0, 6.0}]
+        whole = workers.send().nbytes
+        assert workers.values() == [{1.0}]
+        assert workers.send({"0.bias": torch.full((4,), 7.0)}).nbytes < whole
+        assert workers.values() == [{1.0, 7.0}]
+
+    def test_partial_updates_that_are_skipped(self, start: Start) -> None:
+        policy = make_policy(1.0)
+        workers = start(policy, 1, partial=True, layers=[EveryOther()])
+        workers.send()
+        for value in (2.0, 4.0):
+            fill(policy[2], value)
+            assert workers.sender.send({"2.bias": policy[2].bias}).skipped == (0,)
+            fill(policy[0], value + 1)
+            assert workers.send({"0.bias": policy[0].bias}).updated == (0,)
+        assert workers.pool.call(0, Worker.fingerprints)["2.bias"] == fingerprints(policy)["2.bias"]
+        assert workers.pool.call(0, Worker.fingerprints)["0.bias"] == fingerprints(policy)["0.bias"]
+
+    @pytest.mark.usefixtures("asking")
+    def test_partial_updates_after_one_that_was_missed(self, start: Start) -> None:
+        workers = start(make_policy(1.0), 1, partial=True)
+        workers.send()
+        with pytest.raises(SendError):
+            workers.sender.send_async({"0.bias": torch.full((4,), 6.0)}).wait(0.0)
+        workers.send({"2.bias": torch.full((2,), 7.0)})
+        assert workers.sender.workers[0].state is WorkerState.CURRENT
+        assert workers.values() == [{1.0, 6.0, 7.0}]
 
     @pytest.mark.usefixtures("asking")
     def test_weights_given_by_hand(self, start: Start, zero_copy: bool) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import warnings
 
 import pytest
 import torch
 
 from sync_core import (
     ApplyError,
+    ClosedError,
     Receiver,
     SenderLostError,
     SendError,
+    TransportError,
+    Update,
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_core.plugins import registry
+from sync_core.testing.faults.gate import gated
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, make_policy
 from sync_core.testing.schemes.pool import Pool
@@ -34,6 +41,30 @@ class FaultCases(SchemeCases):
         assert isinstance(report.workers[1].error, ApplyError)
         assert "'0.weight' is float32[4, 3] in the weights and float32[1, 1]" in str(failure.value)
         assert workers.values() == [{1.0}, {0.0, 5.0}]
+
+    def test_a_transport_that_raises_is_named(self, start: Start) -> None:
+        workers = start(make_policy(1.0), 1, on_failure="drop")
+        workers.send()
+        broken = [OSError("no route to the broker")]
+
+        def fail() -> None:
+            raise broken.pop()
+
+        update = Update.of(make_policy(2.0).state_dict())
+        tensors = gated(update.tensors, update.layout, 0, fail)
+        names = [spec.name for spec in update.layout.specs]
+        try:
+            workers.sender.send_async(dict(zip(names, tensors, strict=True))).abandon()
+        except SendError as error:
+            failure = error
+        else:
+            pytest.skip("the scheme reads tensors in a way that this case cannot interrupt")
+        assert isinstance(failure.__cause__, OSError)
+        assert isinstance(failure.report.workers[0].error, TransportError)
+        assert registry.find(registry.SCHEMES, self.scheme).describe() in str(failure)
+        # No worker has failed, so none is dropped.
+        assert workers.send().updated == (0,)
+        assert workers.values() == [{1.0}]
 
     def test_dropped_when_it_fails(self, start: Start) -> None:
         workers = start(make_policy(1.0), on_failure="drop")
@@ -61,6 +92,57 @@ class FaultCases(SchemeCases):
         assert workers.receive(0) == 2
         assert pending.wait().updated == (0,)
         assert workers.values() == [{2.0}]
+
+    @pytest.mark.usefixtures("asking")
+    def test_a_receiver_that_cannot_be_made_fails_the_send_at_once(self, start: Start) -> None:
+        workers = start(make_policy(1.0))
+        address = workers.sender.address(0)
+        pending = workers.sender.send_async()
+        assert "do not fit the model" in workers.pool.call(0, Worker.be_refused, address)
+        for version in (1, 2):
+            assert workers.receive(1) == version
+            with pytest.raises(SendError, match="LayoutMismatchError") as failure:
+                pending.wait()
+            assert list(failure.value.report.failed) == [0]
+            assert failure.value.report.seconds < 10
+            if version == 1:
+                pending = workers.sender.send_async()
+        workers.connect(0)
+        assert workers.receive(0) == 2
+        assert workers.send().updated == (0, 1)
+
+    @pytest.mark.usefixtures("asking")
+    def test_a_receiver_that_was_closed_is_reported_as_closed(self, start: Start) -> None:
+        workers = start(make_policy(1.0))
+        pending = workers.sender.send_async()
+        workers.pool.call(0, Worker.hang_up)
+        assert workers.receive(1) == 1
+        with pytest.raises(SendError, match="closed its receiver") as failure:
+            pending.wait()
+        assert isinstance(failure.value.report.workers[0].error, WorkerLostError)
+        assert failure.value.report.seconds < 10
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+    def test_a_forked_copy_of_the_sender_sends_nothing(self, start: Start) -> None:
+        workers = start(make_policy(1.0), 1)
+        reading, writing = os.pipe()
+        with warnings.catch_warnings():
+            # Of threads that the child lacks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            try:
+                workers.sender.send_async()
+            except ClosedError as error:
+                os.write(writing, str(error).encode())
+            finally:
+                workers.sender.close()
+                os._exit(0)
+        os.close(writing)
+        os.waitpid(child, 0)
+        assert b"was forked" in os.read(reading, 4096)
+        os.close(reading)
+        assert workers.send().updated == (0,)
 
     @pytest.mark.usefixtures("processes")
     def test_killed_between_sends_and_back_again(self, start: Start) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 
 from sync_core import (
     RemoteCallError,
     SenderLostError,
     SendError,
     UnknownWorkerError,
+    WorkerState,
     WorkerTimeoutError,
 )
 from sync_core.testing.processes import descendants
@@ -133,6 +135,19 @@ class LifetimeCases(SchemeCases):
         workers.connect(workers.sender.add_worker())
         assert workers.receive(2) == 1
         assert workers.values() == [{4.0}, {3.0}, {1.0}]
+
+    def test_a_late_worker_after_a_partial_update_gets_a_whole_version(self, start: Start) -> None:
+        self.need("late_join")
+        workers = start(make_policy(1.0), 1, partial=True)
+        workers.send()
+        workers.send({"0.bias": torch.full((4,), 6.0)})
+        workers.connect(workers.sender.add_worker())
+        received = workers.receive(1, timeout=0.5)
+        assert workers.pool.call(1, Worker.values) == ({0.0} if received is None else {1.0, 6.0})
+        if received is None:
+            assert workers.sender.workers[1].state is not WorkerState.CURRENT
+        workers.send({"2.bias": torch.full((2,), 7.0)})
+        assert workers.values() == [{1.0, 6.0, 7.0}] * 2
 
     def test_a_late_worker_may_take_an_id_of_its_own(self, start: Start) -> None:
         self.need("late_join")

@@ -170,6 +170,32 @@ def stateful(seed: int) -> nn.Module:
     return _seeded(seed, lambda: Stateful(seed))
 
 
+class Annotated(nn.Module):
+    """Has extra state that is not made of tensors alone, and whose size changes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.state: Any = {
+            "steps": seed,
+            "names": [f"run {i}" for i in range(seed * 100)],
+            "key": bytes(range(seed)),
+            3: (None, True, -0.5, float("inf")),
+            "mean": torch.full((2,), float(seed)),
+        }
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def annotated(seed: int) -> nn.Module:
+    """A module with extra state of many kinds."""
+    return _seeded(seed, lambda: Annotated(seed))
+
+
 def parametrised(seed: int) -> nn.Module:
     """A weight that is computed from two others."""
     return _seeded(seed, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
@@ -226,7 +252,10 @@ def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
 def fingerprints(model: Any) -> dict[str, str]:
     """What tells one tensor from another: dtype, shape and every bit."""
     named = model.state_dict() if isinstance(model, nn.Module) else model
-    return {name: _fingerprint(tensor.detach()) for name, tensor in named.items()}
+    return {
+        name: _fingerprint(value.detach()) if isinstance(value, Tensor) else repr(value)
+        for name, value in named.items()
+    }
 
 
 def _fingerprint(tensor: Tensor) -> str:

@@ -153,11 +153,16 @@ class ProtocolCases(SchemeCases):
     def test_a_second_receiver_takes_the_place_of_the_first(self) -> None:
         self.need("cross_process")
         with self.sender(make_policy(2.0)) as sender:
-            first = Receiver(sender.address(0), make_policy())
-            second = Receiver(sender.address(0), make_policy())
+            addresses = [sender.address(0), sender.address(0)]
+            first = Receiver(addresses[0], make_policy())
+            pending = sender.send_async()
+            assert first.receive() == 1
+            pending.wait()
+            second = Receiver(addresses[1], make_policy())
+            assert second.receive() == 1
             with pytest.raises(SenderLostError, match="another receiver"):
                 first.receive(5.0)
             pending = sender.send_async()
-            assert second.receive() == 1
+            assert second.receive() == 2
             assert pending.wait().updated == (0,)
             second.close()

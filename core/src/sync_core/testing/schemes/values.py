@@ -14,6 +14,7 @@ from torch import nn
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import (
     Tied,
+    annotated,
     convolutional,
     fingerprints,
     frozen,
@@ -96,7 +97,7 @@ class ValueCases(SchemeCases):
         assert workers.fingerprints() == [fingerprints(weights)]
 
     @pytest.mark.parametrize(
-        "make", [stateful, parametrised, nested, recurrent, convolutional, frozen]
+        "make", [stateful, annotated, parametrised, nested, recurrent, convolutional, frozen]
     )
     def test_every_kind_of_module(
         self, start: Start, make: Callable[[int], nn.Module], zero_copy: bool

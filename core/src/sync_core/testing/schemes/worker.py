@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from sync_core import Address, PendingSend, Receiver, Sender, SenderLostError, SyncError
+from sync_core import (
+    Address,
+    LayoutMismatchError,
+    PendingSend,
+    Receiver,
+    Sender,
+    SenderLostError,
+    SyncError,
+)
 from sync_core.testing.schemes.models import fill, fingerprints, make_policy
 
 
@@ -135,6 +143,14 @@ class Worker:
     def misshape(self) -> None:
         """Make the model one that the weights do not fit."""
         self.model[0].weight = torch.nn.Parameter(torch.full((1, 1), 5.0))
+
+    def be_refused(self, address: Address) -> str:
+        """Make a receiver for a model that the weights do not fit; the error."""
+        try:
+            Receiver(address, {"other": torch.zeros(1)}).close()
+        except LayoutMismatchError as error:
+            return str(error)
+        return ""
 
     def values(self) -> set[float]:
         """Every value that a parameter holds."""
