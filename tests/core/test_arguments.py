@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from sync_core import ModelError, OptionError, Receiver, Sender, UnknownWorkerError
 from sync_core.collector import Collector
@@ -76,9 +77,29 @@ def test_a_receiver(sender: Sender) -> None:
     ("arguments", "error", "message"),
     [
         ({"total_frame": 8}, TypeError, "no argument 'total_frame'; did you mean 'total_frames'"),
+        ({"num_collectors": 2}, TypeError, "no argument 'num_collectors'; num_workers=… says how"),
+        ({"weight_updater": 3}, TypeError, "no argument 'weight_updater'; scheme='shm' or"),
+        ({"collector_class": 3}, TypeError, "'collector_class'; sync=True or .* workers='process'"),
+        ({"create_env_kwargs": {}}, TypeError, r"functools\.partial\(make_env, size=3\)"),
+        ({"use_env_creator": True}, TypeError, "no argument 'use_env_creator'; leave it out"),
         ({"slots": 8}, TypeError, "no argument 'slots'; options of a scheme.*scheme_options="),
         ({"scheme_options": ["slots"]}, TypeError, r"write it like {'slots': 3}"),
         ({"scheme_options": {3: 4}}, TypeError, "scheme_options has the key 3"),
+        ({"scheme_options": {"model_id": "a"}}, OptionError, "has 'model_id'; models are named in"),
+        ({"scheme_options": {"timeout": 3.0}}, OptionError, r"Collector\(…, timeout=60\.0\)"),
+        ({"scheme_options": {"workers": [3]}}, OptionError, "'workers'; the collector starts its"),
+        ({"scheme_options": {"on_failure": "drop"}}, OptionError, "on_worker_failure=…"),
+        ({"scheme_options": {"scheme": "mp"}}, OptionError, "the scheme is an argument of its own"),
+        (
+            {"scheme": None, "weight_sync_schemes": {"policy": {"scheme": "shm", "timeout": 3.0}}},
+            OptionError,
+            r"weight_sync_schemes\['policy'\] has 'timeout'; the deadline is the collector's",
+        ),
+        (
+            {"weight_sync_schemes": {"env": {"scheme": "ray", "workers": [3]}}},
+            ValueError,
+            "'env' is what the collector's own workers have.* 'model_id': 'env'",
+        ),
         ({"worker_options": 3}, TypeError, "worker_options is 3, which is no mapping"),
         ({"worker_options": {"threads": 3}}, OptionError, "no option 'threads'; its options are: "),
         ({"worker_options": {"timeout": 3}}, OptionError, "no option 'timeout'; its options are: "),
@@ -165,45 +186,20 @@ def test_the_threads_of_worker_processes(threads: Any) -> None:
         ProcessGroup(lambda worker_id: worker_id, 1, torch_threads=threads)
 
 
-@pytest.mark.parametrize("name", ["model_id", "timeout", "workers", "num_workers", "on_failure"])
-def test_an_argument_of_senders_that_the_collector_gives_itself(name: str) -> None:
-    with pytest.raises(OptionError, match=rf"scheme_options has '{name}', which is no option: "):
-        Collector(CountingEnv, Scale(), scheme_options={name: None}, frames_per_batch=2)
-    if name == "workers":
-        return  # a model that others hold
-    schemes = {"policy": {"scheme": "shm", name: None}}
-    with pytest.raises(OptionError, match=rf"weight_sync_schemes\['policy'\] has '{name}'"):
-        Collector(CountingEnv, Scale(), weight_sync_schemes=schemes, frames_per_batch=2)
+class NeverStarted(ThreadGroup):
+    """A worker group that no test may start."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a worker was started")
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("num_collectors", "num_workers="),
-        ("weight_updater", "weight_sync_schemes="),
-        ("collector_class", "workers='inline'"),
-        ("create_env_kwargs", "functools.partial"),
-    ],
-)
-def test_an_argument_of_torchrl_is_answered_with_what_does_its_job(name: str, remedy: str) -> None:
-    unknown: dict[str, Any] = {name: 2}
-    with pytest.raises(TypeError, match=remedy):
-        Collector(CountingEnv, Scale(), frames_per_batch=2, **unknown)
-
-
-@pytest.mark.parametrize("workers", ["inline", "process"])
-def test_a_policy_that_does_not_fit_is_a_type_error_of_the_caller(workers: str) -> None:
-    def takes_others(*, height: Tensor, width: Tensor) -> Tensor:
-        return height + width
-
-    def gives_several(observation: Tensor) -> tuple[Tensor, Tensor]:
-        return observation, observation
-
-    def collect(policy: Any) -> None:
-        with Collector(CountingEnv, policy, workers=workers, frames_per_batch=2) as collector:
-            collector.next()
-
-    with pytest.raises(TypeError, match="takes 'height', 'width'"):
-        collect(takes_others)
-    with pytest.raises(TypeError, match="returned a tuple, not the action"):
-        collect(gives_several)
+def test_a_policy_without_arguments_is_refused_before_workers_start() -> None:
+    options: dict[str, Any] = {
+        "scheme": "thread",
+        "workers": NeverStarted,
+        "frames_per_batch": 4,
+    }
+    with pytest.raises(TypeError, match="the policy function takes nothing; let it take obs"):
+        Collector(CountingEnv, lambda: torch.zeros(1), **options)
+    with pytest.raises(AssertionError, match="a worker was started"):
+        Collector(CountingEnv, lambda: torch.zeros(1), trust_policy=True, **options)

@@ -288,6 +288,10 @@ def test_weights_given_by_hand() -> None:
         assert held(made) == [4.0, 4.0]
         with pytest.raises(ValueError, match="once"):
             made.receive_weights(Scale(), weights=Scale())
+        made.receive_weights(policy=Scale(5.0))
+        assert held(made) == [5.0, 5.0]
+        with pytest.raises(ValueError, match="once"):
+            made.receive_weights(Scale(), policy=Scale())
 
 
 def test_what_cannot_be_received(sender: Sender) -> None:

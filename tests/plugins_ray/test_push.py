@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import ray
@@ -21,7 +22,7 @@ from torch import nn
 from sync_core import (
     ApplyError,
     CapacityError,
-    Collector,
+    ModelPathError,
     OptionError,
     Payload,
     Sender,
@@ -31,8 +32,6 @@ from sync_core import (
     WorkerState,
     WorkerTimeoutError,
 )
-from sync_core.envs import CountingEnv
-from sync_core.testing.collectors import Scale
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -392,9 +391,26 @@ def test_a_late_actor_that_is_dead_is_known_to_be_lost(actors: list[Any]) -> Non
         assert "the actor is gone" in str(sender.workers[1].error)
 
 
+def test_actors_are_found_by_paths_in_the_context(actors: list[Any]) -> None:
+    held = SimpleNamespace(_actor=actors[0])
+    trainer = SimpleNamespace(policy=linear(7.0), env=SimpleNamespace(transform=[held, actors[1]]))
+    with Sender("ray", workers=["env.transform[0]"], context=trainer) as sender:
+        assert sender.send().updated == (0,)
+        sender.add_worker(worker="env.transform[1]")
+        assert sender.send().updated == (0, 1)
+        with pytest.raises(ModelPathError, match=r"has no '\[2\]'"):
+            sender.add_worker(worker="env.transform[2]")
+        assert sender.all_worker_ids() == (0, 1)
+    assert [policy_of(actor) for actor in actors] == [{7.0}, {7.0}]
+
+
 def test_what_are_no_actors() -> None:
-    with pytest.raises(OptionError, match="no Ray actor"):
+    with pytest.raises(OptionError, match="is not a Ray actor"):
         Sender("ray", linear(), workers=[Agent()])
+    with pytest.raises(OptionError, match=r"the path 'env', and there is no context .* context="):
+        Sender("ray", linear(), workers=["env"])
+    with pytest.raises(OptionError, match="is not a Ray actor"):
+        Sender("ray", linear(), workers=["env"], context=Agent())
     with pytest.raises(OptionError, match="model_getter"):
         Sender("ray", linear(), num_workers=1, model_getter="the_model")
 
@@ -566,46 +582,3 @@ def test_five_thousand_tensors(pool: list[Any]) -> None:
         sender.send()
         assert sender.send({n: torch.full((10,), 2.0) for n in names}).updated == (0,)
     assert ray.get(actor.hosted.remote()) == {2.0}
-
-
-def test_a_collector_updates_a_model_that_another_actor_holds() -> None:
-    @ray.remote
-    class Holder:
-        def __init__(self) -> None:
-            self.transform_module = nn.Linear(2, 1)
-
-        def weight(self) -> Any:
-            return self.transform_module.weight.tolist()
-
-    actor, trained = cast("Any", Holder).remote(), nn.Linear(2, 1)
-    scheme = {"scheme": "ray", "workers": [actor]}
-    with Collector(
-        CountingEnv,
-        Scale(2.0),
-        workers="inline",
-        weight_sync_schemes={"transform_module": scheme},
-        models={"transform_module": trained},
-        frames_per_batch=4,
-    ) as collector:
-        assert collector.update_policy_weights_(model_id="transform_module").updated == (0,)
-        assert ray.get(actor.weight.remote()) == trained.weight.tolist()
-        assert collector.update_policy_weights_().updated == (0,)
-        given = nn.Linear(2, 1)
-        collector.update_policy_weights_(given, model_id="transform_module")
-        assert ray.get(actor.weight.remote()) == given.weight.tolist()
-        with pytest.raises(ValueError, match="update one after the other"):
-            collector.update_policy_weights_(weights_dict={"transform_module": given, "policy": {}})
-
-
-def test_an_actor_is_found_by_a_path_in_the_context() -> None:
-    @ray.remote
-    class Holder:
-        def __init__(self) -> None:
-            self.net = nn.Linear(2, 1)
-
-    class Env:
-        actors: ClassVar[list[Any]] = [cast("Any", Holder).remote()]
-
-    trained = nn.Linear(2, 1)
-    with Sender("ray", trained, workers=["actors[0]"], context=Env, model_id="net") as sender:
-        assert sender.send().updated == (0,)

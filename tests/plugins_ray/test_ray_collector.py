@@ -8,14 +8,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
 import ray
-from torch import Tensor
+from torch import Tensor, nn
 
-from sync_core import ClosedError, Collector, OptionError, RemoteCallError, WorkerGroup
+from sync_core import (
+    ClosedError,
+    Collector,
+    ModelError,
+    OptionError,
+    PendingSend,
+    RemoteCallError,
+    WorkerGroup,
+)
 from sync_core.testing import CollectorConformance, collectors
 from sync_core.testing.collectors import FrameList, Scale, long_episodes
 from sync_core.testing.worker_groups import wait_for
@@ -240,3 +249,89 @@ def test_processes_need_a_cluster() -> None:
 
     with Collector(in_the_cluster, Scale(), **options) as collector:
         assert collector.update_policy_weights_().updated == (0,)
+
+
+class Transform:
+    """An actor of the user's, which holds a model that environments call."""
+
+    def __init__(self) -> None:
+        self.module = nn.Linear(2, 1)
+        self.transform_module = nn.Linear(2, 1)
+
+    def sums(self) -> list[float]:
+        return [each.weight.sum().item() for each in (self.module, self.transform_module)]
+
+
+def filled(value: float) -> nn.Linear:
+    model = nn.Linear(2, 1)
+    for parameter in model.parameters():
+        parameter.data.fill_(value)
+    return model
+
+
+@pytest.fixture
+def transform() -> Iterator[Any]:
+    actor: Any = ray.remote(Transform).options(num_cpus=0).remote()
+    yield actor
+    ray.kill(actor)
+
+
+def test_a_model_of_another_actor_is_updated_when_it_is_named(transform: Any) -> None:
+    trained = filled(1.0)
+    policy = Scale(3.0)
+    with Collector(
+        long_episodes,
+        policy,
+        models={"transform_module": trained},
+        weight_sync_schemes={"transform_module": {"scheme": "ray", "workers": [transform]}},
+        workers="thread",
+        frames_per_batch=2,
+        sync=True,
+    ) as collector:
+        first = ray.get(transform.sums.remote())[0]
+        assert collector.update_policy_weights_(model_id="transform_module").updated == (0,)
+        assert ray.get(transform.sums.remote()) == [first, 2.0]
+        # The policy travels as if there were no other model, and alone.
+        trained.weight.data.fill_(2.0)
+        policy.set(4.0)
+        collector.update_policy_weights_()
+        assert next(collector)["action"].flatten().tolist() == [4.0, 4.0]
+        assert ray.get(transform.sums.remote()) == [first, 2.0]
+        pending = collector.update_policy_weights_(
+            filled(5.0), model_id="transform_module", blocking=False
+        )
+        assert isinstance(pending, PendingSend)
+        assert pending.wait().updated == (0,)
+        assert ray.get(transform.sums.remote()) == [first, 10.0]
+        with pytest.raises(ValueError, match="cannot be updated together with other models"):
+            collector.update_policy_weights_(
+                weights_dict={"policy": None, "transform_module": None}
+            )
+        sender = collector.senders["transform_module"]
+        assert sender.collector is collector
+    with pytest.raises(ClosedError):
+        sender.send()
+
+
+def test_an_actor_that_the_trainer_has_is_found_by_its_path(transform: Any) -> None:
+    trainer = SimpleNamespace(module=filled(1.0), env=SimpleNamespace(transform=[transform]))
+    held = {
+        "scheme": "ray",
+        "workers": ["env.transform[0]"],
+        "context": trainer,
+        "model_id": "module",
+    }
+    empty = {"scheme": "ray", "workers": [transform], "model_id": "module"}
+    with Collector(
+        long_episodes,
+        weight_sync_schemes={"critic": held, "baseline": empty},
+        workers="thread",
+        frames_per_batch=2,
+    ) as collector:
+        collector.update_policy_weights_(model_id="critic")
+        assert ray.get(transform.sums.remote())[0] == 2.0
+        with pytest.raises(ModelError, match=r"no weights of 'baseline'; give Collector mod"):
+            collector.update_policy_weights_(model_id="baseline")
+        collector.update_policy_weights_(weights_dict={"baseline": filled(3.0)})
+        assert ray.get(transform.sums.remote())[0] == 6.0
+        assert collector.update_policy_weights_().workers == {}

@@ -77,8 +77,7 @@ class PushSender(SenderTransport):
     def __init__(
         self, context: TransportContext, cluster: Cluster, store: Store, model_getter: str | None
     ) -> None:
-        for actor in context.workers:
-            _check_actor(actor)
+        actors = [_actor_of(worker) for worker in context.workers]
         self._context = context
         self._cluster = cluster
         self._store = store
@@ -88,7 +87,7 @@ class PushSender(SenderTransport):
         self._lock = threading.Lock()
         self._workers = {
             worker_id: _Worker(worker_id, actor)
-            for worker_id, actor in zip(context.worker_ids, context.workers, strict=True)
+            for worker_id, actor in zip(context.worker_ids, actors, strict=True)
         }
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="sync-ray-sender", daemon=True)
@@ -127,11 +126,11 @@ class PushSender(SenderTransport):
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more actor, and give it the newest version that went to all."""
-        _check_actor(worker)
+        actor = _actor_of(worker)
         self._cluster.check()
         with self._lock:
             added = self._workers[worker_id] = _Worker(
-                worker_id, worker, wanted=self._newest_for_all
+                worker_id, actor, wanted=self._newest_for_all
             )
             if added.wanted is not None:
                 self._call(added)
@@ -276,8 +275,12 @@ def _put_again(worker: _Worker, publication: Publication, lost: Exception) -> Wo
     return WorkerError(worker.worker_id, f"could not read the object store: {reason}")
 
 
-def _check_actor(actor: Any) -> None:
+def _actor_of(worker: Any) -> ActorHandle[Any]:
+    """The actor, or the one that an object such as TorchRL's `RayTransform` holds."""
+    actor = worker if isinstance(worker, ActorHandle) else getattr(worker, "_actor", None)
     if not isinstance(actor, ActorHandle):
         raise OptionError(
-            f"{actor!r} is no Ray actor; workers= takes handles, which Actor.remote() returns"
+            f"{worker!r} is not a Ray actor; workers= takes handles, which Actor.remote() returns, "
+            "or paths to them: Sender('ray', …, workers=['env.transform[0]'], context=trainer)"
         )
+    return actor

@@ -44,11 +44,21 @@ class RayScheme:
     """Weights are put into the object store once, and every worker reads that one object.
 
     With ``workers=actors`` the sender updates the object at ``model_id`` in each actor, whatever
-    its class. Otherwise workers connect by their addresses, from any process of the cluster.
+    its class; an object that holds its actor as ``_actor`` stands for that actor.
+    Otherwise workers connect by their addresses, from any process of the cluster.
     """
 
     capabilities = frozenset(
-        {"broadcast", "cross_host", "cross_process", "findings", "late_join", "pull", "zero_copy"}
+        {
+            "broadcast",
+            "cross_host",
+            "cross_process",
+            "findings",
+            "late_join",
+            "pull",
+            "worker_paths",
+            "zero_copy",
+        }
     )
 
     @hookimpl

@@ -14,8 +14,9 @@ from sync_core.arguments import check_count, check_function, check_mapping
 from sync_core.collector.background import Background
 from sync_core.collector.crew import Crew, warn_if_rounded
 from sync_core.collector.delivery import Delivery
-from sync_core.collector.feeds import make_weights, senders_elsewhere
+from sync_core.collector.feeds import make_weights
 from sync_core.collector.freshness import Freshness
+from sync_core.collector.held import HeldModels
 from sync_core.collector.life import Life, end
 from sync_core.collector.options import (
     check_buffer,
@@ -27,20 +28,18 @@ from sync_core.collector.options import (
     refresh_interval,
 )
 from sync_core.collector.output import Output, ReplayBuffer
-from sync_core.collector.policies import raise_in_caller
 from sync_core.collector.recipe import Recipes
 from sync_core.collector.replacement import OnWorkerFailure, Replacement
 from sync_core.collector.requests import Requests
 from sync_core.collector.rollout import RolloutOptions
 from sync_core.collector.schedules import FirstReady, Synchronous
-from sync_core.collector.schemes import DEFAULT_SCHEMES, POLICY, copied, schemes_of
+from sync_core.collector.schemes import POLICY, copied, elsewhere, own, schemes_of
 from sync_core.collector.stale import StaleWatch
 from sync_core.collector.stats import CollectorStats
 from sync_core.collector.tree import Upstream
 from sync_core.collector.updates import Updates
 from sync_core.collector.warmup import Warmup
 from sync_core.collector.worker_options import WorkerOptions, check_arguments, options_of_workers
-from sync_core.errors import RemoteCallError
 from sync_core.plugins.address import Address
 from sync_core.plugins.groups import check_worker_options, choose_group, shares_policy
 from sync_core.release import release_with
@@ -79,7 +78,10 @@ class Collector(Life, Updates):
         weight_sync_schemes: instead, several models by name, each with a scheme, or with a mapping
             that has ``"scheme"`` and its options. A name is a path in a worker: ``"policy"``,
             ``"policy.critic"``, ``"env.transform[0]"``. Workers commit several models together,
-            between two batches.
+            between two batches. A mapping with the key ``"workers"`` is for a model that other
+            workers hold, such as an actor of yours: ``{"critic": {"scheme": "ray", "workers":
+            [actor]}}``. That model is sent when an update names it; `Sender` has the other keys,
+            such as ``"model_id"``, by default the model's name. The rest is as without it.
         models: what the trainer has under these names, ``"policy"`` apart. Of one whose name is no
             path, such as ``"critic"``, every worker gets a copy.
         weight_recv_schemes: see `register_scheme_receiver`.
@@ -117,6 +119,8 @@ class Collector(Life, Updates):
         ValueError: arguments that do not go together.
         PluginError: the scheme or the worker group cannot be found or used.
         RemoteCallError: an environment or a policy could not be made; it has the traceback.
+        TypeError: an argument that there is not, or the policy's own arguments or outputs do not
+            fit the environment.
 
     Example:
         >>> from sync_core.envs import CountingEnv
@@ -164,10 +168,10 @@ class Collector(Life, Updates):
         if postproc is not None:
             check_function(postproc, "postproc")
         arguments = {"layers": layers, "zero_copy": zero_copy, **(scheme_options or {})}
-        given = schemes_of(scheme, arguments, weight_sync_schemes, models or {})
-        # The policy is kept fresh as always where all models named are held elsewhere.
-        schemes = {n: s for n, s in given.items() if not s.elsewhere} or DEFAULT_SCHEMES
-        trained, models = models or {}, {n: m for n, m in (models or {}).items() if n in schemes}
+        known = models or {}
+        all_schemes = schemes_of(scheme, arguments, weight_sync_schemes, known)
+        schemes, held = own(all_schemes), elsewhere(all_schemes)
+        own_models = {name: model for name, model in known.items() if name not in held}
         group_class = choose_group([each.scheme for each in schemes.values()], workers)
         check_worker_options(group_class, worker_options or {})
         policy_scheme = schemes[POLICY].scheme if POLICY in schemes else None
@@ -177,7 +181,7 @@ class Collector(Life, Updates):
         interval = refresh_interval(
             max_weight_update_interval,
             each_batch=update_after_each_batch,
-            has_weights=policy_factory is None or bool(models),
+            has_weights=policy_factory is None or bool(own_models),
         )
         frames_per_batch = count_frames(frames_per_batch, num_workers, sync=sync)
         total_frames = check_count(total_frames, "total_frames", least=0, never="no end")
@@ -196,7 +200,7 @@ class Collector(Life, Updates):
             policy_fns=(None,)
             if policy_factory is None
             else factories(policy_factory, num_workers, "policy_factory"),
-            models=copied(models),
+            models=copied(own_models),
             share_policy=shared,
             seed=int(torch.randint(2**31, ()).item()),
             one_thread="torch_threads" not in (worker_options or {}),
@@ -214,14 +218,11 @@ class Collector(Life, Updates):
                 collector_kwargs,
             ),
         )
+        recipes.check_policy()
         recipes.give_shapes()
         self._timeout = timeout
+        self._crew = Crew(group_class, recipes, num_workers, timeout, worker_options)
         try:
-            self._crew = Crew(group_class, recipes, num_workers, timeout, worker_options)
-        except RemoteCallError as error:
-            raise_in_caller(error)
-        try:
-            self._elsewhere = senders_elsewhere(given, trained, timeout)
             warn_if_rounded(self._crew, recipes.options[0].frames_per_batch)
             self._replacement = Replacement(self._crew, on_worker_failure)
             self._warmup = Warmup(self._crew, random_frames, together=sync)
@@ -233,14 +234,15 @@ class Collector(Life, Updates):
                 schemes,
                 collector=weakref.ref(self),
                 policy=policy,
-                models=models,
+                models=own_models,
                 made_by_workers=policy_factory is not None,
                 timeout=timeout,
             )
+            self._held = HeldModels(held, known, collector=weakref.ref(self), timeout=timeout)
         except BaseException:
             self._crew.stop()
             raise
-        self._close = release_with(self, end, self._crew, self._weights)
+        self._close = release_with(self, end, self._crew, self._weights, self._held)
         freshness = Freshness(interval, self._crew, self._requests, self._weights)
         self._delivery = Delivery(
             crew=self._crew,
@@ -279,10 +281,7 @@ class Collector(Life, Updates):
         self._upstream.look()
         if self._delivery.wanted == 0:
             self.shutdown()
-        try:
-            return self._delivery.next_batch()
-        except RemoteCallError as error:
-            raise_in_caller(error)
+        return self._delivery.next_batch()
 
     def next(self) -> TensorDictBase | None:
         """The next batch, or None at the end."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from sync_core.calls import gather
 from sync_core.collector.host import Host, new_host
+from sync_core.collector.policies import policy_errors
 from sync_core.collector.recipe import WorkerRecipe
 from sync_core.errors import UnknownWorkerError, WorkerLostError
 from sync_core.workers.worker_group import WorkerGroup
@@ -32,6 +33,7 @@ class Crew:
     Raises:
         RemoteCallError: an environment or a policy could not be made; it has the traceback. Every
             worker is stopped first.
+        PolicyError: the policy's arguments do not fit the environment; likewise.
         WorkerError: a worker did not start; likewise.
     """
 
@@ -215,7 +217,8 @@ class Crew:
             recipe = self._make_recipe(worker_id, self.take_seat())
             recipe = replace(recipe, **self._changes.get(worker_id, {}))
             calls[worker_id] = self._group.call(worker_id, Host.build, recipe)
-        made = gather(calls, self._timeout, "make its environment and policy")
+        with policy_errors():
+            made = gather(calls, self._timeout, "make its environment and policy")
         self._count(dict(zip(calls, made, strict=True)))
 
     def _count(self, frames: Mapping[int, int]) -> None:

@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from sync_core.collector.crew import Crew
 from sync_core.collector.freshness import Freshness
 from sync_core.collector.output import Output
+from sync_core.collector.policies import PolicyError
 from sync_core.collector.requests import Delivered, Requests
 from sync_core.collector.schedules import Schedule
 from sync_core.collector.several import SeveralModels
@@ -233,7 +234,7 @@ class Delivery:
         except KeyboardInterrupt:
             self._freshness.forget()
             raise
-        except (RemoteCallError, WorkerLostError, ClosedError):
+        except (PolicyError, RemoteCallError, WorkerLostError, ClosedError):
             if not self._close.alive:
                 raise StopIteration from None
             self._close()

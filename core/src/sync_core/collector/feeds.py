@@ -60,22 +60,3 @@ def make_weights(
     if module is not None:
         known[POLICY] = module
     return SeveralModels(crew, make_senders, collector, known, timeout=timeout)
-
-
-def senders_elsewhere(
-    schemes: Mapping[str, ModelScheme], models: Mapping[str, Any], timeout: float
-) -> dict[str, Sender]:
-    """The senders of models that are held by others than the collector's workers, by model.
-
-    Args:
-        schemes: the scheme of each model.
-        models: what the trainer has of them; the weights of others are given with each update.
-        timeout: deadline of blocking calls, in seconds.
-    """
-    return {
-        name: Sender(
-            chosen.scheme, models.get(name), model_id=name, timeout=timeout, **chosen.arguments
-        )
-        for name, chosen in schemes.items()
-        if chosen.elsewhere
-    }

@@ -11,6 +11,7 @@ from sync_core.arguments import check_count, check_integer
 from sync_core.collector.background import Background
 from sync_core.collector.crew import Crew
 from sync_core.collector.delivery import Delivery
+from sync_core.collector.held import HeldModels
 from sync_core.collector.options import count_workers, factories
 from sync_core.collector.replacement import Replacement
 from sync_core.collector.requests import Requests
@@ -21,7 +22,6 @@ from sync_core.collector.warmup import Warmup
 from sync_core.collector.weights import MOMENT, PolicyWeights
 from sync_core.errors import ClosedError
 from sync_core.seconds import check_seconds
-from sync_core.sending.sender import Sender
 from sync_core.workers.worker_ids import normalize
 
 Result = TypeVar("Result")
@@ -35,12 +35,12 @@ class Life:
     _replacement: Replacement
     _requests: Requests
     _weights: PolicyWeights | SeveralModels
+    _held: HeldModels
     _delivery: Delivery
     _warmup: Warmup
     _background: Background
     _upstream: Upstream
     _close: weakref.finalize[Any, Any]
-    _elsewhere: Mapping[str, Sender]
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
@@ -180,10 +180,8 @@ class Life:
         seconds = self._timeout if timeout is None else check_seconds(timeout)
         self._background.abandon()
         self._upstream.close()
-        for sender in self._elsewhere.values():
-            sender.close()
         if self._close.detach() is not None:
-            end(self._crew, self._weights, seconds)
+            end(self._crew, self._weights, self._held, seconds)
         self._background.end(seconds)
 
     async def async_shutdown(self) -> None:
@@ -249,7 +247,12 @@ class Life:
             return self._replacement.repeat(do)
 
 
-def end(crew: Crew, weights: PolicyWeights | SeveralModels, timeout: float | None = None) -> None:
+def end(
+    crew: Crew,
+    weights: PolicyWeights | SeveralModels,
+    held: HeldModels,
+    timeout: float | None = None,
+) -> None:
     """End workers and senders, come what may."""
     try:
         # A refresh may have been sent just now; its workers have it in a moment.
@@ -261,3 +264,4 @@ def end(crew: Crew, weights: PolicyWeights | SeveralModels, timeout: float | Non
         raise
     finally:
         weights.close()
+        held.close()

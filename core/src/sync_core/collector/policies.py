@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -21,15 +22,19 @@ TensorDictPolicy: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 _TENSORDICT_NAMES = ("tensordict", "td")
 
 
-class PolicyTypeError(TypeError):
-    """A policy does not take what the environment observes, or return what it needs."""
+class PolicyError(TypeError):
+    """The arguments or the outputs of a policy do not fit."""
 
 
-def raise_in_caller(error: RemoteCallError) -> NoReturn:
-    """Raise what a worker found wrong with its policy as itself, and other errors as they are."""
-    if isinstance(error.__cause__, PolicyTypeError):
-        raise TypeError(f"worker {error.worker_id}: {error.__cause__}") from error
-    raise error
+@contextmanager
+def policy_errors() -> Iterator[None]:
+    """Raise a `PolicyError` of a worker as a `PolicyError`, not as a `RemoteCallError`."""
+    try:
+        yield
+    except RemoteCallError as error:
+        if not isinstance(error.__cause__, PolicyError):
+            raise
+        raise PolicyError(f"worker {error.worker_id}: {error.__cause__}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class TensorPolicy:
         """The action."""
         action = self.function(*observations)
         if not isinstance(action, Tensor):
-            raise PolicyTypeError(
+            raise PolicyError(
                 f"the policy returned a {type(action).__name__}, not the action as a tensor; a "
                 "policy with several outputs takes a TensorDict, sets them in it and returns it"
             )
@@ -70,7 +75,7 @@ class CheckedTensorDictPolicy:
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         result = self.function(tensordict)
         if not isinstance(result, TensorDictBase):
-            raise PolicyTypeError(
+            raise PolicyError(
                 f"the policy was given a TensorDict and returned a {type(result).__name__}; "
                 "it must return the TensorDict, with the action in it"
             )
@@ -99,10 +104,9 @@ def adapt(
         trust: that the policy takes the TensorDict itself, whatever its arguments are called.
 
     Raises:
-        TypeError: the arguments are not named after observations.
+        PolicyError: the arguments are not named after observations.
     """
-    # What torch.compile gives for a module takes anything, and has the module that it was.
-    written = getattr(policy, "_orig_mod", policy)
+    written = _written(policy)
     if trust or isinstance(written, TensorDictModuleBase):
         return CheckedTensorDictPolicy(policy)
     arguments = _arguments(written)
@@ -114,7 +118,7 @@ def adapt(
     if len(required) == len(observed) == 1:
         takes.setdefault(required[0].name, observed[0])
     if not takes or any(one.name not in takes for one in required):
-        raise PolicyTypeError(
+        raise PolicyError(
             f"the policy {type(policy).__name__} takes {_listed([one.name for one in required])}, "
             f"and the environment observes {_listed(observation_keys)}: name the policy's "
             "arguments after observations, or wrap it: "
@@ -126,6 +130,26 @@ def adapt(
     by_name = tuple(one.name for one in taken[len(by_position) :])
     in_keys = tuple(takes[one.name] for one in taken)
     return TensorPolicy(_Named(policy, by_name) if by_name else policy, in_keys, action_key)
+
+
+def check_takes_something(policy: Callable[..., Any]) -> None:
+    """Check what can be checked of a policy's arguments without an environment.
+
+    Raises:
+        PolicyError: the policy takes no arguments, or its arguments cannot be read.
+    """
+    written = _written(policy)
+    if not isinstance(written, TensorDictModuleBase) and not _arguments(written):
+        raise PolicyError(
+            f"the policy {type(policy).__name__} takes nothing; let it take observations by their "
+            "names, or a TensorDict named 'tensordict'"
+        )
+
+
+def _written(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """The module that `torch.compile` was given: the compiled one takes any arguments."""
+    written: Callable[..., Any] = getattr(policy, "_orig_mod", policy)
+    return written
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +169,7 @@ def _arguments(policy: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         signature = inspect.signature(_forward(policy))
     except ValueError as error:
-        raise PolicyTypeError(
+        raise PolicyError(
             f"the policy {type(policy).__name__} does not say what it takes ({error}); wrap it: "
             "TensorDictModule(policy, in_keys=[…], out_keys=['action'])"
         ) from error

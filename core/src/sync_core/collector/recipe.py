@@ -11,6 +11,7 @@ from sync_core.collector.devices import Devices
 from sync_core.collector.lazy import is_lazy
 from sync_core.collector.modules import called_module
 from sync_core.collector.options import check_acts
+from sync_core.collector.policies import check_takes_something
 from sync_core.collector.rollout import Rollout, RolloutOptions
 from sync_core.envs.adapt import as_env
 from sync_core.envs.protocol import Env, closed_on_error
@@ -111,6 +112,11 @@ class Recipes:
     one_thread: bool
     num_envs: int
     options: tuple[RolloutOptions, ...]
+
+    def check_policy(self) -> None:
+        """Raise `PolicyError` if no environment could make the policy's arguments right."""
+        if self.policy is not None and not all(each.trust_policy for each in self.options):
+            check_takes_something(self.policy)
 
     def give_shapes(self) -> None:
         """Let a lazy policy act once, so that there are weights to send."""

@@ -17,6 +17,7 @@ from tensordict import TensorDictBase
 from sync_core.collector.crew import Crew
 from sync_core.collector.host import Host
 from sync_core.collector.order import Order
+from sync_core.collector.policies import policy_errors
 from sync_core.collector.replacement import Replacement
 from sync_core.errors import WorkerLostError, WorkerTimeoutError
 from sync_core.interrupts import uninterrupted
@@ -285,7 +286,8 @@ class Requests:
             self.drop(worker_id)
             return None
         if self._replacement is None or not isinstance(error, WorkerLostError):
-            raise error
+            with policy_errors():
+                raise error
         self._replacement.replace(error)
         self.drop(worker_id)
         self.ask(worker_id)

@@ -12,19 +12,6 @@ from sync_core.plugins.groups import shares_policy
 
 POLICY = "policy"
 
-# Arguments of `Sender` that the collector gives itself, and what to type instead.
-_OWN_ARGUMENTS = {
-    "model": "give the collector policy=… or models={…}",
-    "model_id": "name models by the keys of weight_sync_schemes={'policy': 'shm', 'critic': 'shm'}",
-    "context": "give models=…, or name a model by its path: weight_sync_schemes={'env.net': 'shm'}",
-    "num_workers": "give the collector num_workers=…",
-    "workers": "the collector starts its own workers: give it num_workers=… and workers='process'",
-    "timeout": "give the collector timeout=…",
-    "on_failure": "give the collector on_worker_failure='raise' or 'restart'",
-    "group": "give the collector on_worker_failure='restart'",
-    "on_restart": "give the collector on_worker_failure='restart'",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class ModelScheme:
@@ -39,13 +26,9 @@ class ModelScheme:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether the model is held by others than the collector's workers, such as an actor."""
+    def held_elsewhere(self) -> bool:
+        """Whether workers that are not the collector's hold the model."""
         return "workers" in self.arguments
-
-
-#: What keeps the policy fresh where nothing else is said.
-DEFAULT_SCHEMES = {POLICY: ModelScheme("shm")}
 
 
 def schemes_of(
@@ -66,7 +49,7 @@ def schemes_of(
     Raises:
         TypeError: schemes or models are no mapping from names.
         ValueError: the arguments do not go together.
-        OptionError: a scheme that cannot be one of several, or an argument of `Sender` that the
+        OptionError: a scheme that cannot be one of several, or an argument of a `Sender` that the
             collector gives itself.
 
     Example:
@@ -80,23 +63,39 @@ def schemes_of(
                 f"models are kept fresh by schemes: weight_sync_schemes={{'policy': 'shm', "
                 f"{next(iter(models))!r}: 'shm'}}"
             )
-        _check_arguments(arguments, "scheme_options")
-        return {POLICY: ModelScheme("shm" if scheme is None else scheme, arguments)}
+        return {POLICY: _of_policy(scheme, arguments)}
     check_mapping(weight_sync_schemes, "weight_sync_schemes", "{'policy': 'shm'}")
+    found = {name: _one(name, given) for name, given in weight_sync_schemes.items()}
+    _check(found, models)
+    if all(each.held_elsewhere for each in found.values()):
+        return {POLICY: _of_policy(scheme, arguments)} | found
     if scheme is not None or any(arguments.values()):
         raise ValueError(
             "weight_sync_schemes says it all; leave out scheme, layers, zero_copy and "
             "scheme_options, and write weight_sync_schemes={'policy': {'scheme': 'shm', "
             "'layers': […]}}"
         )
-    found = {name: _one(name, given) for name, given in weight_sync_schemes.items()}
-    _check(found, models)
     return found
+
+
+def own(schemes: Mapping[str, ModelScheme]) -> dict[str, ModelScheme]:
+    """The schemes of the models that the collector's workers hold."""
+    return {name: each for name, each in schemes.items() if not each.held_elsewhere}
+
+
+def elsewhere(schemes: Mapping[str, ModelScheme]) -> dict[str, ModelScheme]:
+    """The schemes of the models that other workers hold."""
+    return {name: each for name, each in schemes.items() if each.held_elsewhere}
 
 
 def copied(models: Mapping[str, Any]) -> dict[str, Any]:
     """The models of which workers get copies: those whose name is no path to one of theirs."""
     return {name: model for name, model in models.items() if name.isidentifier()}
+
+
+def _of_policy(scheme: Any, arguments: Mapping[str, Any]) -> ModelScheme:
+    _check_arguments(arguments, "scheme_options")
+    return ModelScheme("shm" if scheme is None else scheme, arguments)
 
 
 def _one(name: str, given: Any) -> ModelScheme:
@@ -106,17 +105,42 @@ def _one(name: str, given: Any) -> ModelScheme:
         raise ValueError(
             f"weight_sync_schemes[{name!r}] names no scheme; write {{'scheme': 'shm', …}}"
         )
-    arguments = {key: value for key, value in given.items() if key != "scheme"}
-    own = {key: value for key, value in arguments.items() if key != "workers"}
-    _check_arguments(own, f"weight_sync_schemes[{name!r}]")
+    arguments = {k: v for k, v in given.items() if k != "scheme"}
+    if "workers" not in arguments:
+        _check_arguments(arguments, f"weight_sync_schemes[{name!r}]")
     return ModelScheme(given["scheme"], arguments)
 
 
-def _check_arguments(given: Mapping[str, Any], where: str) -> None:
-    """Refuse arguments of a sender that are the collector's to give."""
-    for name in given:
-        if name in _OWN_ARGUMENTS:
-            raise OptionError(f"{where} has {name!r}, which is no option: {_OWN_ARGUMENTS[name]}")
+def _check_arguments(arguments: Mapping[str, Any], where: str) -> None:
+    """Raise `OptionError` for what the collector gives its senders itself."""
+    for name in arguments:
+        if name in _GIVEN_BY_COLLECTOR:
+            raise OptionError(f"{where} has {name!r}; {_GIVEN_BY_COLLECTOR[name]}")
+
+
+_STARTS_WORKERS = (
+    "the collector starts its own workers: Collector(…, num_workers=2, workers='process'). For a "
+    "model that other workers hold, such as an actor, type weight_sync_schemes={'critic': "
+    "{'scheme': 'ray', 'workers': [actor]}}"
+)
+_REPLACES_WORKERS = "the collector sees to workers that fail: Collector(…, on_worker_failure=…)"
+_NAMES_MODELS = (
+    "models are named in weight_sync_schemes={'policy': 'shm', 'policy.critic': 'shm'}, and those "
+    "of the trainer given as models={'critic': critic}"
+)
+# Arguments of a `Sender` that are not for the user of a collector, and what to type instead.
+_GIVEN_BY_COLLECTOR = {
+    "scheme": "the scheme is an argument of its own: Collector(…, scheme='shm')",
+    "timeout": "the deadline is the collector's: Collector(…, timeout=60.0)",
+    "model": _NAMES_MODELS,
+    "model_id": _NAMES_MODELS,
+    "context": _NAMES_MODELS,
+    "num_workers": _STARTS_WORKERS,
+    "workers": _STARTS_WORKERS,
+    "group": _REPLACES_WORKERS,
+    "on_failure": _REPLACES_WORKERS,
+    "on_restart": _REPLACES_WORKERS,
+}
 
 
 def _check(schemes: Mapping[str, ModelScheme], models: Mapping[str, Any]) -> None:
@@ -129,14 +153,20 @@ def _check(schemes: Mapping[str, ModelScheme], models: Mapping[str, Any]) -> Non
         raise ValueError(
             f"models has {name!r}, which no scheme keeps fresh; name it in weight_sync_schemes"
         )
-    within = {name: chosen for name, chosen in schemes.items() if not chosen.elsewhere}
-    for name, chosen in within.items():
+    for name in elsewhere(schemes):
+        if name in (POLICY, "env"):
+            raise ValueError(
+                f"{name!r} is what the collector's own workers have; name a model that others hold "
+                "otherwise, and where they have it by 'model_id': weight_sync_schemes={'served': "
+                f"{{'scheme': 'ray', 'workers': […], 'model_id': {name!r}}}}}"
+            )
+    for name, chosen in own(schemes).items():
         if name.isidentifier() and name != POLICY and name not in models:
             raise ValueError(
                 f"no worker has a model {name!r}; give models={{{name!r}: …}}, of which each gets "
                 f"a copy, or name it by the path to a worker's own, such as 'policy.{name}'"
             )
-        if len(within) > 1 and shares_policy(chosen.scheme):
+        if len(own(schemes)) > 1 and shares_policy(chosen.scheme):
             raise OptionError(
                 f"scheme {chosen.scheme!r} moves nothing, so {name!r} cannot be refreshed together "
                 "with other models; use 'thread', or 'shm' for workers in processes"

@@ -9,6 +9,7 @@ from sync_core.arguments import check_path
 from sync_core.calls import gather
 from sync_core.collector.crew import Crew
 from sync_core.collector.given import Given, chosen
+from sync_core.collector.held import HeldModels
 from sync_core.collector.host import Host
 from sync_core.collector.replacement import Replacement
 from sync_core.collector.schemes import POLICY
@@ -31,9 +32,9 @@ class Updates:
     _timeout: float
     _crew: Crew
     _weights: PolicyWeights | SeveralModels
+    _held: HeldModels
     _upstream: Upstream
     _replacement: Replacement
-    _elsewhere: Mapping[str, Sender]
 
     @property
     def sender(self) -> Sender | None:
@@ -43,7 +44,7 @@ class Updates:
     @property
     def senders(self) -> Mapping[str, Sender]:
         """What sends the weights of each model, as far as there are any to send."""
-        return {**self._weights.senders, **self._elsewhere}
+        return {**self._weights.senders, **self._held.senders}
 
     @overload
     def update_policy_weights_(
@@ -78,10 +79,10 @@ class Updates:
             weights: the same, by another name.
             policy: likewise.
             worker_ids: one worker or several; None for all.
-            model_id: whose weights they are; the policy's by default, or those of all models of
-                the collector's workers if none were given. A model that is held elsewhere,
+            model_id: whose weights they are; the policy's by default, or those of all models that
+                the collector's workers hold if none were given. A model that other workers hold,
                 ``weight_sync_schemes={name: {"scheme": "ray", "workers": [actor]}}``, is updated
-                only by its name; ``worker_ids`` then are those of its holders.
+                only by its name; ``worker_ids`` are those of its holders then.
             weights_dict: weights by the name of their model, instead of all the above; None for
                 the trainer's own.
             blocking: wait until the workers have committed the version. Otherwise what is
@@ -99,36 +100,21 @@ class Updates:
             ClosedError: the collector was shut down.
         """
         self._check_open()
-        names = (*self._weights.names, *self._elsewhere)
-        given = chosen((policy_or_weights, weights, policy), model_id, weights_dict, names)
-        if any(name in self._elsewhere for name in given):
-            return self._send_elsewhere(given, worker_ids, blocking=blocking)
+        given = chosen(
+            (policy_or_weights, weights, policy),
+            model_id,
+            weights_dict,
+            (*self._weights.names, *self._held.senders),
+        )
+        held = self._held.among(given)
+        if held is not None:
+            return self._held.update(held, given[held], worker_ids, blocking=blocking)
         if self._crew.dismissed:
             # After the last batch, as in every other round of a training loop.
             return SendReport(self._weights.version, 0.0, {})
         return self._replacement.see_through(
             lambda: self._weights.update(given, worker_ids, blocking=blocking)
         )
-
-    def _send_elsewhere(
-        self,
-        given: Mapping[str, Any],
-        worker_ids: int | Iterable[int] | None,
-        *,
-        blocking: bool,
-    ) -> SendReport | PendingSend:
-        """Send the weights of a model that is held by others than the collector's workers."""
-        (name, weights), *others = given.items()
-        if others:
-            raise ValueError(
-                f"{', '.join(map(repr, given))} cannot be one update, as the collector's workers "
-                "do not hold them all; update one after the other: "
-                f"update_policy_weights_(…, model_id={name!r})"
-            )
-        sender = self._elsewhere[name]
-        if blocking:
-            return sender.send(weights, worker_ids)
-        return sender.send_async(weights, worker_ids)
 
     def register_scheme_receiver(
         self, addresses: Mapping[str, Address], *, synchronize_weights: bool = True

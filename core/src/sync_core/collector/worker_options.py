@@ -20,6 +20,30 @@ from sync_core.collector.rollout import RolloutOptions
 _Device: TypeAlias = torch.device | str | int | None
 _Devices: TypeAlias = _Device | Sequence[_Device]
 
+# What does the job of arguments that TorchRL's collectors have.
+_ELSEWHERE = {
+    "num_collectors": "num_workers=… says how many workers there are",
+    "collector_class": (
+        "sync=True or False says whether all workers make each batch, and workers='process' or "
+        "another worker group where they run"
+    ),
+    "weight_updater": (
+        "scheme='shm' or another scheme, by its name or as an object, updates the workers' weights"
+    ),
+    "create_env_kwargs": (
+        "let the functions have their arguments: functools.partial(make_env, size=3), or a list of "
+        "these, one for each worker"
+    ),
+    "ray_init_config": "write worker_options={'ray_init_config': {…}}",
+    "remote_configs": "write worker_options={'remote_configs': {…}}",
+    "use_env_creator": "leave it out: functions travel by cloudpickle",
+    "no_cuda_sync": "leave it out: there is no such option here",
+}
+_OTHER_OPTIONS = (
+    "options of a scheme, or of its Sender, go into scheme_options={…}, and those of a worker "
+    "group into worker_options={…}"
+)
+
 _DEVICES = ("device", "env_device", "policy_device", "storing_device")
 
 
@@ -89,32 +113,14 @@ def options_of_workers(
     )
 
 
-# What TorchRL's collectors call otherwise, and what to type here.
-_ELSEWHERE = {
-    "num_collectors": "num_workers=… is the number of workers, each of which collects",
-    "weight_updater": "scheme='shm', or weight_sync_schemes={'policy': 'shm'}, updates the workers",
-    "collector_class": "workers='inline', 'thread', 'process' or 'ray' says what runs the workers, "
-    "and sync=True or False how their batches come",
-    "create_env_kwargs": "create_env_fn takes no arguments: functools.partial(make_env, …), or one "
-    "such function for each worker in a list",
-}
-
-
 def check_arguments(given: Mapping[str, Any], owner: type) -> None:
     """Raise `TypeError` for an argument that neither a collector has nor its workers."""
     known = {*inspect.signature(owner).parameters, *WorkerOptions.__annotations__}
     for name in given.keys() - WorkerOptions.__annotations__.keys():
-        if name in _ELSEWHERE:
-            raise TypeError(f"{owner.__name__} has no argument {name!r}; {_ELSEWHERE[name]}")
-        near = difflib.get_close_matches(name, known, n=1)
-        meant = (
-            f"did you mean {near[0]!r}?"
-            if near
-            else (
-                "options of a scheme, or of its Sender, go into scheme_options={…}, and those of a "
-                "worker group into worker_options={…}"
-            )
-        )
+        meant = _ELSEWHERE.get(name)
+        if meant is None:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {near[0]!r}?" if near else _OTHER_OPTIONS
         raise TypeError(f"{owner.__name__} has no argument {name!r}; {meant}")
 
 

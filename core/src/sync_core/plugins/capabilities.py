@@ -17,6 +17,7 @@ SCHEME_CAPABILITIES = MappingProxyType(
         "late_join": "workers may be added while the sender runs",
         "pull": "workers fetch what they want; the sender need not be able to reach them",
         "same_object": "workers act with the trainer's own object, so nothing travels",
+        "worker_paths": "handles of workers may be paths, looked up in the sender's context",
         "zero_copy": "parameters of workers may become views of what arrived",
     }
 )

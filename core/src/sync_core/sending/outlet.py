@@ -74,6 +74,11 @@ class Outlet:
         shared = "same_object" in self._backend.capabilities
         return self._backend.describe() if shared else None
 
+    @property
+    def takes_worker_paths(self) -> bool:
+        """Whether handles of workers may be paths in the sender's context."""
+        return "worker_paths" in self._backend.capabilities
+
     def open(
         self,
         update: Update,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self
 from torch import Tensor
 
 from sync_core.arguments import check_function
-from sync_core.errors import ClosedError, ModelPathError, PendingSendError
+from sync_core.errors import ClosedError, OptionError, PendingSendError
 from sync_core.models.extract import Strategy
 from sync_core.models.own import register_owner
 from sync_core.models.paths import resolve
@@ -59,8 +59,8 @@ class Sender(Updater):
             are without the prefixes of `torch.compile`, `DistributedDataParallel` and
             `DataParallel`, here and in the workers, so that a wrapped model fits a plain one.
         num_workers: how many workers there are; their ids are ``0 … num_workers - 1``.
-        workers: handles of the workers, for a scheme that calls into them; or paths by which
-            ``context`` leads to them, such as ``"env.transform[0].actor"``.
+        workers: handles of the workers, for a scheme that calls into them; with some, such as
+            ``"ray"``, also strings such as ``"env.transform[0]"``, looked up in ``context`` once.
         model_id: the model's name.
         context: the object in which string references are looked up.
         layers: names or objects of layers; each changes the update after the one before it, or
@@ -143,7 +143,8 @@ class Sender(Updater):
             timeout=timeout,
         )
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)
-        self._handles = {i: _look_up(worker, context) for i, worker in enumerate(workers or ())}
+        self._handles = dict(enumerate(workers or ()))
+        self._context = context
         self._remedies = Remedies(
             on_failure, group, on_restart, called=bool(workers), timeout=timeout
         )
@@ -358,7 +359,7 @@ class Sender(Updater):
         self._members.add(worker_id)
         if self._outlet.transport is not None:
             try:
-                self._outlet.transport.add_worker(worker_id, worker)
+                self._outlet.transport.add_worker(worker_id, self._find_worker(worker))
             except BaseException:
                 self._members.remove(worker_id)
                 raise
@@ -426,8 +427,20 @@ class Sender(Updater):
             raise PendingSendError("a send is pending; call wait_async() before the next one")
 
     def _open(self, update: Update, model: Any) -> None:
-        workers, members = tuple(self._handles.values()), self._members
-        self._outlet.open(update, model, members.ids, workers, members.notify)
+        if self._outlet.transport is None:
+            workers, members = map(self._find_worker, self._handles.values()), self._members
+            self._outlet.open(update, model, members.ids, tuple(workers), members.notify)
+
+    def _find_worker(self, handle: Any) -> Any:
+        """The handle itself, or what a path leads to in the context."""
+        if not isinstance(handle, str) or not self._outlet.takes_worker_paths:
+            return handle
+        if self._context is None:
+            raise OptionError(
+                f"workers has the path {handle!r}, and there is no context to look it up in; type "
+                "Sender(…, context=trainer)"
+            )
+        return resolve(self._context, handle)
 
     def _complete(self, given: Any, update: Update, due: tuple[int, ...]) -> tuple[Update, int]:
         """Add what the workers lack to a partial update; return it and the version it builds on."""
@@ -464,13 +477,3 @@ class Sender(Updater):
         if not report.failed:
             self._run_post_hooks()
         return report
-
-
-def _look_up(worker: Any, context: Any) -> Any:
-    """The handle that a path in the context leads to; what leads nowhere there is one itself."""
-    if context is None or not isinstance(worker, str):
-        return worker
-    try:
-        return resolve(context, worker)
-    except ModelPathError:
-        return worker

@@ -234,6 +234,21 @@ class CollectorConformance(Conformance):
         with pytest.raises(RemoteCallError, match="no pole"):
             self.collector(broken, num_workers=1)
 
+    def test_a_policy_that_does_not_fit(self) -> None:
+        def other_names(first: Tensor, second: Tensor) -> Tensor:
+            return first + second
+
+        with pytest.raises(TypeError, match=r"worker 0: the policy function takes 'first', 'sec"):
+            self.collector(CountingEnv, other_names, num_workers=1)
+
+        def two_outputs(observation: Tensor) -> tuple[Tensor, Tensor]:
+            return observation, observation
+
+        with self.collector(CountingEnv, two_outputs, num_workers=1) as collector:
+            with pytest.raises(TypeError, match=r"the policy returned a tuple, .* several outputs"):
+                next(collector)
+            assert list(collector) == []
+
     def test_in_the_background(self) -> None:
         buffer = FrameList()
         with self.collector(long_episodes, Scale(), num_workers=1, replay_buffer=buffer) as made:
