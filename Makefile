@@ -55,7 +55,7 @@ format: $(INSTALLED)
 
 install: $(INSTALLED)
 
-$(INSTALLED): requirements-dev.txt constraints.txt $(wildcard */pyproject.toml)
+$(INSTALLED): requirements-dev.txt constraints.txt $(wildcard */pyproject.toml */*/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "Python 3.11 or newer is needed; name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
 	    exit 1; }

@@ -15,28 +15,36 @@ from types import GenericAlias
 from typing import Any
 
 import sync_core
-import sync_core.envs
-import sync_core.testing.chaos
+import sync_core.bench
+import sync_core.checks
+import sync_core.models
 import sync_core.testing.faults
-import sync_plugin_std
-from sync_core import cli, errors
-from sync_core.cli import bench_collector
+import sync_core.transports
+import sync_core.workers
+import sync_plugin_std.stores
+from sync_collector.bench import command as bench_collector
+from sync_core import cli, errors, registry
 from sync_core.cli.doctor import Diagnosis
 from sync_core.cli.listing import Listed
-from sync_core.plugins import registry
-from sync_core.plugins.capabilities import SCHEME_CAPABILITIES, WORKER_CAPABILITIES
-from sync_core.plugins.finding import Finding
-from sync_core.plugins.hook_check import HOOKS
+from sync_core.hooks import HOOKS, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core.transports import Finding
 
 _CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext")
 _WIDTH = 96
 #: Whose ``__all__`` is public.
 PUBLIC = (
     "sync_core",
-    "sync_core.envs",
+    "sync_core.bench",
+    "sync_core.checks",
+    "sync_core.errors",
+    "sync_core.models",
     "sync_core.testing",
-    "sync_core.testing.chaos",
     "sync_core.testing.faults",
+    "sync_core.transports",
+    "sync_core.workers",
+    "sync_collector",
+    "sync_collector.envs",
+    "sync_plugin_std.stores",
     "sync_plugin_ray",
 )
 #: What a command prints with ``--json``: a list of the first, or an object with a list of each.
@@ -70,8 +78,14 @@ def pages() -> dict[str, str]:
         "commands": _commands(),
         "testing": _testing(),
         "faults": _exported("Faults", "sync_core.testing.faults"),
-        "chaos": _exported("Every fault on every scheme", "sync_core.testing.chaos"),
-        "environments": _exported("Environments", "sync_core.envs"),
+        "transports": _exported("The kit for transports", "sync_core.transports"),
+        "workers": _exported("The kit for worker groups", "sync_core.workers"),
+        "models": _exported("Models", "sync_core.models"),
+        "checks": _exported("Checks of arguments", "sync_core.checks"),
+        "measuring": _exported("Measuring a scheme", "sync_core.bench"),
+        "stores": _exported("Stores", "sync_plugin_std.stores"),
+        "collector": _exported("Collector", "sync_collector"),
+        "environments": _exported("Environments", "sync_collector.envs"),
         "ray": _exported("Actors of Ray", "sync_plugin_ray"),
     }
 
@@ -151,8 +165,7 @@ def _interface() -> str:
 
 def _hooks() -> str:
     functions = (
-        f".. autofunction:: sync_core.plugins.hookspecs.{hook}\n   :no-index-entry:\n"
-        for hook in HOOKS
+        f".. autofunction:: sync_core.hooks.{hook}\n   :no-index-entry:\n" for hook in HOOKS
     )
     return _page(
         "Hooks",
@@ -202,9 +215,9 @@ def _capabilities() -> str:
 def _errors() -> str:
     return _page(
         "Errors",
-        "All of them are importable from ``sync_core``.",
+        "All of them are in ``sync_core.errors``, and those that users catch in ``sync_core`` too.",
         *(
-            f".. autoexception:: sync_core.{name}\n   :members:\n   :show-inheritance:\n"
+            f".. autoexception:: sync_core.errors.{name}\n   :members:\n   :show-inheritance:\n"
             for name in error_names()
         ),
     )

@@ -18,8 +18,8 @@ from typing import Any
 
 import torchrl_collect
 
-from sync_core.bench.collector import MODES, measure_collector
-from sync_core.bench.training import ENVS
+from sync_collector.bench.measure import MODES, measure_collector
+from sync_collector.bench.training import ENVS
 
 
 def main() -> None:

@@ -46,8 +46,8 @@ from torch.distributed import rpc
 
 import sync_core
 import sync_core.bench as ours
-from sync_core.bench.measure import SETTLE_SECONDS
-from sync_core.bench.models import is_marked, make_model, mark
+from sync_core.bench import SETTLE_SECONDS, is_marked, make_model, mark
+from sync_core.models import consolidate
 
 _WARM_UP = 3
 _TIMEOUT = 120.0
@@ -246,7 +246,7 @@ def _print(models: list[str], columns: list[dict[str, float]]) -> None:
 
 
 def _measure(world: World, model: str, names: list[str], rounds: int) -> dict[str, float]:
-    source, consolidated = make_model(model), sync_core.consolidate(make_model(model))
+    source, consolidated = make_model(model), consolidate(make_model(model))
     flat = torch.zeros(sum(p.nbytes for p in source.parameters()), dtype=torch.uint8)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     version = 0

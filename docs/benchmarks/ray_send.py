@@ -32,8 +32,8 @@ from torchrl.weight_update import RayWeightSyncScheme
 
 import sync_core
 import sync_core.bench as ours
-from sync_core.bench.measure import SETTLE_SECONDS
-from sync_core.bench.models import is_marked, make_model, mark
+from sync_core.bench import SETTLE_SECONDS, is_marked, make_model, mark
+from sync_core.models import consolidate
 
 _WARM_UP = 3
 _OURS = ("copy", "consolidated", "zero_copy")
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def _compare(name: str, workers: int, rounds: int) -> list[float]:
-    model, consolidated = make_model(name), sync_core.consolidate(make_model(name))
+    model, consolidated = make_model(name), consolidate(make_model(name))
     actors: list[Any] = [
         ray.remote(Worker).options(num_cpus=0.5).remote(name) for _ in range(workers)
     ]

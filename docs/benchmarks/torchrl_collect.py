@@ -1,4 +1,4 @@
-"""Times TorchRL's own collectors on what `sync_core.bench.collector` measures.
+"""Times TorchRL's own collectors on what `sync_collector.bench.measure` measures.
 
 Written against torchrl 0.14.1. The same policy, frames per batch and updates; one torch thread in
 each worker, as ours have.
@@ -15,7 +15,7 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 from torchrl.collectors.distributed import RayCollector
 from torchrl.envs import GymEnv
 
-from sync_core.bench.training import BenchPolicy
+from sync_collector.bench.training import BenchPolicy
 
 _WARM_UP = 2
 _BATCHES = 3
@@ -24,7 +24,7 @@ _BATCHES = 3
 def measure(
     env: str, mode: str, *, scheme: str, workers: int, frames_per_batch: int, rounds: int
 ) -> list[float]:
-    """Frames per second of each round, in a mode of `sync_core.bench.collector.MODES`.
+    """Frames per second of each round, in a mode of `sync_collector.bench.measure.MODES`.
 
     With the scheme ``"ray"`` the workers are Ray's, as ours are then.
     """

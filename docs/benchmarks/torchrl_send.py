@@ -23,9 +23,7 @@ from tensordict import TensorDict
 from torch import multiprocessing
 from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
-from sync_core.bench import make_model
-from sync_core.bench.measure import SETTLE_SECONDS
-from sync_core.bench.models import is_marked, mark
+from sync_core.bench import SETTLE_SECONDS, is_marked, make_model, mark
 
 _WARM_UP = 2
 _FIRST_WEIGHTS_SECONDS = 300.0

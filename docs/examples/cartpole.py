@@ -21,8 +21,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from sync_core import Collector
-from sync_core.envs import GymEnv
+from sync_collector import Collector
+from sync_collector.envs import GymEnv
 
 GOAL = 450
 ENVS_PER_WORKER = 8

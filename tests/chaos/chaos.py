@@ -24,19 +24,11 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
-from sync_core.testing.chaos import (
-    SUBJECTS,
-    Outcome,
-    Runner,
-    Verdict,
-    cases_of,
-    sample,
-    sequence_of,
-)
-from sync_core.testing.chaos.outcome import Complaint, Journal
-from sync_core.testing.chaos.page import page_of
-from sync_core.testing.chaos.plan import Plan
-from sync_core.testing.chaos.torn import hunt
+from chaos_kit import SUBJECTS, Outcome, Runner, Verdict, cases_of, sample, sequence_of
+from chaos_kit.outcome import Complaint, Journal
+from chaos_kit.page import page_of
+from chaos_kit.plan import Plan
+from chaos_kit.torn import hunt
 
 _PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 # After so long without an end, a case hangs, and so does the process that runs it, in seconds.

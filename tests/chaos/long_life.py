@@ -13,8 +13,8 @@ import sys
 import time
 from dataclasses import astuple, fields
 
-from sync_core.testing.chaos import SUBJECTS
-from sync_core.testing.chaos.life import Holding, grown, live
+from chaos_kit import SUBJECTS
+from chaos_kit.life import Holding, grown, live
 
 _SMALL_BYTES = 65_536
 

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from sync_core.plugins import registry
+from sync_core import registry
 
 
 @pytest.fixture

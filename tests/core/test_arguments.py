@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from sync_collector import Collector
+from sync_collector.envs import CountingEnv
+from sync_collector.testing import Scale
 from sync_core import ModelError, OptionError, Receiver, Sender, UnknownWorkerError
-from sync_core.collector import Collector
-from sync_core.envs import CountingEnv
-from sync_core.testing.collectors import Scale
 from sync_plugin_std.process_group import ProcessGroup
 from sync_plugin_std.thread_group import ThreadGroup
 

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
 
-from sync_core import Block, Layout, LayoutMismatchError, ModelError, Payload, Update
+from sync_core import Layout, LayoutMismatchError, ModelError, Payload, Update
 from sync_core.models.binding import Binding
-from sync_core.models.conform import conform
 from sync_core.models.extract import Strategy
+from sync_core.models.match import conform
+from sync_core.transports import Block
 
 STRATEGIES: list[Strategy] = ["tensordict", "state_dict"]
 

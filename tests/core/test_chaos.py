@@ -8,6 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from chaos_kit import Case, Outcome, Runner, sequence_of
+from chaos_kit.ledger import Ledger
+from chaos_kit.page import page_of
+from chaos_kit.plan import Plan, Round
+from chaos_kit.resources import Resources
+from chaos_kit.torn import make_model, read
+from chaos_kit.worker import fill
 
 from sync_core import (
     ApplyError,
@@ -19,13 +26,6 @@ from sync_core import (
     WorkerResult,
     WorkerTimeoutError,
 )
-from sync_core.testing.chaos import Case, Outcome, Runner, sequence_of
-from sync_core.testing.chaos.ledger import Ledger
-from sync_core.testing.chaos.page import page_of
-from sync_core.testing.chaos.plan import Plan, Round
-from sync_core.testing.chaos.resources import Resources
-from sync_core.testing.chaos.torn import make_model, read
-from sync_core.testing.chaos.worker import fill
 from sync_core.testing.faults import InjectedFaultError
 from sync_core.testing.schemes.pool import Pool
 from sync_core.testing.schemes.worker import Worker

@@ -16,6 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from chaos_kit import SUBJECTS, Outcome, Verdict
+from chaos_kit.ledger import Ledger
+from chaos_kit.outcome import Complaint, Journal, table
+from chaos_kit.plan import Round
+from chaos_kit.torn import hunt
 from torch import Tensor
 
 from sync_core import (
@@ -35,13 +40,8 @@ from sync_core import (
     WorkerResult,
     WorkerTimeoutError,
     hookimpl,
+    registry,
 )
-from sync_core.plugins import registry
-from sync_core.testing.chaos import SUBJECTS, Outcome, Verdict
-from sync_core.testing.chaos.ledger import Ledger
-from sync_core.testing.chaos.outcome import Complaint, Journal, table
-from sync_core.testing.chaos.plan import Round
-from sync_core.testing.chaos.torn import hunt
 from sync_core.testing.faults import (
     POINTS,
     Fault,
@@ -54,7 +54,7 @@ from sync_core.testing.faults import (
     small_files,
     stop,
 )
-from sync_core.testing.faults.gate import gated
+from sync_core.testing.faults.fault import gated
 from sync_core.testing.processes import descendants
 from sync_core.testing.worker_groups import eventually
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 import sync_core
-from sync_core import NotAPluginError
-from sync_core.cli import main
-from sync_core.cli.findings import loading, machine, plugins, scheme
-from sync_core.plugins import registry
+from sync_core import registry
+from sync_core.cli import findings, main
+from sync_core.errors import NotAPluginError
 
 MIB = 1 << 20
 Install = Callable[..., None]
@@ -50,9 +49,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def test_a_machine_that_has_enough() -> None:
-    assert not [*machine.shared_memory(16 << 30, 8 << 30)]
-    assert not [*machine.descriptors(1024, 4096)]
-    assert not [*machine.descriptors(resource.RLIM_INFINITY, resource.RLIM_INFINITY)]
+    assert not [*findings.shared_memory(16 << 30, 8 << 30)]
+    assert not [*findings.descriptors(1024, 4096)]
+    assert not [*findings.descriptors(resource.RLIM_INFINITY, resource.RLIM_INFINITY)]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_a_machine_that_has_enough() -> None:
     ],
 )
 def test_shared_memory(total: int, free: int, line: str) -> None:
-    (finding,) = machine.shared_memory(total * MIB, free * MIB)
+    (finding,) = findings.shared_memory(total * MIB, free * MIB)
     assert_line(str(finding), line)
 
 
@@ -79,7 +78,7 @@ def test_shared_memory(total: int, free: int, line: str) -> None:
     ],
 )
 def test_few_descriptors(hard: int, line: str) -> None:
-    (finding,) = machine.descriptors(256, hard)
+    (finding,) = findings.descriptors(256, hard)
     assert_line(str(finding), line)
 
 
@@ -93,29 +92,29 @@ def test_few_descriptors(hard: int, line: str) -> None:
     ],
 )
 def test_threads_that_do_not_fit(wanted: str, cores: int, line: str) -> None:
-    (finding,) = machine.threads(wanted, cores)
+    (finding,) = findings.threads(wanted, cores)
     assert_line(str(finding), line)
 
 
 @pytest.mark.parametrize(("wanted", "cores"), [("", 8), ("4", 8), ("8,2", 8), ("1", 1)])
 def test_threads_that_fit(wanted: str, cores: int) -> None:
-    assert not [*machine.threads(wanted, cores)]
+    assert not [*findings.threads(wanted, cores)]
 
 
 def test_what_is_disabled_and_what_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not [*plugins.disabled()]
+    assert not [*findings.disabled()]
     monkeypatch.setenv("SYNC_DISABLE", "bf16, shn")
-    lines = [str(finding) for finding in plugins.disabled()]
+    lines = [str(finding) for finding in findings.disabled()]
     assert len(lines) == 2
     assert_line(lines[0], r"leaves out layer 'bf16' \(sync-plugin-std .*type: unset SYNC_DISABLE")
     assert_line(lines[1], "nothing that is installed is called 'shn'; .* sync-core list")
 
 
 def test_two_distributions_for_one_name(install: Install) -> None:
-    assert not [*plugins.conflicts()]
+    assert not [*findings.conflicts()]
     install("first")
     install("second")
-    (finding,) = plugins.conflicts()
+    (finding,) = findings.conflicts()
     assert_line(
         str(finding),
         "pigeon: 2 distributions claim the layer 'pigeon': first 1.0 and second 1.0; remove one",
@@ -135,20 +134,20 @@ def test_two_distributions_for_one_name(install: Install) -> None:
 )
 def test_a_requirement_that_is_not_met(install: Install, requires: str, line: str) -> None:
     install("owl", requires=requires)
-    (finding,) = [each for each in plugins.unmet_requirements() if each.about == "owl 1.0"]
+    (finding,) = [each for each in findings.unmet_requirements() if each.about == "owl 1.0"]
     assert_line(str(finding), line)
 
 
 def test_what_an_extra_needs_is_no_misconfiguration(install: Install) -> None:
     install("owl", requires="no-such-thing-here ; extra == 'verify'")
-    assert "owl 1.0" not in {each.about for each in plugins.unmet_requirements()}
+    assert "owl 1.0" not in {each.about for each in findings.unmet_requirements()}
 
 
 @pytest.mark.timeout(60)
 def test_a_layer_that_does_not_load(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNC_DISABLE", "sync-plugin-ray,sync-plugin-dist")
     install("owl", source="print('[hoot')\nraise RuntimeError('no feathers')")
-    (finding,) = loading.find()
+    (finding,) = findings.check_imports()
     assert_line(
         str(finding),
         r"pigeon: layer 'pigeon' \(owl 1.0\) does not import: RuntimeError: no feathers; "
@@ -160,7 +159,7 @@ def test_a_layer_that_does_not_load(install: Install, monkeypatch: pytest.Monkey
 def test_a_plugin_that_ends_the_process(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNC_DISABLE", "sync-plugin-ray,sync-plugin-dist,sync-plugin-std")
     install("owl", source="import os; os._exit(3)")
-    (finding,) = loading.find()
+    (finding,) = findings.check_imports()
     assert_line(str(finding), "plugins: importing all that are installed ends the process; to see")
 
 
@@ -168,12 +167,12 @@ def test_a_plugin_that_ends_the_process(install: Install, monkeypatch: pytest.Mo
 def test_a_plugin_that_hangs(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNC_DISABLE", "sync-plugin-ray,sync-plugin-dist,sync-plugin-std")
     install("owl", source="import time; time.sleep(600)")
-    (finding,) = loading.find(timeout=1.0)
+    (finding,) = findings.check_imports(timeout=1.0)
     assert_line(str(finding), "plugins: importing all that are installed hangs; to see which, type")
 
 
 FINDING = """
-from sync_core import Finding
+from sync_core.transports import Finding
 from sync_plugin_std.none import NoneScheme
 
 class Scheme(NoneScheme):
@@ -192,7 +191,7 @@ class Scheme(NoneScheme):
         ),
         (
             "return ['dark']",
-            "raised TypeError: it gave 'dark', which is no sync_core.Finding; type:",
+            "raised TypeError: it gave 'dark', which is no sync_core.transports.Finding; type:",
         ),
         ("import time; time.sleep(30)", r"findings\(\) took more than 0.5 s; type: pip .* -U nest"),
     ],
@@ -201,14 +200,14 @@ class Scheme(NoneScheme):
 def test_what_a_scheme_finds_itself(install: Install, body: str, line: str) -> None:
     module = "found_nest:Scheme"
     install("nest", group="sync.schemes", name="owl", source=f"{FINDING}        {body}", to=module)
-    (finding,) = scheme.find("owl", timeout=0.5)
+    (finding,) = findings.check_scheme("owl", timeout=0.5)
     assert_line(str(finding), line)
 
 
 def test_what_declares_nothing_or_does_not_load_finds_nothing(install: Install) -> None:
     install("nest", group="sync.schemes", name="owl", source="raise RuntimeError('asleep')")
-    assert scheme.find("none") == []
-    assert scheme.find("owl") == []
+    assert findings.check_scheme("none") == []
+    assert findings.check_scheme("owl") == []
 
 
 @pytest.mark.parametrize("method", ["findings = None", "def findings(self, sky): return []"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sync_core.models import forms
-from sync_core.models.forms import Forms
+from sync_core.models import finder as forms
+from sync_core.models.finder import Forms
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "type": lambda tensor: nn.Parameter(tensor, requires_grad=False),

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sync_core import ClosedError, LaunchedGroup, Launcher, WorkerTimeoutError
+from sync_core import ClosedError, WorkerTimeoutError
+from sync_core.workers import LaunchedGroup, Launcher
 
 
 class Worker:

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sync_core import Block, Layout, ModelError, Payload, PayloadError, Update
+from sync_core import Layout, ModelError, Payload, Update
+from sync_core.errors import PayloadError
+from sync_core.transports import Block
 
 DTYPES = [
     torch.bool,

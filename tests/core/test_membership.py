@@ -16,7 +16,6 @@ from torch import nn
 from sync_core import (
     Delivery,
     MembershipEvent,
-    Notice,
     Receiver,
     Sender,
     SendError,
@@ -24,8 +23,9 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_core.workers.membership import Membership
-from sync_core.workers.worker_status import WorkerState
+from sync_core.sending.membership import Membership
+from sync_core.sending.worker_state import WorkerState
+from sync_core.transports import Notice
 
 
 class Clock:

@@ -23,8 +23,8 @@ from sync_core import (
     SendReport,
     hookimpl,
 )
+from sync_core._util import clock_id
 from sync_core.testing.faults import Fault, Faulty
-from sync_core.transports.clock import clock_id
 
 
 class Slow:
@@ -120,10 +120,10 @@ def test_the_worker_is_late_or_its_answer_is() -> None:
 
 
 def test_a_process_knows_its_clock_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = "from sync_core.transports.clock import clock_id; print(clock_id())"
+    program = "from sync_core._util import clock_id; print(clock_id())"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert printed.stdout.decode().strip() == str(clock_id())
-    monkeypatch.setattr("sync_core.transports.clock._BOOT", tmp_path / "no such file")
+    monkeypatch.setattr("sync_core._util._BOOT", tmp_path / "no such file")
     assert clock_id.__wrapped__() is None
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sync_core import OptionError, Receiver, Sender, SendError, SendReport, WorkerFailure
-from sync_core.sending.remedies import Remedy
+from sync_core.sending.failure_policy import Remedy
 
 
 def start(**options: Any) -> tuple[Sender, dict[int, Receiver]]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sync_core import OptionError
-from sync_core.plugins.options import parse_options
+from sync_core.hooks import parse_options
 
 
 class Client(Protocol):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sync_core import PendingSendError, Receiver, Sender, SendError, SendReport
-from sync_core.sending.remedies import Remedy
+from sync_core.sending.failure_policy import Remedy
 from sync_core.testing.interrupts import interrupted
 from sync_core.testing.worker_groups import eventually
 

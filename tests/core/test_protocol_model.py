@@ -20,23 +20,20 @@ import torch
 
 from sync_core import (
     Address,
-    Block,
     CapacityError,
     Delivery,
     Layout,
-    Notice,
     Payload,
-    Publisher,
     SendError,
     SendReport,
-    Slot,
     WorkerLostError,
 )
+from sync_core.sending import membership
+from sync_core.sending.failure_policy import Remedies
+from sync_core.sending.membership import Membership
 from sync_core.sending.pending import PendingSend
-from sync_core.sending.remedies import Remedies
-from sync_core.workers import membership
-from sync_core.workers.membership import Membership
-from sync_core.workers.worker_status import WorkerState, WorkerStatus, acknowledged
+from sync_core.sending.worker_state import WorkerState, WorkerStatus, acknowledged
+from sync_core.transports import Block, Notice, Publisher, Slot
 
 VERSIONS = 3
 IDS = (0, 1)

@@ -13,17 +13,14 @@ import pytest
 from packaging.requirements import Requirement
 
 import sync_core
-from sync_core import (
+from sync_core import PluginNotFoundError, Sender, hookimpl, registry
+from sync_core.errors import (
     NotAPluginError,
     PluginConflictError,
     PluginImportError,
-    PluginNotFoundError,
     PluginVersionError,
-    Sender,
     UnknownHookError,
-    hookimpl,
 )
-from sync_core.plugins import registry
 
 SCHEME = """
 from sync_core import hookimpl
@@ -105,7 +102,11 @@ def test_only_the_plugin_that_was_named_is_loaded(site: Site) -> None:
             "no scheme 'rpc' is installed; type: pip install sync-plugin-dist",
         ),
         (registry.SCHEMES, "dits", "did you mean 'dist'. Then type: pip install sync-plugin-dist"),
-        (registry.SCHEMES, "shn", "did you mean 'shm'. .installed: mp, none, ray, shm, thread"),
+        (
+            registry.SCHEMES,
+            "shn",
+            "did you mean 'shm'. .installed: file, mp, none, ray, shm, thread",
+        ),
         (registry.SCHEMES, "SHM", "did you mean 'shm'"),
         (registry.SCHEMES, "smoke-signal", "no scheme 'smoke-signal' is installed .installed:"),
         (registry.LAYERS, "bf61", "no layer 'bf61' is installed; did you mean 'bf16'"),
@@ -213,7 +214,7 @@ def test_a_plugin_made_for_this_core_is_loaded(site: Site, requires: list[str]) 
         (registry.SCHEMES, SCHEME.replace("capabilities", "others"), "declares no capabilities"),
         (registry.LAYERS, "x = 1", "none of prepare_weights, apply_weights, skip_update"),
         (registry.LAYERS, SCHEME, "create_transport, which would take the place of the scheme's"),
-        (registry.WORKERS, "x = 1", "no subclass of sync_core.WorkerGroup"),
+        (registry.WORKERS, "x = 1", "no subclass of sync_core.workers.WorkerGroup"),
     ],
 )
 def test_what_is_no_plugin(site: Site, group: str, source: str, message: str) -> None:

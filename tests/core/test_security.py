@@ -16,18 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sync_core import (
-    Block,
-    Channel,
-    Layout,
-    Payload,
-    PayloadError,
-    Peer,
-    Publisher,
-    ServingTransport,
-    TransportContext,
-    hello,
-)
+from sync_core import Layout, Payload, TransportContext
+from sync_core.errors import PayloadError
+from sync_core.transports import Block, Channel, Peer, Publisher, ServingTransport, hello
 from sync_core.transports.channel import Message
 
 exploded: list[str] = []

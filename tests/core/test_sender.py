@@ -23,7 +23,6 @@ from sync_core import (
     ModelError,
     OptionError,
     Payload,
-    PointToPointTransport,
     Receiver,
     ReceiverTransport,
     Sender,
@@ -34,6 +33,8 @@ from sync_core import (
     WorkerError,
     hookimpl,
 )
+from sync_core.errors import AddressError
+from sync_core.transports import PointToPointTransport
 from sync_plugin_std.interval import Interval
 
 
@@ -371,7 +372,7 @@ def test_a_receiver_says_what_to_pickle_instead() -> None:
 
 
 def test_an_address_is_what_a_receiver_wants() -> None:
-    with pytest.raises(sync_core.AddressError, match=r"get one by sender\.address"):
+    with pytest.raises(AddressError, match=r"get one by sender\.address"):
         Receiver("tcp://somewhere", nn.Linear(1, 1))  # type: ignore[arg-type]
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from sync_core import HookResultError, UnknownHookError, Update, hookimpl
-from sync_core.plugins.contexts import ApplyContext, SendContext, SkipContext, TransportContext
-from sync_core.plugins.registry import Plugin
-from sync_core.plugins.stack import Stack
+from sync_core import Update, hookimpl
+from sync_core.errors import HookResultError, UnknownHookError
+from sync_core.hooks import ApplyContext, SendContext, SkipContext, TransportContext
+from sync_core.registry import Plugin
+from sync_core.stack import Stack
 
 SEND = SendContext(model_id="policy", version=1, worker_ids=(0,))
 APPLY = ApplyContext(model_id="policy", version=1, worker_id=0, zero_copy=False, partial=False)

@@ -12,7 +12,6 @@ from torch import nn
 
 from sync_core import (
     ClosedError,
-    HookResultError,
     OptionError,
     Payload,
     Receiver,
@@ -21,14 +20,13 @@ from sync_core import (
     SenderLostError,
     SendError,
     SenderTransport,
-    Store,
-    StoreOptions,
     TransportContext,
     WorkerLostError,
     hookimpl,
-    store_transport,
 )
+from sync_core.errors import HookResultError
 from sync_core.testing.worker_groups import eventually
+from sync_plugin_std.stores import Store, StoreOptions, store_transport
 
 
 class Memory(Store):

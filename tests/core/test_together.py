@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_core import PendingSend, Receiver, Sender, SendError, SyncError
-from sync_core.receiving.together import receive_together
+from sync_core.receiving.multi_model import receive_together
 
 
 class Refusing(nn.Linear):

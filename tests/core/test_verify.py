@@ -20,8 +20,6 @@ from sync_core import (
     ModelError,
     OptionError,
     Payload,
-    PointToPointTransport,
-    Publisher,
     ReadbackError,
     Receiver,
     ReceiverTransport,
@@ -33,7 +31,8 @@ from sync_core import (
     WorkerError,
     hookimpl,
 )
-from sync_core.weights.checksums import buckets, checksum
+from sync_core.transports import PointToPointTransport, Publisher
+from sync_core.verify import buckets, checksum
 from sync_core.weights.layout import Layout
 
 DTYPES = [

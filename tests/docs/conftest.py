@@ -71,7 +71,7 @@ def _check_sync_core(arguments: list[str], line: str) -> None:
 def _check_requirements(arguments: list[str], line: str) -> None:
     projects = [
         tomllib.loads(path.read_text(encoding="utf-8"))["project"]
-        for path in ROOT.glob("*/pyproject.toml")
+        for path in (*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml"))
     ]
     extras = {p["name"]: {*p.get("optional-dependencies", ())} for p in projects}
     for argument in arguments:

@@ -35,7 +35,8 @@ MADE_BY = {
         "atexit.register",
         "os.register_at_fork",
         "signal.signal",
-        "sync_core.release.release_with",
+        "sync_core._util.release_with",
+        "sync_core.workers.release_with",
         "weakref.finalize",
     },
 }

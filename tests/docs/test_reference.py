@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import sync_core
-from sync_core import errors
-from sync_core.plugins import hookspecs, registry
-from sync_core.plugins.capabilities import SCHEME_CAPABILITIES, WORKER_CAPABILITIES
-from sync_core.plugins.hook_check import HOOKS
+from sync_core import errors, registry
+from sync_core import hooks as hookspecs
+from sync_core.hooks import HOOKS, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core.workers import WorkerGroup
 
 ROOT = Path(__file__).parents[2]
 _ASKED = re.compile(r'"(\w+)"\s+(?:not\s+)?in\s+[\w.]*capabilities')
@@ -46,6 +46,8 @@ def test_every_public_name_has_one_place(reference: ModuleType, pages: dict[str,
     text = "\n".join(pages.values())
     for module in reference.PUBLIC:
         for name in sys.modules[module].__all__:
+            if module == "sync_core" and name in errors.__all__:
+                continue  # described where it is defined
             described = rf"^\.\. \w+:: {re.escape(module)}\.{name}$"
             assert len(re.findall(described, text, re.MULTILINE)) == 1, f"{module}.{name}"
 
@@ -72,14 +74,14 @@ def test_every_error_is_public() -> None:
         for name, found in vars(errors).items()
         if inspect.isclass(found) and issubclass(found, errors.SyncError)
     }
-    assert defined <= {*sync_core.__all__}
+    assert defined == {*errors.__all__}
 
 
 def test_every_hook_says_what_it_is_given(reference: ModuleType, pages: dict[str, str]) -> None:
     for hook in HOOKS:
         function = getattr(hookspecs, hook)
         assert {*inspect.signature(function).parameters} == {*reference.arguments_of(function)}
-        assert f"sync_core.plugins.hookspecs.{hook}" in pages["hooks"]
+        assert f"sync_core.hooks.{hook}" in pages["hooks"]
 
 
 def test_every_field_of_a_context_is_described(reference: ModuleType) -> None:
@@ -98,7 +100,7 @@ def test_every_option_of_a_scheme_is_described(name: str, reference: ModuleType)
 @pytest.mark.parametrize("name", registry.KNOWN[registry.WORKERS])
 def test_every_option_of_a_worker_group_is_described(name: str, reference: ModuleType) -> None:
     group = registry.find(registry.WORKERS, name).object
-    told = reference.arguments_of(group) or reference.arguments_of(sync_core.WorkerGroup)
+    told = reference.arguments_of(group) or reference.arguments_of(WorkerGroup)
     assert {*inspect.signature(group).parameters} <= {*told}
 
 

@@ -9,7 +9,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from sync_core import Collector
+from sync_collector import Collector
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
 

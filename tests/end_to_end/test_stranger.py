@@ -21,10 +21,10 @@ pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).parents[2]
 PROJECTS = {
     "sync-core": ROOT / "core",
-    "sync-plugin-std": ROOT / "plugins",
+    "sync-plugin-std": ROOT / "plugins/std",
+    "sync-collector": ROOT / "plugins/collector",
     "sync-plugin-ray": ROOT / "plugins_ray",
     "sync-plugin-dist": ROOT / "plugins_dist",
-    "sync-plugin-file": ROOT / "docs/examples/sync-plugin-file",
     "sync-layer-fp8": ROOT / "docs/examples/sync-layer-fp8",
 }
 # What `sync-core new-plugin` is told to write.
@@ -42,6 +42,20 @@ assert torch.allclose(source.weight, target.weight, atol={tolerance})
 
 from sync_core.cli import main
 main(["list", "--json"])
+"""
+STANDARD = {
+    *("none", "thread", "shm", "mp", "file"),
+    *("inline", "process"),
+    *("bf16", "fp16", "interval", "metrics"),
+}
+COLLECT = """
+import torch
+from sync_collector import Collector
+from sync_collector.envs import CountingEnv
+
+with Collector(CountingEnv, scheme="thread", num_workers=2, frames_per_batch=8, sync=True) as c:
+    c.update_policy_weights_()
+    print(next(c).batch_size)
 """
 LOOPBACK = "__import__('sync_core.testing').testing.loopback.Loopback()"
 
@@ -140,10 +154,10 @@ def test_a_wheel_holds_the_package_and_nothing_else(
     [
         ("sync-plugin-ray", {"ray"}, "'ray'", 0.0),
         ("sync-plugin-dist", {"dist", "rpc"}, "'dist'", 0.0),
-        ("sync-plugin-file", {"file"}, "'file'", 0.0),
+        ("sync-plugin-std", STANDARD, "'file'", 0.0),
         ("sync-layer-fp8", {"fp8"}, f"{LOOPBACK}, layers=['fp8']", 0.1),
     ],
-    ids=["ray", "dist", "file", "fp8"],
+    ids=["ray", "dist", "std", "fp8"],
 )
 def test_a_plugin_alone_is_found_by_its_name(
     stranger: Stranger,
@@ -159,8 +173,13 @@ def test_a_plugin_alone_is_found_by_its_name(
     assert all(plugin["error"] is None for plugin in found)
 
 
+def test_a_collector_alone_collects(stranger: Stranger) -> None:
+    stranger.install("sync-core", "sync-plugin-std", "sync-collector")
+    assert stranger.run("python", "-c", COLLECT) == "torch.Size([2, 4])\n"
+
+
 def test_the_examples_conform(stranger: Stranger) -> None:
-    stranger.install("sync-core", "sync-plugin-file", "sync-layer-fp8", "sync-plugin-std")
+    stranger.install("sync-core", "sync-layer-fp8", "sync-plugin-std")
     listed = stranger.run("sync-core", "list").split()
     assert {"file", "fp8", "shm"} <= set(listed)
     suite = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs")
@@ -173,13 +192,10 @@ def test_the_examples_conform(stranger: Stranger) -> None:
 def test_what_is_generated_is_found_and_its_tests_run(
     stranger: Stranger, generated: dict[str, Path]
 ) -> None:
-    stranger.install("sync-core", *GENERATED)
+    # The scheme is one over a store, whose kit sync-plugin-std has.
+    stranger.install("sync-core", "sync-plugin-std", *GENERATED)
     found = json.loads(stranger.run("sync-core", "list", "--json"))
-    assert {(plugin["name"], plugin["error"]) for plugin in found} == {
-        (name, None) for name in GENERATED
-    }
-    # Which the extra `test` of what is generated asks for, as its workers are processes.
-    stranger.install("sync-plugin-std")
+    assert {(name, None) for name in GENERATED} <= {(each["name"], each["error"]) for each in found}
     settings = ("-p", "no:cacheprovider", "-c", str(generated["my-transport"] / "pyproject.toml"))
     tests = [str(folder / "tests") for folder in generated.values()]
     # All of them run in tests/core; here, some of each that do what users do.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sync_core.testing.chaos import Case, ChaosConformance, Runner
-from sync_core.testing.chaos.plan import Plan
+from chaos_kit import Case, ChaosConformance, Runner
+from chaos_kit.plan import Plan
 
 
 class TestFaults(ChaosConformance):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from sync_core import (
-    Block,
     Receiver,
     Sender,
     SenderLostError,
@@ -31,6 +30,7 @@ from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.pool import Pool, Workers
 from sync_core.testing.schemes.worker import Worker
 from sync_core.testing.worker_groups import count_threads, eventually
+from sync_core.transports import Block
 from sync_plugin_dist.wire import Link
 
 pytestmark = pytest.mark.timeout(60)

@@ -11,8 +11,9 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from sync_core import Receiver, Sender, SharedMemory
+from sync_core import Receiver, Sender
 from sync_core.testing.worker_groups import count_threads, eventually
+from sync_core.transports import SharedMemory
 from sync_plugin_dist.lane import Lane
 from sync_plugin_dist.memory_lane import MemoryLane
 from sync_plugin_dist.rendezvous import Rendezvous

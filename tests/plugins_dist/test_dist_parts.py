@@ -7,7 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sync_core import Block, Layout, Payload
+from sync_core import Layout, Payload
+from sync_core.transports import Block
 from sync_plugin_dist.parts import cut, pack
 
 DTYPES = (

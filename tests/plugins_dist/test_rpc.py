@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 from sync_core import (
-    AddressError,
     ApplyError,
     CapacityError,
     OptionError,
@@ -32,6 +31,7 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_core.errors import AddressError
 from sync_core.testing.worker_groups import eventually
 from sync_plugin_dist.rpc_join import initialised
 

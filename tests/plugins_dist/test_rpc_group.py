@@ -18,16 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import (
-    OptionError,
-    PluginError,
-    RemoteCallError,
-    UnknownWorkerError,
-    WorkerGroup,
-    WorkerLostError,
-)
+from sync_core import OptionError, PluginError, RemoteCallError, UnknownWorkerError, WorkerLostError
 from sync_core.testing import WorkerGroupConformance, worker_groups
 from sync_core.testing.worker_groups import Closed, Counter, eventually, wait_for
+from sync_core.workers import WorkerGroup
 from sync_plugin_dist.rpc_group import RpcGroup
 
 pytestmark = pytest.mark.timeout(60)

@@ -13,15 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from sync_core import (
-    Channel,
-    Layout,
-    Receiver,
-    Sender,
-    SenderLostError,
-    TransportContext,
-    hello,
-)
+from sync_core import Layout, Receiver, Sender, SenderLostError, TransportContext
+from sync_core.transports import Channel, hello
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.protocol import Endpoint, Transfer
 from sync_plugin_dist.receiver import DistReceiver

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sync_core import Message
+from sync_core.transports import Message
 from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
 from sync_plugin_dist.wire import Link, Wire
 

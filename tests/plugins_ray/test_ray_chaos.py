@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sync_core.testing.chaos import ChaosConformance
+from chaos_kit import ChaosConformance
 
 
 class TestFaults(ChaosConformance):

@@ -16,18 +16,12 @@ import pytest
 import ray
 from torch import Tensor, nn
 
-from sync_core import (
-    ClosedError,
-    Collector,
-    ModelError,
-    OptionError,
-    PendingSend,
-    RemoteCallError,
-    WorkerGroup,
-)
-from sync_core.testing import CollectorConformance, collectors
-from sync_core.testing.collectors import FrameList, Scale, long_episodes
+from sync_collector import Collector
+from sync_collector import testing as collectors
+from sync_collector.testing import CollectorConformance, FrameList, Scale, long_episodes
+from sync_core import ClosedError, ModelError, OptionError, PendingSend, RemoteCallError
 from sync_core.testing.worker_groups import wait_for
+from sync_core.workers import WorkerGroup
 from sync_plugin_ray.group import RayGroup
 
 pytestmark = pytest.mark.timeout(120)

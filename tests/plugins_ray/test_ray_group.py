@@ -275,7 +275,7 @@ def test_without_ray_the_error_says_what_to_install() -> None:
     source = """
 import sys
 sys.modules["ray"] = None
-from sync_core import PluginImportError
+from sync_core.errors import PluginImportError
 from sync_core.plugins import registry
 try:
     registry.find(registry.WORKERS, "ray")

@@ -7,9 +7,10 @@ import sys
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
-from sync_core import Collector, Sender
-from sync_core.testing import collectors
-from sync_core.testing.collectors import Scale, long_episodes
+from sync_collector import Collector
+from sync_collector import testing as collectors
+from sync_collector.testing import Scale, long_episodes
+from sync_core import Sender
 from sync_plugin_ray.group import RayGroup
 
 pytestmark = pytest.mark.timeout(120)

@@ -28,9 +28,9 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from tensordict import TensorDictBase
 
-from sync_core import Collector
-from sync_core.envs import CountingEnv
-from sync_core.testing.collectors import Scale
+from sync_collector import Collector
+from sync_collector.envs import CountingEnv
+from sync_collector.testing import Scale
 from sync_core.testing.processes import descendants
 
 _WORKERS = 3

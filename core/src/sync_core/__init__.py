@@ -1,182 +1,150 @@
-"""Weight synchronisation for reinforcement learning and RLHF, as a plugin framework."""
+"""Weight synchronisation for reinforcement learning and RLHF, as a plugin framework.
+
+The kits for plugins are `sync_core.transports`, `sync_core.workers`, `sync_core.models`,
+`sync_core.checks` and `sync_core.testing`; all errors are in `sync_core.errors`.
+"""
 
 from typing import TYPE_CHECKING
 
-from sync_core.arguments import check_count
-from sync_core.calls import CallOutcome, RemoteCall, close_hosted, pickle_factory
-from sync_core.errors import (
-    AddressError,
-    ApplyError,
-    CapacityError,
-    ClosedError,
-    CorruptionError,
-    HookResultError,
-    LayoutMismatchError,
-    ModelError,
-    ModelPathError,
-    NotAPluginError,
-    OptionError,
-    PayloadError,
-    PendingSendError,
-    PluginConflictError,
-    PluginError,
-    PluginImportError,
-    PluginNewError,
-    PluginNotFoundError,
-    PluginVersionError,
-    ReadbackError,
-    RemoteCallError,
-    RequirementError,
-    SenderLostError,
-    SendError,
-    SyncError,
-    TransportError,
-    UnknownHookError,
-    UnknownWorkerError,
-    WorkerError,
-    WorkerLostError,
-    WorkerTimeoutError,
-)
-from sync_core.interrupts import uninterrupted
-from sync_core.models.consolidate import consolidate
-from sync_core.plugins.address import Address
-from sync_core.plugins.contexts import ApplyContext, SendContext, SkipContext, TransportContext
-from sync_core.plugins.finding import Finding
-from sync_core.plugins.hookspecs import hookimpl
-from sync_core.plugins.reporter import Reporter
-from sync_core.processes import WorkerProcess, start_process
-from sync_core.receiving.receiver import Receiver
-from sync_core.report import SendReport, WorkerResult
-from sync_core.sending.pending import PendingSend
-from sync_core.sending.remedies import WorkerFailure
-from sync_core.sending.sender import Sender
-from sync_core.stores import Store, StoreOptions, store_transport
-from sync_core.transports.answer import Answer
-from sync_core.transports.channel import Channel, Message
-from sync_core.transports.local_socket import LocalListener, connect_locally, same_user
-from sync_core.transports.notice import Notice
-from sync_core.transports.point_to_point import PointToPointTransport
-from sync_core.transports.publisher import Publisher, Slot
-from sync_core.transports.serving import Peer, ServingTransport, farewell, hello
-from sync_core.transports.shared_memory import SharedMemory
-from sync_core.transports.shared_slots import MappedSlots, SharedSlots
-from sync_core.transports.transport import Delivery, ReceiverTransport, SenderTransport
-from sync_core.weights.block import Block
-from sync_core.weights.layout import Layout
-from sync_core.weights.payload import Payload
-from sync_core.weights.tensor_spec import TensorSpec
-from sync_core.weights.update import Update
-from sync_core.workers.launching import LaunchedGroup, LaunchedWorker, Launcher
-from sync_core.workers.membership import MembershipEvent
-from sync_core.workers.worker_group import WorkerGroup
-from sync_core.workers.worker_status import WorkerState, WorkerStatus
+from sync_core._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from sync_core.collector import Collector
-else:
-
-    def __getattr__(name: str) -> object:
-        # A collector needs tensordict, whose import takes as long as torch's; workers that only
-        # receive weights need not wait for it.
-        if name == "Collector":
-            from sync_core.collector import Collector
-
-            return Collector
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+    from sync_core.address import Address
+    from sync_core.errors import (
+        ApplyError,
+        CapacityError,
+        ClosedError,
+        CorruptionError,
+        LayoutMismatchError,
+        ModelError,
+        ModelPathError,
+        OptionError,
+        PendingSendError,
+        PluginError,
+        PluginNotFoundError,
+        ReadbackError,
+        RemoteCallError,
+        SenderLostError,
+        SendError,
+        SyncError,
+        TransportError,
+        UnknownWorkerError,
+        WorkerError,
+        WorkerLostError,
+        WorkerTimeoutError,
+    )
+    from sync_core.hooks import ApplyContext, SendContext, SkipContext, TransportContext, hookimpl
+    from sync_core.receiving.receiver import Receiver
+    from sync_core.report import Reporter, SendReport, WorkerResult
+    from sync_core.sending.failure_policy import WorkerFailure
+    from sync_core.sending.membership import MembershipEvent
+    from sync_core.sending.pending import PendingSend
+    from sync_core.sending.sender import Sender
+    from sync_core.sending.worker_state import WorkerState, WorkerStatus
+    from sync_core.transports.transport import Answer, Delivery, ReceiverTransport, SenderTransport
+    from sync_core.weights.layout import Layout, TensorSpec
+    from sync_core.weights.payload import Payload, Update
 
 __version__ = "0.1.0"
 
+_MODULES = {
+    "sync_core.address": ("Address",),
+    "sync_core.errors": (
+        "ApplyError",
+        "CapacityError",
+        "ClosedError",
+        "CorruptionError",
+        "LayoutMismatchError",
+        "ModelError",
+        "ModelPathError",
+        "OptionError",
+        "PendingSendError",
+        "PluginError",
+        "PluginNotFoundError",
+        "ReadbackError",
+        "RemoteCallError",
+        "SendError",
+        "SenderLostError",
+        "SyncError",
+        "TransportError",
+        "UnknownWorkerError",
+        "WorkerError",
+        "WorkerLostError",
+        "WorkerTimeoutError",
+    ),
+    "sync_core.hooks": (
+        "ApplyContext",
+        "SendContext",
+        "SkipContext",
+        "TransportContext",
+        "hookimpl",
+    ),
+    "sync_core.receiving.receiver": ("Receiver",),
+    "sync_core.report": ("Reporter", "SendReport", "WorkerResult"),
+    "sync_core.sending.failure_policy": ("WorkerFailure",),
+    "sync_core.sending.membership": ("MembershipEvent",),
+    "sync_core.sending.pending": ("PendingSend",),
+    "sync_core.sending.sender": ("Sender",),
+    "sync_core.sending.worker_state": ("WorkerState", "WorkerStatus"),
+    "sync_core.transports.transport": (
+        "Answer",
+        "Delivery",
+        "ReceiverTransport",
+        "SenderTransport",
+    ),
+    "sync_core.weights.layout": ("Layout", "TensorSpec"),
+    "sync_core.weights.payload": ("Payload", "Update"),
+}
+
+_KITS = ("bench", "checks", "errors", "models", "testing", "transports", "workers")
+
 __all__ = [
     "Address",
-    "AddressError",
     "Answer",
     "ApplyContext",
     "ApplyError",
-    "Block",
-    "CallOutcome",
     "CapacityError",
-    "Channel",
     "ClosedError",
-    "Collector",
     "CorruptionError",
     "Delivery",
-    "Finding",
-    "HookResultError",
-    "LaunchedGroup",
-    "LaunchedWorker",
-    "Launcher",
     "Layout",
     "LayoutMismatchError",
-    "LocalListener",
-    "MappedSlots",
     "MembershipEvent",
-    "Message",
     "ModelError",
     "ModelPathError",
-    "NotAPluginError",
-    "Notice",
     "OptionError",
     "Payload",
-    "PayloadError",
-    "Peer",
     "PendingSend",
     "PendingSendError",
-    "PluginConflictError",
     "PluginError",
-    "PluginImportError",
-    "PluginNewError",
     "PluginNotFoundError",
-    "PluginVersionError",
-    "PointToPointTransport",
-    "Publisher",
     "ReadbackError",
     "Receiver",
     "ReceiverTransport",
-    "RemoteCall",
     "RemoteCallError",
     "Reporter",
-    "RequirementError",
     "SendContext",
     "SendError",
     "SendReport",
     "Sender",
     "SenderLostError",
     "SenderTransport",
-    "ServingTransport",
-    "SharedMemory",
-    "SharedSlots",
     "SkipContext",
-    "Slot",
-    "Store",
-    "StoreOptions",
     "SyncError",
     "TensorSpec",
     "TransportContext",
     "TransportError",
-    "UnknownHookError",
     "UnknownWorkerError",
     "Update",
     "WorkerError",
     "WorkerFailure",
-    "WorkerGroup",
     "WorkerLostError",
-    "WorkerProcess",
     "WorkerResult",
     "WorkerState",
     "WorkerStatus",
     "WorkerTimeoutError",
     "__version__",
-    "check_count",
-    "close_hosted",
-    "connect_locally",
-    "consolidate",
-    "farewell",
-    "hello",
     "hookimpl",
-    "pickle_factory",
-    "same_user",
-    "start_process",
-    "store_transport",
-    "uninterrupted",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__, _MODULES, _KITS)

@@ -7,6 +7,40 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sync_core.report import SendReport
 
+__all__ = [
+    "AddressError",
+    "ApplyError",
+    "CapacityError",
+    "ClosedError",
+    "CorruptionError",
+    "HookResultError",
+    "LayoutMismatchError",
+    "ModelError",
+    "ModelPathError",
+    "NotAPluginError",
+    "OptionError",
+    "PayloadError",
+    "PendingSendError",
+    "PluginConflictError",
+    "PluginError",
+    "PluginImportError",
+    "PluginNewError",
+    "PluginNotFoundError",
+    "PluginVersionError",
+    "ReadbackError",
+    "RemoteCallError",
+    "RequirementError",
+    "SendError",
+    "SenderLostError",
+    "SyncError",
+    "TransportError",
+    "UnknownHookError",
+    "UnknownWorkerError",
+    "WorkerError",
+    "WorkerLostError",
+    "WorkerTimeoutError",
+]
+
 
 class SyncError(Exception):
     """Base of every error raised by sync_core and its plugins."""

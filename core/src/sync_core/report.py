@@ -1,7 +1,8 @@
-"""What became of a send: a result for each worker."""
+"""The report of a send, and plugins that receive each report."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -142,3 +143,24 @@ class SendReport:
 
     def _with_remedy(self, remedy: str) -> tuple[int, ...]:
         return tuple(i for i, result in self.workers.items() if result.remedy == remedy)
+
+
+class Reporter(ABC):
+    """A layer that is called with the report at the end of every send, as ``on_report`` is.
+
+    It need not have any of the hooks. One without stays with its sender, and need not pickle.
+
+    Example:
+        >>> class Pauses(Reporter):
+        ...     longest = 0.0
+        ...     def __call__(self, report):
+        ...         pauses = [result.pause_seconds for result in report.workers.values()]
+        ...         self.longest = max([self.longest, *pauses])
+        >>> with Sender("none", torch.nn.Linear(4, 2), num_workers=1, layers=[Pauses()]) as sender:
+        ...     sender.send().updated
+        (0,)
+    """
+
+    @abstractmethod
+    def __call__(self, report: SendReport) -> object:
+        """Take a report; what is raised is logged, and changes nothing."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from sync_core import SenderLostError, TransportContext, connect_locally, same_user
+from sync_core import SenderLostError, TransportContext
+from sync_core.transports import connect_locally, same_user
 
 
 def connect(context: TransportContext) -> socket.socket:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from sync_core import Finding
+from sync_core.transports import Finding
 
 # Of torch.distributed's gloo and of torch RPC. NCCL's own takes patterns, and reports them itself.
 _INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

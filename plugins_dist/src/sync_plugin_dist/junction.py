@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from sync_core import Message
+from sync_core.transports import Message
 from sync_plugin_dist.descriptors import advice, enough_descriptors
 from sync_plugin_dist.office import DistPeer, Office
 from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sync_core import Message
+from sync_core.transports import Message
 from sync_plugin_dist.junction import Junction
 from sync_plugin_dist.office import DistPeer, Office
 from sync_plugin_dist.parts import cut

@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from sync_core import Channel, Message, SenderLostError
+from sync_core import SenderLostError
+from sync_core.transports import Channel, Message
 
 _BEGINS_AGAIN = ("again", "gone")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sync_core import SharedSlots, Slot
+from sync_core.transports import SharedSlots, Slot
 from sync_plugin_dist.office import DistPeer, Office
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sync_core import Message, Peer, Publisher, Slot
+from sync_core.transports import Message, Peer, Publisher, Slot
 from sync_plugin_dist.rendezvous import Rendezvous
 from sync_plugin_dist.wire import Wire
 

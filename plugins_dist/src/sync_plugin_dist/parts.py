@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sync_core import Block, Layout, Payload
+from sync_core import Layout, Payload
+from sync_core.transports import Block
 
 
 def cut(block: Block, nbytes: int, part_nbytes: int) -> list[Tensor]:

@@ -16,7 +16,7 @@ worker    ``enough``                              it waits no more; ``nothing``,
 sender    ``wire``, number, rank, size            join this process group
 both      ``key``, number, key, value             how to find an end of it; the sender passes it on
 sender    ``data``, number, version, digest, …    the version follows, in so many bytes, over it
-sender    ``slot``, ``live``                      see `sync_core.SharedSlots`
+sender    ``slot``, ``live``                      see `sync_core.transports.SharedSlots`
 sender    ``here``, slot, version, digest         the version lies in that slot
 sender    ``again``                               leave the process group; ``take`` if need be
 sender    ``nothing``                             there is nothing newer any more
@@ -42,7 +42,7 @@ import socket
 from dataclasses import dataclass, fields
 from typing import Self
 
-from sync_core import Message
+from sync_core.transports import Message
 
 # What layers may add to the model's own size: wider dtypes, and tensors of their own.
 _TIMES, _MORE = 16, 1 << 26

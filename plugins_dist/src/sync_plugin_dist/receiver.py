@@ -9,19 +9,15 @@ from functools import partial
 
 from sync_core import (
     Answer,
-    Block,
     CapacityError,
-    MappedSlots,
-    Message,
     Payload,
-    PayloadError,
     ReceiverTransport,
     SenderLostError,
     SyncError,
     TransportContext,
-    farewell,
-    hello,
 )
+from sync_core.errors import PayloadError
+from sync_core.transports import Block, MappedSlots, Message, farewell, hello
 from sync_plugin_dist.connecting import connect
 from sync_plugin_dist.descriptors import advice, enough_descriptors
 from sync_plugin_dist.line import Line

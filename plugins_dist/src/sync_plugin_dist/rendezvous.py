@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from sync_core import Message
+from sync_core.transports import Message
 
 # What an end tells of itself is some hundred bytes, and 8 more for each other end.
 _MAX_VALUE = 1 << 16

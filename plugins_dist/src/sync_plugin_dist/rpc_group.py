@@ -8,7 +8,9 @@ from concurrent.futures import wait
 from typing import Any, ClassVar, NoReturn
 from uuid import uuid4
 
-from sync_core import LaunchedGroup, Launcher, OptionError, check_count, pickle_factory
+from sync_core import OptionError
+from sync_core.checks import check_count
+from sync_core.workers import LaunchedGroup, Launcher, pickle_factory
 from sync_plugin_dist.rpc_message import pack
 from sync_plugin_dist.rpc_peer import ChildPeer, Peer
 from sync_plugin_dist.rpc_worker import RpcWorker

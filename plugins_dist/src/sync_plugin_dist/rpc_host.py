@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import torch
 from torch.distributed import rpc
 
-from sync_core import CallOutcome, close_hosted
+from sync_core.workers import CallOutcome, close_hosted
 from sync_plugin_dist.rpc_message import Message, pack, unpack
 
 _Reply = torch.futures.Future[Message]

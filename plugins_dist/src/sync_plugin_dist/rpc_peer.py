@@ -8,7 +8,7 @@ import weakref
 from contextlib import suppress
 from io import FileIO
 
-from sync_core import start_process
+from sync_core.workers import start_process
 from sync_plugin_dist.rpc_child import Place
 
 _MAIN = "sync_plugin_dist.rpc_child:main"

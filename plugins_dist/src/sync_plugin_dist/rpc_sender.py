@@ -12,7 +12,6 @@ from torch._C._distributed_rpc import PyRRef, WorkerInfo
 from torch.distributed import rpc
 
 from sync_core import (
-    AddressError,
     Delivery,
     OptionError,
     Payload,
@@ -21,6 +20,7 @@ from sync_core import (
     WorkerError,
     WorkerLostError,
 )
+from sync_core.errors import AddressError
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.rpc_agent import Delivered, Order, deliver, forget
 from sync_plugin_dist.rpc_world import others

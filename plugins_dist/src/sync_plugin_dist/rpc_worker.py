@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from sync_core import CallOutcome, RemoteCall
+from sync_core.workers import CallOutcome, RemoteCall
 from sync_plugin_dist import rpc_host
 from sync_plugin_dist.rpc_join import initialised
 from sync_plugin_dist.rpc_message import Message, pack, unpack

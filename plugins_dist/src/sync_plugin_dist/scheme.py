@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sync_core import (
-    Finding,
-    ReceiverTransport,
-    SenderTransport,
-    TransportContext,
-    hookimpl,
-)
+from sync_core import ReceiverTransport, SenderTransport, TransportContext, hookimpl
+from sync_core.transports import Finding
 from sync_plugin_dist import findings
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.receiver import DistReceiver

@@ -7,18 +7,14 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
-from sync_core import (
-    Answer,
-    Delivery,
+from sync_core import Answer, Delivery, OptionError, Payload, TransportContext
+from sync_core.transports import (
     LocalListener,
     Message,
-    OptionError,
-    Payload,
     Publisher,
     ServingTransport,
     SharedSlots,
     Slot,
-    TransportContext,
     uninterrupted,
 )
 from sync_plugin_dist.lane import Lane

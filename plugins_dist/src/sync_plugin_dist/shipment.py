@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sync_core import Message, Slot
+from sync_core.transports import Message, Slot
 from sync_plugin_dist.office import DistPeer
 from sync_plugin_dist.wire import Wire
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, distributed
 
-from sync_core import Block
+from sync_core.transports import Block
 from sync_plugin_dist.freeing import free, free_when_completed, keep_for_ever
 from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
 

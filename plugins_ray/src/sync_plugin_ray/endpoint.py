@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from sync_core import AddressError
+from sync_core.errors import AddressError
 
 
 @dataclass(frozen=True, slots=True)

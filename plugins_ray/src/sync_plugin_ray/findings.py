@@ -14,7 +14,7 @@ from pathlib import Path
 
 import ray
 
-from sync_core import Finding
+from sync_core.transports import Finding
 
 _ADDRESS = "RAY_ADDRESS"
 # Where Ray looks for the cluster that was started last, below the first of these that is set.

@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any, ClassVar
 
-from sync_core import LaunchedGroup, Launcher, RemoteCallError, check_count
+from sync_core import RemoteCallError
+from sync_core.checks import check_count
+from sync_core.workers import LaunchedGroup, Launcher
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.host import encode
 from sync_plugin_ray.resources import check_configs, describe_shortage, usual_options

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sync_core import Block, Layout, Payload, PayloadError
+from sync_core import Layout, Payload
+from sync_core.errors import PayloadError
+from sync_core.transports import Block
 
 # Tensors of so many bytes are put from where they are; the others are packed together first.
 _LARGE = 1 << 18

@@ -16,13 +16,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sync_core import (
     CapacityError,
     Delivery,
-    Notice,
     Payload,
     SenderTransport,
     TransportContext,
     WorkerError,
     WorkerLostError,
 )
+from sync_core.transports import Notice
 from sync_plugin_ray.addressee import Addressee
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.endpoint import Endpoint

@@ -17,7 +17,6 @@ from sync_core import (
     Address,
     CapacityError,
     Delivery,
-    Notice,
     OptionError,
     Payload,
     SenderTransport,
@@ -25,6 +24,7 @@ from sync_core import (
     WorkerError,
     WorkerLostError,
 )
+from sync_core.transports import Notice
 from sync_plugin_ray.agent import Delivered, Order, deliver, forget
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.pull import PullSender

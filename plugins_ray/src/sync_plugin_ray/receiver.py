@@ -13,14 +13,8 @@ from typing import Any
 
 import ray
 
-from sync_core import (
-    Answer,
-    Payload,
-    PayloadError,
-    ReceiverTransport,
-    SenderLostError,
-    TransportContext,
-)
+from sync_core import Answer, Payload, ReceiverTransport, SenderLostError, TransportContext
+from sync_core.errors import PayloadError
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.mailbox import Event, Gone, Offer
 from sync_plugin_ray.store import LOST, read

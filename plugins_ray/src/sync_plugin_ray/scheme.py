@@ -6,14 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sync_core import (
-    Finding,
-    OptionError,
-    ReceiverTransport,
-    SenderTransport,
-    TransportContext,
-    hookimpl,
-)
+from sync_core import OptionError, ReceiverTransport, SenderTransport, TransportContext, hookimpl
+from sync_core.transports import Finding
 from sync_plugin_ray import findings
 from sync_plugin_ray.agent import Inbox
 from sync_plugin_ray.cluster import Cluster

@@ -15,7 +15,9 @@ import ray
 import torch
 from torch import Tensor
 
-from sync_core import Block, CapacityError, OptionError, Payload, PayloadError
+from sync_core import CapacityError, OptionError, Payload
+from sync_core.errors import PayloadError
+from sync_core.transports import Block
 from sync_plugin_ray.pieces import Cutter, join
 
 #: What reading an object raises when its bytes are nowhere any more.

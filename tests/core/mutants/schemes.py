@@ -17,7 +17,6 @@ from torch import Tensor
 
 from sync_core import (
     Answer,
-    Block,
     Delivery,
     Layout,
     Payload,
@@ -27,6 +26,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.testing import SchemeConformance
+from sync_core.transports import Block
 from sync_plugin_std.shm import ShmScheme
 from sync_plugin_std.thread import ThreadReceiver, ThreadScheme, ThreadSender
 

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from importlib import import_module
 
-from sync_core.cli import bench, doctor, listing, new_plugin
 from sync_core.errors import SyncError
 
-_COMMANDS = (listing, doctor, bench, new_plugin)
+#: The module of each command, imported when the command is used, and its line of help.
+COMMANDS = {
+    "list": ("listing", "schemes, layers and worker groups installed here"),
+    "doctor": ("doctor", "does each installed scheme really move weights on this machine?"),
+    "bench": ("bench", "seconds, GB/s, and the share of this machine's copy limit"),
+    "new-plugin": (
+        "new_plugin",
+        "write a distribution that passes the conformance suite as generated",
+    ),
+}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line, with every command."""
+def make_parser(commands: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    Args:
+        commands: those whose arguments it has; of others it knows the names only.
+    """
     parser = argparse.ArgumentParser(prog="sync-core", description=__doc__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_to(subparsers)
+    for command, (module, line) in COMMANDS.items():
+        subparser = subparsers.add_parser(command, help=line)
+        if command in commands:
+            import_module(f"sync_core.cli.{module}").add_arguments(subparser)
     return parser
 
 
@@ -27,10 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line after the program's name; None for this process's.
     """
-    parser = make_parser()
-    parsed, rest = parser.parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
     try:
+        parser = make_parser(given[:1])
+        parsed, rest = parser.parse_known_args(given)
         return int(parsed.run(parsed, rest, parser))
     except SyncError as error:
         sys.stderr.write(f"sync-core: {error}\n")
-        return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "rich":
+            raise
+        sys.stderr.write("sync-core: rich is not installed; type: pip install 'sync-core[cli]'\n")
+    return 1

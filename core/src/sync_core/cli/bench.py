@@ -9,11 +9,13 @@ from dataclasses import asdict
 from inspect import signature
 from typing import Any
 
+from importlib_metadata import entry_points
 from rich.console import Console
 from rich.table import Table
 
 from sync_core.bench import MODELS, Measurement, measure
-from sync_core.plugins.options import read_option
+from sync_core.errors import PluginNotFoundError
+from sync_core.hooks import read_option
 from sync_core.sending.sender import Sender
 
 _MODEL = "large"
@@ -21,18 +23,14 @@ _MODEL = "large"
 _NO_OPTIONS = frozenset(signature(Sender.__init__).parameters) - {"options", "timeout", "verify"}
 
 
-def add_to(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="seconds, GB/s, and the share of this machine's copy limit",
-        description=(
-            "Sends a model to workers, round after round, checks what arrived, and does plain "
-            "copies of the same bytes in turn with that. Further --name value pairs are options "
-            "of the scheme. With `collector` as the scheme, frames per second of a collector, and "
-            "its updates beside those of a bare sender; that takes --scheme, --envs, --modes and "
-            "--frames."
-        ),
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.description = (
+        "Sends a model to workers, round after round, checks what arrived, and does plain "
+        "copies of the same bytes in turn with that. Further --name value pairs are options "
+        "of the scheme. With `collector` as the scheme, frames per second of a collector, and "
+        "its updates beside those of a bare sender; that takes --scheme, --envs, --modes and "
+        "--frames."
     )
     parser.add_argument("scheme", help="the scheme's name, or collector")
     parser.add_argument("--workers", type=int, default=4, help="how many workers (4)")
@@ -57,15 +55,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
                 "a collector has a model of its own; "
                 "leave out --model, --zero-copy and --consolidate"
             )
-        # It loads tensordict, which takes as long as torch: too long for all other commands.
-        from sync_core.cli import bench_collector
-
-        return bench_collector.run(
-            rest,
-            workers=arguments.workers,
-            rounds=arguments.rounds,
-            as_json=arguments.json,
-        )
+        return _run_collector(arguments, rest)
     measurement = measure(
         arguments.scheme,
         arguments.model,
@@ -80,6 +70,17 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     else:
         _print(measurement)
     return 0
+
+
+def _run_collector(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Run the benchmark that sync-collector declares."""
+    entries = entry_points(group="sync.benchmarks", name="collector")
+    if not entries:
+        raise PluginNotFoundError(
+            "no benchmark 'collector' is installed; type: pip install sync-collector"
+        )
+    run = next(iter(entries)).load()
+    return int(run(rest, arguments.workers, arguments.rounds, arguments.json))
 
 
 def _options(rest: list[str], parser: argparse.ArgumentParser) -> dict[str, Any]:

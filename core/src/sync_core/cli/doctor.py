@@ -22,14 +22,14 @@ from importlib_metadata import EntryPoint
 from rich.console import Console
 from rich.table import Table
 
-from sync_core.cli.findings import loading, machine, plugins
+from sync_core import registry
+from sync_core.cli.findings import check_imports, check_machine, check_plugins
 from sync_core.cli.listing import make_console
 from sync_core.cli.trial import MODEL, VERSIONS, WORKERS, Outcome
 from sync_core.errors import PluginNotFoundError
-from sync_core.plugins import registry
-from sync_core.plugins.finding import Finding
-from sync_core.plugins.installed import owner_of
-from sync_core.processes import WorkerProcess, start_process
+from sync_core.hooks import Finding
+from sync_core.registry import owner_of
+from sync_core.workers.processes import WorkerProcess, start_process
 
 #: Seconds from the deadline, which stops a scheme that keeps to it, to the end by force.
 GRACE = 5.0
@@ -60,16 +60,12 @@ class Diagnosis:
     problem: str | None
 
 
-def add_to(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="does each installed scheme really move weights on this machine?",
-        description=(
-            f"Sends {VERSIONS} versions of a small model to {WORKERS} workers by each scheme, and "
-            "checks on the workers what arrived. Then it tells what is amiss around them, with "
-            "a remedy each. The exit status is 1 if a scheme failed."
-        ),
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.description = (
+        f"Sends {VERSIONS} versions of a small model to {WORKERS} workers by each scheme, and "
+        "checks on the workers what arrived. Then it tells what is amiss around them, with "
+        "a remedy each. The exit status is 1 if a scheme failed."
     )
     parser.add_argument(
         "schemes", nargs="*", metavar="SCHEME", help="only these, without loading others"
@@ -176,8 +172,8 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
 
 
 def _findings(*, whole: bool) -> list[Finding]:
-    found = [*machine.find(), *plugins.find()]
-    return [*found, *loading.find()] if whole else found
+    found = [*check_machine(), *check_plugins()]
+    return [*found, *check_imports()] if whole else found
 
 
 def _entries(names: list[str]) -> list[EntryPoint]:

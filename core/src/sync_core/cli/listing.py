@@ -14,11 +14,10 @@ from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
 from rich.table import Table
 
+from sync_core import registry
 from sync_core.errors import PluginError, RequirementError
-from sync_core.plugins import registry
-from sync_core.plugins.hook_check import HOOKS, implemented
-from sync_core.plugins.installed import entry_points_of, owner_of
-from sync_core.plugins.requirements import core_requirement
+from sync_core.hooks import HOOKS, implemented
+from sync_core.registry import core_requirement, entry_points_of, owner_of
 from sync_core.workers.worker_group import WorkerGroup
 
 _TITLES = {
@@ -66,12 +65,10 @@ class Listed:
     error: str | None = None
 
 
-def add_to(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "list",
-        help="schemes, layers and worker groups installed here",
-        description="Shows where each one comes from and what it can do, or why it does not load.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.description = (
+        "Shows where each one comes from and what it can do, or why it does not load."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)

@@ -12,12 +12,11 @@ from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import sync_core
+from sync_core import registry
 from sync_core.errors import PluginNewError
-from sync_core.plugins import registry
-from sync_core.plugins.requirements import promised_to
+from sync_core.registry import promised_to
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -30,6 +29,7 @@ class _Kind:
     summary: str
     leeway: str
     usage: str
+    requires: tuple[str, ...] = ()
 
 
 _SCHEME = _Kind(
@@ -39,6 +39,7 @@ _SCHEME = _Kind(
     "The scheme `$name` of sync-core: weights go through files in a directory.",
     "what `capabilities` does not declare is skipped",
     'import sync_core\n\nsender = sync_core.Sender("$name", policy, num_workers=4)',
+    ("sync-plugin-std",),
 )
 _LAYER = _Kind(
     "layer",
@@ -54,8 +55,9 @@ _WORKERS = _Kind(
     "worker group",
     "The worker group `$name` of sync-core: workers in the caller's thread.",
     "what `capabilities` does not declare is skipped",
-    "import sync_core\n\n"
-    'collector = sync_core.Collector(make_env, policy, scheme="thread", workers="$name", …)',
+    "from sync_collector import Collector\n\n"
+    'collector = Collector(make_env, policy, scheme="thread", workers="$name", …)',
+    ("cloudpickle>=3",),
 )
 
 # Where each template goes, below the distribution's folder.
@@ -68,15 +70,11 @@ _FILES = {
 }
 
 
-def add_to(subparsers: Any) -> None:
-    """Add the command to the parser."""
-    parser = subparsers.add_parser(
-        "new-plugin",
-        help="write a distribution that passes the conformance suite as generated",
-        description=(
-            "Writes a scheme, or a layer or worker group: a small one that is complete, to be "
-            "replaced piece by piece, with its entry point, tests, README and CI file."
-        ),
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.description = (
+        "Writes a scheme, or a layer or worker group: a small one that is complete, to be "
+        "replaced piece by piece, with its entry point, tests, README and CI file."
     )
     parser.add_argument("name", metavar="NAME", help="such as my-transport")
     kinds = parser.add_mutually_exclusive_group()
@@ -120,6 +118,7 @@ def write_plugin(name: str, kind: str = "scheme", directory: Path | None = None)
 
 def _write(name: str, kind: _Kind, directory: Path) -> None:
     package = name.replace("-", "_")
+    requirements = (promised_to(sync_core.__version__), *kind.requires)
     words = {
         "name": name,
         "distribution": name,
@@ -128,7 +127,7 @@ def _write(name: str, kind: _Kind, directory: Path) -> None:
         "group": kind.group,
         "leeway": kind.leeway,
         "kind": kind.called,
-        "core_requirement": promised_to(sync_core.__version__),
+        "requirements": ", ".join(f'"{each}"' for each in requirements),
     }
     words["summary"] = Template(kind.summary).substitute(words)
     words["usage"] = Template(kind.usage).substitute(words)

@@ -16,15 +16,13 @@ from typing import Literal
 
 from torch import nn
 
-from sync_core.bench.measure import SETTLE_SECONDS
-from sync_core.bench.models import make_model, mark
-from sync_core.bench.worker import BenchWorker
-from sync_core.calls import gather
-from sync_core.cli.findings import scheme as findings
+from sync_core import registry
+from sync_core.bench import SETTLE_SECONDS, BenchWorker, make_model, mark
+from sync_core.cli.findings import check_scheme
 from sync_core.errors import OptionError, SendError, SyncError
-from sync_core.plugins import registry
-from sync_core.plugins.groups import choose_group, shares_policy
+from sync_core.group_choice import choose_group, shares_policy
 from sync_core.sending.sender import Sender
+from sync_core.workers.calls import gather
 from sync_core.workers.worker_group import WorkerGroup
 
 MODEL = "small"
@@ -71,7 +69,7 @@ def answer(fd: int, scheme: str, timeout: str) -> None:
     connection = Connection(fd)
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     connection.send(None)
-    connection.send(findings.find(scheme))
+    connection.send(check_scheme(scheme))
     connection.send(try_scheme(scheme, float(timeout)))
 
 

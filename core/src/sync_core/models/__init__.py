@@ -1,1 +1,25 @@
-"""Models: where their tensors are found, and how weights are read from them and written."""
+"""Reading and writing the tensors of a model."""
+
+from typing import TYPE_CHECKING
+
+from sync_core._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from sync_core.models.binding import Binding, consolidate
+    from sync_core.models.extract import named_tensors
+    from sync_core.models.match import check_match
+    from sync_core.models.paths import resolve
+    from sync_core.receiving.multi_model import receive_together
+
+
+_MODULES = {
+    "sync_core.models.binding": ("Binding", "consolidate"),
+    "sync_core.models.extract": ("named_tensors",),
+    "sync_core.models.match": ("check_match",),
+    "sync_core.models.paths": ("resolve",),
+    "sync_core.receiving.multi_model": ("receive_together",),
+}
+
+__all__ = ["Binding", "check_match", "consolidate", "named_tensors", "receive_together", "resolve"]
+
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -1,28 +1,26 @@
-"""A model bound to its layout: its tensors are found once, then read and written in one go."""
+"""Moves a model's tensors side by side in memory, so that whoever sends it packs bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from sync_core.errors import ModelError
 from sync_core.models import commit
-from sync_core.models.compare import check_match
+from sync_core.models.aliasing import Places, check_held, check_writable
+from sync_core.models.contiguous import Flat
 from sync_core.models.extra_state import is_extra_state, is_json
 from sync_core.models.extract import Strategy, check_strategy, named_tensors
-from sync_core.models.finder import finder
-from sync_core.models.flat import Flat
-from sync_core.models.forms import Forms
-from sync_core.models.lent import Lent, lend
-from sync_core.models.pointing import Pointing
-from sync_core.models.several import modules_in
-from sync_core.models.writable import Places, check_held, check_writable
+from sync_core.models.finder import Forms, finder
+from sync_core.models.match import check_match
+from sync_core.models.multi_model import modules_in
+from sync_core.models.zero_copy import Lent, Pointing, lend
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout, place_of
-from sync_core.weights.update import Update
+from sync_core.weights.payload import Update
 
 # Below so many bytes, one copy is no faster than one for each tensor.
 _WORTHWHILE = 1 << 20
@@ -278,3 +276,42 @@ def _check_memory(named: Mapping[str, Tensor]) -> None:
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     pairs = list(pairs)
     copy([mine for mine, _ in pairs], [new for _, new in pairs])
+
+
+Model = TypeVar("Model")
+
+
+def consolidate(model: Model) -> Model:
+    """Move the tensors of a module into one stretch of memory, in which they lie as they travel.
+
+    A `Sender` of that model then packs by copying bytes instead of thousands of tensors; a scheme
+    may also send them from where they are. Parameters keep their identity, and optimisers go on
+    with them. If the module gets other tensors, or one is moved (`module.to`), it is sent tensor by
+    tensor again.
+
+    Call this before other threads use the module, and before anything else holds the memory of
+    its tensors: nothing is moved then. The memory cannot be resized.
+
+    Args:
+        model: an `nn.Module`; or a mapping from names to modules, if that is what is sent.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelError: a tensor that cannot be moved, or whose memory something else holds (a
+            `state_dict`, a view, an array, a backward pass that is still to come); the message
+            names it, and nothing was moved. An array that a tensor was made on
+            (`torch.from_numpy`) is not seen, and goes on looking at the old memory.
+
+    Example:
+        >>> policy = consolidate(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1)))
+        >>> with Sender("thread", policy, num_workers=1) as sender:
+        ...     pending = sender.send_async()
+        ...     version = Receiver(sender.address(0), torch.nn.Sequential(
+        ...         torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))).receive()
+        ...     pending.wait().updated
+        (0,)
+    """
+    Binding(model).consolidate()
+    return model

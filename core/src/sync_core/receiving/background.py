@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from sync_core.transports.answer import Answer
-from sync_core.transports.transport import ReceiverTransport
+from sync_core.transports.transport import Answer, ReceiverTransport
 from sync_core.weights.payload import Payload
 
 # How long the thread may take to notice that it is to end, in seconds.

@@ -6,21 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sync_core.arguments import check_layers
+from sync_core import registry
+from sync_core.address import Address
+from sync_core.checks import check_layers
 from sync_core.errors import OptionError
+from sync_core.hooks import SendContext, TransportContext, hookimpl
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, named_tensors
-from sync_core.plugins import registry
-from sync_core.plugins.address import Address
-from sync_core.plugins.cadence import Cadence
-from sync_core.plugins.contexts import SendContext, TransportContext
-from sync_core.plugins.defaults import Defaults
-from sync_core.plugins.hookspecs import hookimpl
-from sync_core.plugins.stack import Stack
-from sync_core.transports.answer import Answer
-from sync_core.transports.transport import ReceiverTransport
-from sync_core.weights.payload import Payload
-from sync_core.weights.update import Update
+from sync_core.stack import Cadence, Defaults, Stack
+from sync_core.transports.transport import Answer, ReceiverTransport
+from sync_core.weights.payload import Payload, Update
 
 _MODEL_ID = "policy"
 _WORKER_ID = 0

@@ -14,7 +14,10 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
-from sync_core.arguments import check_function
+from sync_core import registry
+from sync_core._util import CollectorReference, clock_id
+from sync_core.address import Address
+from sync_core.checks import check_function, check_seconds
 from sync_core.errors import (
     AddressError,
     ClosedError,
@@ -23,30 +26,21 @@ from sync_core.errors import (
     SenderLostError,
     SyncError,
 )
+from sync_core.hooks import implemented
+from sync_core.increments import BaseLayer, check_base
 from sync_core.models.binding import Binding
-from sync_core.models.compare import check_match
 from sync_core.models.extract import Strategy, named_tensors
-from sync_core.models.own import check_own
-from sync_core.models.several import look_up, refers
-from sync_core.plugins import registry
-from sync_core.plugins.address import Address
-from sync_core.plugins.defaults import Defaults
-from sync_core.plugins.hook_check import implemented
-from sync_core.plugins.increments import BaseLayer, check_base
-from sync_core.plugins.registry import Plugin
-from sync_core.plugins.stack import Stack
-from sync_core.plugins.verify import Verification
+from sync_core.models.match import check_match
+from sync_core.models.multi_model import look_up, refers
+from sync_core.models.shared_model_check import check_own
 from sync_core.receiving.background import Background
+from sync_core.receiving.exclusive import Lease, Turn, vacate
 from sync_core.receiving.getter import address_of
-from sync_core.receiving.lease import Lease, vacate
-from sync_core.receiving.turn import Turn
-from sync_core.seconds import check_seconds
-from sync_core.transports.answer import Answer
-from sync_core.transports.clock import clock_id
-from sync_core.transports.transport import ReceiverTransport
-from sync_core.weights.payload import Payload
-from sync_core.weights.update import Update
-from sync_core.workers.collector_reference import CollectorReference
+from sync_core.registry import Plugin
+from sync_core.stack import Defaults, Stack
+from sync_core.transports.transport import Answer, ReceiverTransport
+from sync_core.verify import Verification
+from sync_core.weights.payload import Payload, Update
 
 _log = logging.getLogger("sync_core")
 _IS_CLOSED = "the receiver is closed"

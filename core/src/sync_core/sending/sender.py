@@ -11,29 +11,26 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor
 
-from sync_core.arguments import check_function
+from sync_core._util import Stopwatch, release_with
+from sync_core.address import Address
+from sync_core.checks import check_function, check_seconds
 from sync_core.errors import ClosedError, OptionError, PendingSendError
+from sync_core.increments import Increments
 from sync_core.models.extract import Strategy
-from sync_core.models.own import register_owner
+from sync_core.models.multi_model import either
 from sync_core.models.paths import resolve
-from sync_core.models.several import either
-from sync_core.plugins.address import Address
-from sync_core.plugins.cadence import Cadence
-from sync_core.plugins.increments import Increments
-from sync_core.plugins.verify import Verify
-from sync_core.release import release_with
+from sync_core.models.shared_model_check import register_owner
 from sync_core.report import SendReport
-from sync_core.seconds import check_seconds
-from sync_core.sending.outlet import Outlet
-from sync_core.sending.pending import PendingSend
-from sync_core.sending.remedies import OnFailure, Remedies
-from sync_core.sending.send_log import tell
+from sync_core.sending.failure_policy import OnFailure, Remedies
+from sync_core.sending.membership import Membership, MembershipEvent
+from sync_core.sending.pending import PendingSend, tell
+from sync_core.sending.pipeline import Outlet, Terms
 from sync_core.sending.source import Source
-from sync_core.sending.terms import Terms
 from sync_core.sending.updater import Updater
-from sync_core.stopwatch import Stopwatch
-from sync_core.weights.update import Update
-from sync_core.workers.membership import Membership, MembershipEvent
+from sync_core.sending.worker_state import WorkerStatus
+from sync_core.stack import Cadence
+from sync_core.verify import Verify
+from sync_core.weights.payload import Update
 from sync_core.workers.worker_group import WorkerGroup
 from sync_core.workers.worker_ids import (
     as_id,
@@ -42,7 +39,6 @@ from sync_core.workers.worker_ids import (
     normalize,
     normalize_one,
 )
-from sync_core.workers.worker_status import WorkerStatus
 
 _CLOSED = "the sender was closed"
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from sync_core.errors import ModelError
 from sync_core.models.binding import Binding
-from sync_core.models.conform import conform
 from sync_core.models.extract import Strategy, named_tensors
-from sync_core.models.own import check_same
-from sync_core.models.several import look_up, refers, same
+from sync_core.models.match import conform
+from sync_core.models.multi_model import look_up, refers, same
+from sync_core.models.shared_model_check import check_same
 from sync_core.weights.layout import Layout
-from sync_core.weights.update import Update
+from sync_core.weights.payload import Update
 
 
 class Source:

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from sync_core._util import CollectorReference
 from sync_core.report import SendReport
-from sync_core.workers.collector_reference import CollectorReference
 
 
 class Updater(CollectorReference, ABC):

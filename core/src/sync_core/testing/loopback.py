@@ -9,9 +9,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from sync_core import (
-    AddressError,
     Answer,
-    Block,
     Delivery,
     Payload,
     ReceiverTransport,
@@ -20,6 +18,8 @@ from sync_core import (
     TransportContext,
     hookimpl,
 )
+from sync_core.errors import AddressError
+from sync_core.transports import Block
 
 _senders: WeakValueDictionary[str, LoopbackSender] = WeakValueDictionary()
 

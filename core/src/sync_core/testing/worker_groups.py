@@ -19,11 +19,11 @@ from sync_core import (
     ClosedError,
     RemoteCallError,
     UnknownWorkerError,
-    WorkerGroup,
     WorkerLostError,
     WorkerTimeoutError,
 )
 from sync_core.testing.cases import Conformance
+from sync_core.workers import WorkerGroup
 
 
 class CounterError(Exception):

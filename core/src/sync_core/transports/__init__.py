@@ -1,1 +1,68 @@
-"""What transports are made of: both sides, answers, and the bases that authors build on."""
+"""The kit for transports: bases to build on, and what they are made of.
+
+The interface itself, `SenderTransport` and `ReceiverTransport`, is in `sync_core`.
+"""
+
+from typing import TYPE_CHECKING
+
+from sync_core._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from sync_core._util import uninterrupted
+    from sync_core.hooks import Finding
+    from sync_core.transports.channel import (
+        Channel,
+        LocalListener,
+        Message,
+        connect_locally,
+        same_user,
+    )
+    from sync_core.transports.point_to_point import PointToPointTransport
+    from sync_core.transports.publisher import Publisher, Slot
+    from sync_core.transports.serving import Peer, ServingTransport, farewell, hello
+    from sync_core.transports.shared_memory import MappedSlots, SharedMemory, SharedSlots
+    from sync_core.transports.transport import Notice
+    from sync_core.weights.block import Block
+
+
+_MODULES = {
+    "sync_core._util": ("uninterrupted",),
+    "sync_core.hooks": ("Finding",),
+    "sync_core.transports.channel": (
+        "Channel",
+        "LocalListener",
+        "Message",
+        "connect_locally",
+        "same_user",
+    ),
+    "sync_core.transports.point_to_point": ("PointToPointTransport",),
+    "sync_core.transports.publisher": ("Publisher", "Slot"),
+    "sync_core.transports.serving": ("Peer", "ServingTransport", "farewell", "hello"),
+    "sync_core.transports.shared_memory": ("MappedSlots", "SharedMemory", "SharedSlots"),
+    "sync_core.transports.transport": ("Notice",),
+    "sync_core.weights.block": ("Block",),
+}
+
+__all__ = [
+    "Block",
+    "Channel",
+    "Finding",
+    "LocalListener",
+    "MappedSlots",
+    "Message",
+    "Notice",
+    "Peer",
+    "PointToPointTransport",
+    "Publisher",
+    "ServingTransport",
+    "SharedMemory",
+    "SharedSlots",
+    "Slot",
+    "connect_locally",
+    "farewell",
+    "hello",
+    "same_user",
+    "uninterrupted",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

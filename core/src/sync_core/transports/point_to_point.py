@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sync_core.errors import WorkerError, WorkerLostError
-from sync_core.transports.answer import Answer
-from sync_core.transports.transport import Delivery, SenderTransport
+from sync_core.transports.transport import Answer, Delivery, SenderTransport
 from sync_core.weights.block import Block
 from sync_core.weights.payload import Payload
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from sync_core._util import uninterrupted
 from sync_core.errors import (
     CapacityError,
     ClosedError,
@@ -15,10 +16,7 @@ from sync_core.errors import (
     WorkerError,
     WorkerLostError,
 )
-from sync_core.interrupts import uninterrupted
-from sync_core.transports.answer import Answer
-from sync_core.transports.notice import Notice, unheard
-from sync_core.transports.transport import Delivery
+from sync_core.transports.transport import Answer, Delivery, Notice, unheard
 from sync_core.weights.block import Block
 from sync_core.weights.payload import Payload
 

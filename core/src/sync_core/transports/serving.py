@@ -15,9 +15,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from sync_core.interrupts import uninterrupted
-from sync_core.transports.channel import MAX_MESSAGE, Channel, Message
-from sync_core.transports.local_socket import same_user
+from sync_core._util import uninterrupted
+from sync_core.transports.channel import MAX_MESSAGE, Channel, Message, same_user
 from sync_core.transports.publisher import Publisher
 from sync_core.transports.transport import SenderTransport
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import operator
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -12,10 +14,18 @@ import torch
 from torch import Tensor
 
 from sync_core.errors import PayloadError
-from sync_core.weights import pages
-from sync_core.weights.header import MAX_HEADER_BYTES
-from sync_core.weights.layout import Layout
-from sync_core.weights.tensor_spec import TensorSpec
+from sync_core.weights.layout import MAX_HEADER_BYTES, Layout, TensorSpec
+
+
+def allocate(nbytes: int) -> mmap.mmap:
+    """Zeroed memory of this process alone, a child of `os.fork` gets a copy of its own."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
 
 _offset = operator.attrgetter("offset")
 
@@ -53,7 +63,7 @@ class Block:
         """A block of private memory."""
         if nbytes < _LARGE:
             return cls(torch.empty(nbytes, dtype=torch.uint8))
-        return cls(torch.frombuffer(pages.allocate(nbytes), dtype=torch.uint8))
+        return cls(torch.frombuffer(allocate(nbytes), dtype=torch.uint8))
 
     @classmethod
     def of_bytes(cls, data: bytes | bytearray | memoryview) -> Block:

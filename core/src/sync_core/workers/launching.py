@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Generic, Protocol, TypeVar
 
-from sync_core.arguments import check_count
+from sync_core._util import release_with
+from sync_core.checks import check_count, check_seconds
 from sync_core.errors import ClosedError, UnknownWorkerError, WorkerTimeoutError
-from sync_core.release import release_with
-from sync_core.seconds import check_seconds
 from sync_core.workers.worker_group import WorkerGroup
 
 # Time for workers that nobody waits for any more: the group failed to start, or was forgotten.

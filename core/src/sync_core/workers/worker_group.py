@@ -18,8 +18,9 @@ class WorkerGroup(ABC):
     ``sync.workers``; the entry point is the class.
 
     A worker that ends, however its group ends it, closes what it hosts as the last thing: it calls
-    ``close()`` of an object whose class has one (`sync_core.close_hosted`), in the worker, after
-    the call in progress and within the same time. One that dies, or is ended by force, does not.
+    ``close()`` of an object whose class has one (`sync_core.workers.close_hosted`), in the worker,
+    after the call in progress and within the same time. One that dies, or is ended by force, does
+    not.
 
     Args:
         factory: makes the object that worker ``worker_id`` hosts. It travels to the worker, and
@@ -33,7 +34,7 @@ class WorkerGroup(ABC):
         WorkerTimeoutError: a worker did not start in time; likewise.
     """
 
-    #: What the group can do; `sync_core.plugins.capabilities` says what each name means.
+    #: What the group can do; `sync_core.hooks` says what each name means.
     capabilities: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod

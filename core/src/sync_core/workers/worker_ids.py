@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sync_core.arguments import check_count
+from sync_core.checks import check_count
 from sync_core.errors import OptionError, UnknownWorkerError
 
 

@@ -8,7 +8,7 @@ from sync_core.testing.faults.fault import POINTS, Fault, InjectedFaultError
 from sync_core.testing.faults.layer import Raising
 from sync_core.testing.faults.limits import few_descriptors, full, small_files
 from sync_core.testing.faults.process import execute, fork, kill, stop
-from sync_core.testing.faults.scheme import Faulty
+from sync_core.testing.faults.transport import Faulty
 
 __all__ = [
     "POINTS",

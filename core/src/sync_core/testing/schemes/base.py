@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Protocol
 
 import pytest
 
-from sync_core import Sender, WorkerGroup
-from sync_core.plugins import registry
-from sync_core.plugins.groups import choose_group
+from sync_core import Sender, registry
+from sync_core.group_choice import choose_group
 from sync_core.testing.cases import Conformance
 from sync_core.testing.schemes.pool import Pool, Workers, borrow_pool
+from sync_core.workers import WorkerGroup
 
 
 class Start(Protocol):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-from sync_core import Receiver, Sender
-from sync_core.plugins import registry
-from sync_core.plugins.capabilities import SCHEME_CAPABILITIES
+from sync_core import Receiver, Sender, registry
+from sync_core.hooks import SCHEME_CAPABILITIES
 from sync_core.testing.loopback import Loopback
 from sync_core.testing.negated import Negated
 from sync_core.testing.schemes.base import SchemeCases, Start

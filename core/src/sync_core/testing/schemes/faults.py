@@ -21,9 +21,9 @@ from sync_core import (
     Update,
     WorkerLostError,
     WorkerTimeoutError,
+    registry,
 )
-from sync_core.plugins import registry
-from sync_core.testing.faults.gate import gated
+from sync_core.testing.faults.fault import gated
 from sync_core.testing.interrupts import interrupted
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, make_policy

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sync_core import SendError, consolidate
+from sync_core import SendError
+from sync_core.models import consolidate
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, fingerprints, make_policy, specimens
 from sync_core.testing.schemes.worker import Worker

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from sync_core import Sender, SendError, SendReport, WorkerGroup
+from sync_core import Sender, SendError, SendReport
 from sync_core.testing.schemes.worker import Worker
+from sync_core.workers import WorkerGroup
 
 _SIZE = 3
 # A call that takes longer hangs.

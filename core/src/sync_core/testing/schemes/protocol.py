@@ -14,9 +14,7 @@ import torch
 from torch import nn
 
 from sync_core import (
-    AddressError,
     ClosedError,
-    Finding,
     LayoutMismatchError,
     ModelError,
     OptionError,
@@ -25,10 +23,12 @@ from sync_core import (
     SenderLostError,
     SendError,
     UnknownWorkerError,
+    registry,
 )
-from sync_core.plugins import registry
+from sync_core.errors import AddressError
 from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import make_policy
+from sync_core.transports import Finding
 
 
 class ProtocolCases(SchemeCases):

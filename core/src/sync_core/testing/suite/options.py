@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from sync_core import PluginError
-from sync_core.plugins import registry
-from sync_core.plugins.options import read_option
+from sync_core import PluginError, registry
+from sync_core.hooks import read_option
 from sync_core.testing import LayerConformance, SchemeConformance, WorkerGroupConformance
 from sync_core.testing.cases import Conformance
 

@@ -1,0 +1,158 @@
+"""Interrupts, finalizers, clocks and weak references."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """For ``with``: Ctrl-C comes at the end of the block, which must be short.
+
+    Python looks for it between almost any two calls of the main thread. Where the other side is
+    told of something in one of them and it is noted in the next, both would be at odds for good.
+
+    Example:
+        >>> done = []
+        >>> try:
+        ...     with uninterrupted():
+        ...         signal.raise_signal(signal.SIGINT)
+        ...         done.append("all of it")
+        ... except KeyboardInterrupt:
+        ...     done.append("and then Ctrl-C")
+        >>> done
+        ['all of it', 'and then Ctrl-C']
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    # Only the main thread is interrupted, and only where Python itself handles the signal.
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *signalled: came.append(signalled))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])
+
+
+def release_with(
+    owner: object, release: Callable[..., Any], *args: Any
+) -> weakref.finalize[Any, Any]:
+    """Call ``release(*args)`` when the owner is forgotten, when the process ends, or when called.
+
+    As `weakref.finalize`, except that a process which was forked from this one does not: it has
+    the owner in its memory, but what the owner holds is not its to release, locks may be held by
+    threads that it lacks, and connections are the parent's.
+
+    Args:
+        owner: who holds it; not to be kept alive by ``release`` or ``args``.
+        release: what to call, at most once.
+        args: its arguments.
+
+    Example:
+        >>> class Owner: ...
+        >>> owner = Owner()
+        >>> release = release_with(owner, print, "released")
+        >>> del owner
+        released
+        >>> release()
+    """
+    return weakref.finalize(owner, _release, os.getpid(), release, args)
+
+
+def _release(process: int, release: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if os.getpid() == process:
+        release(*args)
+
+
+class Stopwatch:
+    """Runs in ``with`` blocks, of one thread at a time.
+
+    Example:
+        >>> stopwatch = Stopwatch()
+        >>> for _ in range(2):
+        ...     with stopwatch:
+        ...         time.sleep(0.01)
+        >>> stopwatch.seconds > 0.02
+        True
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.seconds += time.perf_counter() - self._since
+
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@cache
+def clock_id() -> str | None:
+    """What processes have in common whose `time.perf_counter` counts from the same moment.
+
+    On Linux that clock is ``CLOCK_MONOTONIC``: one for all processes of a host, but for those in
+    another time namespace (https://man7.org/linux/man-pages/man7/time_namespaces.7.html). None on
+    other systems, where nothing says which processes share theirs.
+
+    Example:
+        >>> clock_id() == clock_id()
+        True
+    """
+    try:
+        boot = _BOOT.read_text().strip()
+    except OSError:
+        return None
+    namespace = ""
+    with suppress(OSError):  # there is one for all before Linux 5.6
+        namespace = str(Path("/proc/self/ns/time").readlink())
+    kind = time.get_clock_info("perf_counter").implementation
+    # A digest, as a host's boot id is nobody else's business.
+    return hashlib.sha256(f"{boot} {namespace} {kind}".encode()).hexdigest()[:16]
+
+
+class CollectorReference:
+    """A weak reference to one collector; a base class of senders and receivers."""
+
+    _collector: weakref.ref[Any] | None = None
+
+    @property
+    def collector(self) -> Any:
+        """The collector that was registered; None before that, and after it was collected."""
+        return None if self._collector is None else self._collector()
+
+    def register_collector(self, collector: Any) -> None:
+        """Keep a weak reference to the collector whose workers are updated.
+
+        Raises:
+            RuntimeError: a collector was registered before.
+        """
+        if self._collector is not None:
+            raise RuntimeError(
+                f"this {type(self).__name__} has a collector already, and serves one only; "
+                f"make another {type(self).__name__} for another collector"
+            )
+        self._collector = weakref.ref(collector)

@@ -1,8 +1,0 @@
-"""Environments: what a collector asks of one, an adapter for Gymnasium, and one to test with."""
-
-from sync_core.envs.arrays import ArrayEnv, ArraySpec, ArrayStep
-from sync_core.envs.counting import CountingEnv
-from sync_core.envs.gym import GymEnv
-from sync_core.envs.protocol import Env
-
-__all__ = ["ArrayEnv", "ArraySpec", "ArrayStep", "CountingEnv", "Env", "GymEnv"]

@@ -1,0 +1,388 @@
+"""The four hooks of a plugin, the contexts that they get, and the capabilities they declare."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from numbers import Integral, Real
+from types import MappingProxyType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import pluggy
+
+from sync_core.errors import OptionError, UnknownHookError
+from sync_core.transports.transport import Notice, unheard
+
+if TYPE_CHECKING:
+    from sync_core.address import Address
+    from sync_core.transports.transport import ReceiverTransport, SenderTransport
+    from sync_core.weights.layout import Layout
+    from sync_core.weights.payload import Update
+
+Options = TypeVar("Options")
+
+# Those of numpy are none of Python's own.
+_NUMBERS: Mapping[Any, type] = {int: Integral, float: Real}
+
+
+def parse_options(options_type: type[Options], given: Mapping[str, Any], owner: str) -> Options:
+    """An instance of the dataclass ``options_type`` from the options given to ``owner``."""
+    declared = {f.name: f for f in fields(options_type)}  # type: ignore[arg-type]
+    unknown = [name for name in given if name not in declared]
+    if unknown:
+        known = ", ".join(sorted(declared)) or "none"
+        raise OptionError(f"{owner} has no option {unknown[0]!r}; its options are: {known}")
+    missing = [
+        name
+        for name, f in declared.items()
+        if f.default is MISSING and f.default_factory is MISSING and name not in given
+    ]
+    if missing:
+        raise OptionError(f"{owner} needs the option {missing[0]!r}")
+    types = _types(options_type)
+    for name, value in given.items():
+        if not _is_of(value, types.get(name, Any)):
+            advice = "; type True or False" if _is_of(True, types[name]) else ""
+            raise OptionError(f"{owner} takes {name}: {declared[name].type}, not {value!r}{advice}")
+    return options_type(**given)
+
+
+def read_option(text: str) -> Any:
+    """The value of an option on a command line: as in Python, true and false, or else the text.
+
+    Example:
+        >>> read_option("4"), read_option("false"), read_option("gloo")
+        (4, False, 'gloo')
+    """
+    try:
+        return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false") else text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _types(options_type: type) -> Mapping[str, Any]:
+    try:
+        return get_type_hints(options_type)
+    except (NameError, AttributeError):
+        # Names that its author imports for type checkers only; then nothing is checked here.
+        return {}
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    if isinstance(kind, UnionType) or get_origin(kind) is Union:
+        return any(_is_of(value, each) for each in get_args(kind))
+    kind = get_origin(kind) or kind
+    if isinstance(value, bool) and kind in _NUMBERS:
+        return False
+    try:
+        return isinstance(value, _NUMBERS.get(kind, kind))
+    except TypeError:
+        return True  # Any, Literal, a protocol and the like: nothing that a value is an instance of
+
+
+#: Of schemes. A scheme may declare others, which its own documentation explains.
+SCHEME_CAPABILITIES = MappingProxyType(
+    {
+        "background": "weights take time to come: Receiver(…, background=True) stages them",
+        "broadcast": "a version is packed or put once, however many workers get it",
+        "cross_host": "workers may be on other machines",
+        "cross_process": "workers may be in other processes",
+        "cuda": "tensors on a GPU travel without a copy in the memory of the host",
+        "descriptors": "each worker has to be given an open file, such as the end of a pipe",
+        "findings": "its ``findings()`` tell ``sync-core doctor`` what is amiss around it",
+        "late_join": "workers may be added while the sender runs",
+        "pull": "workers fetch what they want; the sender need not be able to reach them",
+        "same_object": "workers act with the trainer's own object, so nothing travels",
+        "worker_paths": "handles of workers may be paths, looked up in the sender's context",
+        "zero_copy": "parameters of workers may become views of what arrived",
+    }
+)
+
+#: Of worker groups.
+WORKER_CAPABILITIES = MappingProxyType(
+    {
+        "add": "workers can be added later",
+        "cross_host": "workers may be on other machines",
+        "cross_process": "workers are in other processes",
+        "descriptors": "open files that multiprocessing can pass on may be arguments of calls",
+        "parallel": "workers run at the same time",
+        "restart": "the place of a worker that was lost can be taken by a new one",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that stops no command, and will be felt; one line in the output of doctor.
+
+    Args:
+        about: what it is about, such as ``"/dev/shm"``.
+        problem: what is wrong.
+        remedy: what to type, or to do.
+
+    Example:
+        >>> print(Finding("/mnt/run", "is read-only", "type: mount -o remount,rw /mnt/run"))
+        /mnt/run: is read-only; type: mount -o remount,rw /mnt/run
+    """
+
+    about: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.about}: {self.problem}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportContext:
+    """What `create_transport` is given.
+
+    Args:
+        side: ``"sender"`` or ``"receiver"``: which transport is wanted.
+        scheme: the name of the scheme, for messages.
+        model_id: the name of the model that the weights belong to.
+        models: (sender) the names of the models, where several travel as one.
+        token: the secret of this sender. A transport refuses a peer that does not know it.
+        timeout: the deadline, in seconds, of a call that may block.
+        zero_copy: whether receivers keep views of what the transport delivers.
+        options: the options that the user gave to `Sender`; read them with `parse_options`.
+        worker_ids: (sender) the workers to serve.
+        workers: (sender) handles of the workers, for a scheme that calls into them.
+        layout: (sender) the layout of every payload that is not ``partial``; (receiver) the layout
+            of the sender's model, before any layer changes it.
+        make_address: (sender) makes the `Address` of a worker, for a transport that makes the
+            receiver itself: ``make_address(worker_id=…, endpoint=…)``.
+        notify: (sender) tells the sender what the transport knows of a worker between sends; it
+            may be called from any thread, with locks held, or never.
+        worker_id: (receiver) which worker this is.
+        endpoint: (receiver) what `SenderTransport.address` gave for this worker.
+    """
+
+    side: Literal["sender", "receiver"]
+    scheme: str
+    model_id: str
+    token: str = field(repr=False)
+    timeout: float
+    zero_copy: bool = False
+    models: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    worker_ids: tuple[int, ...] = ()
+    workers: tuple[Any, ...] = ()
+    layout: Layout | None = None
+    make_address: Callable[..., Address] | None = None
+    notify: Callable[[int, Notice], None] = unheard
+    worker_id: int = -1
+    endpoint: Any = None
+
+    def parse_options(self, options_type: type[Options]) -> Options:
+        """The options as an instance of a dataclass that declares them.
+
+        Args:
+            options_type: a dataclass whose fields are the scheme's options.
+
+        Raises:
+            OptionError: an option that the dataclass lacks, or one that it needs is missing, or is
+                of another type than it declares.
+
+        Example:
+            >>> from dataclasses import dataclass
+            >>> @dataclass(frozen=True)
+            ... class Options:
+            ...     slots: int = 3
+            >>> context = TransportContext(
+            ...     side="sender", scheme="shm", model_id="policy", token="", timeout=60.0,
+            ...     options={"slots": 5})
+            >>> context.parse_options(Options)
+            Options(slots=5)
+        """
+        return parse_options(options_type, self.options, f"scheme {self.scheme!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendContext:
+    """What `prepare_weights` is given.
+
+    Args:
+        model_id: the name of the model.
+        version: the version that the update will carry; 0 when the sender, once at its start,
+            prepares an update only to learn the layout that travels.
+        worker_ids: the workers that will get it.
+    """
+
+    model_id: str
+    version: int
+    worker_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyContext:
+    """What `apply_weights` is given.
+
+    Args:
+        model_id: the name of the model.
+        version: the version of the update; 0 for weights given by hand.
+        worker_id: which worker this is.
+        zero_copy: whether the model's parameters shall become the update's tensors.
+        partial: whether the update may lack some of the model's tensors.
+        layout: the layout that the update had on the sender before any layer changed it.
+    """
+
+    model_id: str
+    version: int
+    worker_id: int
+    zero_copy: bool
+    partial: bool
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipContext:
+    """What `skip_update` is given.
+
+    Args:
+        model_id: the name of the model.
+        worker_id: the worker that is about to be updated.
+        version: the newest version before this push.
+        pushes: how many pushes to this worker, this one included, since one last went out.
+        updated: whether one ever went out to this worker.
+    """
+
+    model_id: str
+    worker_id: int
+    version: int
+    pushes: int
+    updated: bool
+
+
+PROJECT = "sync"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec(firstresult=True)
+def create_transport(context: TransportContext) -> SenderTransport | ReceiverTransport | None:
+    """Make one side of a transport; backends only.
+
+    Args:
+        context: says by ``context.side`` which side is wanted, and with what options.
+
+    Returns:
+        A `SenderTransport` or a `ReceiverTransport`, as asked for.
+    """
+
+
+@hookspec(firstresult=True)
+def prepare_weights(update: Update, context: SendContext) -> Update | None:
+    """Give the update to send.
+
+    Its tensors are the trainer's own, so an implementation puts others in their place and
+    changes none of them. A layer is a wrapper that changes the update after its ``yield`` and
+    returns it; layers do so in the order in which the user gave them.
+
+    Args:
+        update: the weights as extracted from the model.
+        context: the version, and the workers that it is for.
+    """
+
+
+@hookspec(firstresult=True)
+def apply_weights(update: Update, model: Any, context: ApplyContext) -> bool | None:
+    """Load an update into a model, all of it or nothing, and return True.
+
+    A layer is a wrapper that changes the update in place before its ``yield``, so that layers
+    undo themselves in mirrored order. A backend that returns None leaves the loading to the core.
+
+    Args:
+        update: what arrived; its tensors are good only during the call, unless
+            ``context.zero_copy`` is set.
+        model: what the receiver was given as its model.
+        context: the version, the worker, and how to load.
+    """
+
+
+@hookspec(firstresult=True)
+def skip_update(context: SkipContext) -> bool | None:
+    """Say whether a worker is left out of a push: True, False, or None for no opinion.
+
+    Args:
+        context: the worker, and how many pushes it has missed.
+    """
+
+
+HOOKS = ("create_transport", "prepare_weights", "apply_weights", "skip_update")
+
+# pluggy itself says what is marked, so that both see the same functions in every version of it.
+_reader = pluggy.PluginManager(PROJECT)
+
+
+def implemented(plugin: object) -> tuple[str, ...]:
+    """The names of a plugin's functions that are marked as hook implementations."""
+    return tuple(_marks(plugin))
+
+
+def wraps(plugin: object, hook: str) -> bool:
+    """Whether a plugin's implementation of a hook is a wrapper."""
+    mark = _marks(plugin)[hook]
+    return bool(mark["wrapper"] or mark["hookwrapper"])
+
+
+def check_hooks(owner: str, plugin: object) -> tuple[str, ...]:
+    """The names of a plugin's hooks, of which none is misspelt and all have fitting signatures.
+
+    Args:
+        owner: names the plugin in messages.
+        plugin: an object, a class or a module.
+
+    Raises:
+        UnknownHookError: the message says what to write instead.
+    """
+    marks = _marks(plugin)
+    for name, mark in marks.items():
+        if name in HOOKS:
+            _check_signature(owner, name, getattr(plugin, name))
+        elif not mark["optionalhook"]:
+            near = difflib.get_close_matches(name, HOOKS, n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            raise UnknownHookError(
+                f"{owner} implements {name!r}, which is no hook; {meant}"
+                f"The hooks are: {', '.join(HOOKS)}"
+            )
+    return tuple(marks)
+
+
+def _marks(plugin: object) -> dict[str, Any]:
+    marks = {
+        name: _reader.parse_hookimpl_opts(plugin, name)
+        for name in dir(plugin)
+        # Which pluggy 1.6 would compute.
+        if not isinstance(inspect.getattr_static(plugin, name, None), property)
+    }
+    return {name: mark for name, mark in marks.items() if mark is not None}
+
+
+def _check_signature(owner: str, hook: str, function: Any) -> None:
+    wanted = list(inspect.signature(globals()[hook]).parameters)
+    given = [p for name, p in inspect.signature(function).parameters.items() if name != "self"]
+    # What pluggy passes for a default or after a bare * depends on its version.
+    if all(_is_plain(parameter) and parameter.name in wanted for parameter in given):
+        return
+    raise UnknownHookError(
+        f"{owner} implements {hook}({', '.join(map(_written, given))}); the hook is "
+        f"{hook}({', '.join(wanted)}), of which an implementation may leave out what it does "
+        "not need, without defaults, * or **"
+    )
+
+
+def _is_plain(parameter: inspect.Parameter) -> bool:
+    return (
+        parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+    )
+
+
+def _written(parameter: inspect.Parameter) -> str:
+    bare = parameter.replace(annotation=parameter.empty)
+    return f"*, {bare}" if parameter.kind is parameter.KEYWORD_ONLY else str(bare)

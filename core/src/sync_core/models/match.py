@@ -1,0 +1,143 @@
+"""Checks that weights fit a model, and puts them into the order of its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from sync_core.errors import LayoutMismatchError
+from sync_core.models.extra_state import is_json
+from sync_core.models.wrappers import WRAPPERS
+from sync_core.weights.layout import Layout, place_of
+from sync_core.weights.payload import Update
+
+_SHOWN = 8
+
+
+def check_match(weights: Layout, model: Layout, *, partial: bool = False) -> None:
+    """Raise `LayoutMismatchError` unless every tensor of the weights fits one of the model.
+
+    Nothing is broadcast, cast or guessed.
+
+    Args:
+        weights: the layout of what is to be loaded.
+        model: the layout of what is to hold it.
+        partial: whether the weights may lack some of the model's tensors.
+
+    Example:
+        >>> import torch
+        >>> check_match(Layout.of({"w": torch.ones(1, 2)}), Layout.of({"w": torch.ones(3, 2)}))
+        Traceback (most recent call last):
+        ...
+        sync_core.errors.LayoutMismatchError: the weights do not fit the model; nothing was written:
+          'w' is float32[1, 2] in the weights and float32[3, 2] in the model
+    """
+    problems = list(_problems(weights, model, partial=partial))
+    if not problems:
+        return
+    prefixed = _describe_prefix(weights, model)
+    if prefixed is not None:
+        problems = [prefixed]
+    shown = problems[:_SHOWN]
+    if len(problems) > _SHOWN:
+        shown.append(f"… and {len(problems) - _SHOWN} more")
+    raise LayoutMismatchError(
+        "the weights do not fit the model; nothing was written:\n  " + "\n  ".join(shown)
+    )
+
+
+def _describe_prefix(weights: Layout, model: Layout) -> str | None:
+    """Return a remedy where names differ by the prefix of a wrapper alone; None otherwise."""
+    theirs = [name for name in weights.names if name not in model.index]
+    mine = [name for name in model.names if name not in weights.index]
+    for prefix, wrapper in WRAPPERS.items():
+        without = {name: _without(prefix, name) for name in theirs + mine}
+        if not mine or {without[name] for name in theirs} != {without[name] for name in mine}:
+            continue
+        other = next(name for name in mine if without[name] == without[theirs[0]])
+        count = f", and {len(theirs) - 1} more like these" if len(theirs) > 1 else ""
+        return (
+            f"{theirs[0]!r} in the weights is {other!r} in the model{count}: they differ by the "
+            f"prefix {prefix + '.'!r} of {wrapper}; give the module itself, from which the prefix "
+            f"is removed, or what it wraps: policy.{prefix}"
+        )
+    return None
+
+
+def _without(prefix: str, name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != prefix)
+
+
+def _problems(weights: Layout, model: Layout, *, partial: bool) -> Iterator[str]:
+    for name in weights.names:
+        if name not in model.index:
+            yield f"{name!r} is in the weights, not in the model"
+    for name in model.names:
+        if name not in weights.index:
+            if not partial:
+                yield f"{name!r} is in the model, not in the weights (partial=True allows that)"
+            continue
+        theirs, mine = weights.specs[weights.index[name]], model.specs[model.index[name]]
+        if is_json(name) and (theirs.dtype, len(theirs.shape)) == (mine.dtype, len(mine.shape)):
+            continue  # text may be longer than what it replaces
+        if (theirs.dtype, theirs.shape) != (mine.dtype, mine.shape):
+            yield (
+                f"{name!r} is {_kind(theirs.dtype, theirs.shape)} in the weights "
+                f"and {_kind(mine.dtype, mine.shape)} in the model"
+            )
+    for name, owner in model.aliases:
+        both = name in weights.index and owner in weights.index
+        if both and weights.index[name] != weights.index[owner]:
+            yield f"{name!r} and {owner!r} are one tensor in the model and two in the weights"
+
+
+def _kind(dtype: object, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def conform(named: Mapping[str, Tensor], layout: Layout, *, partial: bool) -> Update:
+    """An update of the named tensors that fits ``layout``.
+
+    Args:
+        named: the weights.
+        layout: the layout of the model that they are for.
+        partial: whether some may be missing; the update then has a layout of its own.
+
+    Raises:
+        ModelError: a tensor that cannot travel.
+        LayoutMismatchError: a name, dtype or shape differs, or tied tensors hold two values.
+    """
+    given = Update.of(named)
+    untied = Layout(layout.specs)
+    tied = dict(layout.aliases)
+    for name, owner in tied.items():
+        if name in named and owner in named and not holds_same(named[name], named[owner]):
+            raise LayoutMismatchError(
+                f"{name!r} and {owner!r} are one tensor in the model, "
+                "and hold different values in the weights; nothing was sent"
+            )
+    firsts = {tied.get(name, name): tensor for name, tensor in reversed(list(named.items()))}
+    whole = len(firsts) == len(layout.specs)
+    check_match(Layout.of(firsts), untied, partial=partial)
+    if not whole:
+        return given
+    tensors = [firsts[spec.name] for spec in layout.specs]
+    return Update(layout.with_tensors(tensors), tensors)
+
+
+def holds_same(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors have the same dtype and shape, and the same values bit by bit."""
+    if place_of(left) == place_of(right):
+        return True
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    # NaN is equal to nothing, and torch compares not all dtypes.
+    return torch.equal(_bits(left), _bits(right.to(left.device)))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A single element is contiguous whatever its stride, which a view of its bytes has to lose.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

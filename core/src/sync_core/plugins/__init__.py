@@ -1,1 +1,0 @@
-"""Plugins: how they are found, checked and called, and what they are told."""

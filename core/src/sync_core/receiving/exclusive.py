@@ -1,0 +1,109 @@
+"""One reader of a transport at a time, and one update of a model at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from sync_core.models.commit import own_memory
+from sync_core.models.extract import named_tensors
+from sync_core.weights.payload import Payload
+
+# How long closing waits for a thread that loads what it has received, in seconds.
+_PATIENCE = 2.0
+
+
+class Turn:
+    """For ``with``: what one thread does at a time, and may do again inside that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waiting = False
+        _turns.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For ``with``, inside a turn: wait for what may never come."""
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
+
+    @contextmanager
+    def last(self, wake: Callable[[], None]) -> Iterator[None]:
+        """For ``with``: what comes after every turn.
+
+        Args:
+            wake: ends the wait of whoever has its turn.
+        """
+        alone = self._lock.acquire(blocking=False)
+        # Interrupted by a signal, whose handler closes, this thread may wait itself.
+        if not alone or self._waiting:
+            wake()
+        if not alone:
+            alone = self._lock.acquire(timeout=_PATIENCE)
+        try:
+            yield
+        finally:
+            if alone:
+                self._lock.release()
+
+
+# Those of this process.
+_turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+
+
+def _forget_threads() -> None:
+    """In a process that was forked nobody receives, whoever did in the one that it is a copy of."""
+    for turn in _turns:
+        turn._lock, turn._waiting = threading.RLock(), False
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+class Lease:
+    """The payload that a model views, and the model; none at first."""
+
+    def __init__(self) -> None:
+        self._model: Any = None
+        self._payload: Payload | None = None
+
+    def replace(self, model: Any, payload: Payload) -> None:
+        """The model views this payload now."""
+        if self._payload is not None and model is self._model:
+            self._payload.release()
+        else:
+            self.end()
+        self._model, self._payload = model, payload
+
+    def end(self) -> None:
+        """Give the model memory of its own."""
+        if self._payload is not None:
+            vacate(self._model, self._payload)
+            self._model = self._payload = None
+
+
+def vacate(model: Any, payload: Payload) -> None:
+    """Release a payload, of which the model keeps what it views in memory of its own."""
+    try:
+        own_memory(named_tensors(model), payload.tensors)
+    finally:
+        payload.release()

@@ -1,0 +1,434 @@
+"""Finds plugins by name among the entry points of installed distributions."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from importlib_metadata import (
+    Distribution,
+    EntryPoint,
+    EntryPoints,
+    PackageNotFoundError,
+    entry_points,
+    version,
+)
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import sync_core
+from sync_core.errors import (
+    NotAPluginError,
+    PluginConflictError,
+    PluginImportError,
+    PluginNotFoundError,
+    PluginVersionError,
+    RequirementError,
+)
+from sync_core.hooks import check_hooks
+from sync_core.report import Reporter
+from sync_core.workers.worker_group import WorkerGroup
+
+_CORE = "sync-core"
+
+
+class DistributionInfo(Protocol):
+    """What is read of a distribution; the type that has it depends on importlib_metadata."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def requires(self) -> list[str] | None: ...
+
+
+def requirements_of(distribution: DistributionInfo) -> Iterator[Requirement]:
+    """The requirements that hold on this machine; those of extras are left out."""
+    for text in distribution.requires or ():
+        # pip installs nothing whose requirements cannot be read; other tools may have.
+        with suppress(InvalidRequirement):
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                yield requirement
+
+
+def core_requirement(distribution: DistributionInfo | None) -> Requirement | None:
+    """What a plugin's distribution says of the core that it was made for."""
+    known: Any = distribution  # hashable, which the type of importlib_metadata does not say
+    return None if distribution is None else _core_requirement(known)
+
+
+# Every sender and receiver asks, and it takes milliseconds to read.
+@lru_cache(maxsize=256)
+def _core_requirement(distribution: DistributionInfo) -> Requirement | None:
+    return next(filter(is_core, requirements_of(distribution)), None)
+
+
+def is_core(requirement: Requirement) -> bool:
+    """Whether it is the core that is required."""
+    return canonicalize_name(requirement.name) == _CORE
+
+
+def installed_version(requirement: Requirement) -> str | None:
+    """The version of what is required that is installed, or None."""
+    # Of the core, the one that runs: its sources may lie before what is installed.
+    if is_core(requirement):
+        return sync_core.__version__
+    try:
+        return version(requirement.name)
+    except PackageNotFoundError:
+        return None
+
+
+def is_met(requirement: Requirement) -> bool:
+    """Whether a version that fits is installed; a pre-release counts as one.
+
+    Example:
+        >>> is_met(Requirement("sync-core>=0.1")), is_met(Requirement("sync-core<0.1"))
+        (True, False)
+    """
+    found = installed_version(requirement)
+    return found is not None and requirement.specifier.contains(found, prereleases=True)
+
+
+def promised_to(core: str) -> str:
+    """The requirement of a plugin that uses nothing deprecated in a version of the core.
+
+    What is deprecated by the next minor release still works in that and in the one after it:
+    ``docs/reference/stability.md``.
+
+    Example:
+        >>> promised_to("0.1.3")
+        'sync-core>=0.1,<0.4'
+    """
+    major, minor = Version(core).release[:2]
+    return f"{_CORE}>={major}.{minor},<{major}.{minor + 3}"
+
+
+def check_core(owner: str, distribution: DistributionInfo | None) -> None:
+    """Refuse a plugin that was made for another core.
+
+    Args:
+        owner: names the plugin in the message.
+        distribution: where it comes from; None is asked nothing.
+
+    Raises:
+        PluginVersionError: says which core it was made for, which one this is, and what to type.
+    """
+    requirement = core_requirement(distribution)
+    if distribution is None or requirement is None or is_met(requirement):
+        return
+    raise PluginVersionError(
+        f"{owner} was made for {requirement}, and this is {_CORE} {sync_core.__version__}; "
+        f"type: pip install -U {distribution.name}"
+    )
+
+
+def entry_points_of(group: str) -> list[EntryPoint]:
+    """The entry points of a group, sorted by name; a distribution seen twice counts once.
+
+    Every sender and receiver looks plugins up, and to read the metadata of all distributions takes
+    tens of milliseconds. What is installed or removed changes the folder that it is in, by which
+    `importlib_metadata` tells too whether its own list of such a folder still holds.
+
+    Args:
+        group: such as ``"sync.schemes"``.
+
+    Example:
+        >>> "bf16" in {entry.name for entry in entry_points_of("sync.layers")}
+        True
+    """
+    found = _read(tuple(map(_state_of, sys.path))).select(group=group)
+    return sorted(found, key=lambda entry: (entry.name, str(owner_of(entry))))
+
+
+def owner_of(entry: EntryPoint) -> tuple[str | None, str | None]:
+    """The name and version of the distribution that an entry point comes from."""
+    known: Any = entry.dist  # hashable, which its type does not say
+    return (None, None) if entry.dist is None else _name_and_version(known)
+
+
+@lru_cache(maxsize=1)
+def _read(path: object) -> EntryPoints:
+    del path  # whose entry points these are
+    return entry_points()
+
+
+def _state_of(folder: str) -> object:
+    try:
+        found = Path(folder).stat()
+    except OSError:
+        return folder
+    return folder, found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+# As many as there may be with plugins; those that are gone must not be kept for ever.
+@lru_cache(maxsize=256)
+def _name_and_version(distribution: Distribution) -> tuple[str, str]:
+    return distribution.name, distribution.version
+
+
+SCHEMES = "sync.schemes"
+LAYERS = "sync.layers"
+WORKERS = "sync.workers"
+
+#: The environment variable that names plugins to be left out.
+DISABLE = "SYNC_DISABLE"
+
+_KINDS = {SCHEMES: "scheme", LAYERS: "layer", WORKERS: "worker group"}
+_LAYER_HOOKS = ("prepare_weights", "apply_weights", "skip_update")
+
+_STD, _RAY, _DIST = "sync-plugin-std", "sync-plugin-ray", "sync-plugin-dist"
+#: Where the names live that this project publishes.
+KNOWN = MappingProxyType(
+    {
+        SCHEMES: {
+            **dict.fromkeys(("none", "thread", "shm", "mp", "file"), _STD),
+            "ray": _RAY,
+            **dict.fromkeys(("dist", "rpc"), _DIST),
+        },
+        LAYERS: dict.fromkeys(("bf16", "fp16", "interval", "metrics"), _STD),
+        WORKERS: {
+            **dict.fromkeys(("inline", "thread", "process"), _STD),
+            "ray": _RAY,
+            "rpc": _DIST,
+        },
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A plugin that was found.
+
+    Args:
+        group: the entry point group that it was looked up in.
+        name: its name there, or its type's name when it was given as an object.
+        object: the scheme or layer itself, or the worker group's class.
+        distribution: the distribution that it came from, or None.
+        version: that distribution's version, or None.
+    """
+
+    group: str
+    name: str
+    object: Any
+    distribution: str | None = None
+    version: str | None = None
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """What the plugin declares that it can do."""
+        declared: frozenset[str] = self.object.capabilities
+        return declared
+
+    def describe(self) -> str:
+        """The plugin's kind, name, distribution and version, for messages."""
+        return _describe(self.group, self.name, self.distribution, self.version)
+
+
+def find(group: str, name: Any) -> Plugin:
+    """The plugin of a name, loaded; no other is.
+
+    Args:
+        group: ``"sync.schemes"``, ``"sync.layers"`` or ``"sync.workers"``.
+        name: its name, or a plugin object (or class, or module) to be used as it is.
+
+    Raises:
+        PluginNotFoundError: nothing installed has the name; says what to install or to type.
+        PluginConflictError: two distributions claim the name.
+        PluginVersionError: it was made for another core; it is not imported.
+        PluginImportError: it does not import; the cause is chained.
+        NotAPluginError: it is something else, or a class that needs arguments.
+        UnknownHookError: it has a hook that does not exist, or with other arguments.
+        RequirementError: it cannot be made before what the message says is installed.
+
+    Example:
+        >>> find("sync.schemes", "shm").distribution
+        'sync-plugin-std'
+    """
+    if isinstance(name, str):
+        entry = entry_point(group, name)
+        plugin = Plugin(group, name, load(group, entry), *owner_of(entry))
+    else:
+        plugin = Plugin(group, _name_of(name), name)
+        plugin = replace(plugin, object=_made(plugin.describe(), group, name))
+    if inspect.isclass(plugin.object) and group != WORKERS:
+        raise NotAPluginError(
+            f"{plugin.describe()} needs arguments; give an object, such as "
+            f"{plugin.object.__name__}(…), instead"
+        )
+    return plugin
+
+
+def load(group: str, entry: EntryPoint) -> Any:
+    """The plugin that an entry point refers to; a class that needs arguments stays a class.
+
+    Raises:
+        PluginVersionError: it was made for another core; it is not imported.
+        PluginImportError: it does not import; the cause is chained.
+        NotAPluginError: it is something else.
+        UnknownHookError: it has a hook that does not exist, or with other arguments.
+        RequirementError: it cannot be made before what the message says is installed.
+    """
+    owner = describe(group, entry)
+    check_core(owner, entry.dist)
+    try:
+        loaded = entry.load()
+    except Exception as error:
+        distribution, _ = owner_of(entry)
+        raise PluginImportError(
+            f"{owner} does not import: {type(error).__name__}: {error}; "
+            f"type: pip install -U {distribution}, or leave it out: {DISABLE}={distribution}"
+        ) from error
+    return _made(owner, group, loaded)
+
+
+def installed(group: str) -> list[EntryPoint]:
+    """The entry points of a group, sorted by name; a distribution seen twice counts once.
+
+    Names in the environment variable ``SYNC_DISABLE``, divided by commas, are left out; a plugin
+    can be named by its distribution too.
+    """
+    return [entry for entry in entry_points_of(group) if not is_disabled(entry)]
+
+
+def describe(group: str, entry: EntryPoint) -> str:
+    """The kind, name, distribution and version of what an entry point refers to."""
+    return _describe(group, entry.name, *owner_of(entry))
+
+
+def is_disabled(entry: EntryPoint) -> bool:
+    """Whether ``SYNC_DISABLE`` names the plugin or its distribution."""
+    disabled = {name.strip() for name in os.environ.get(DISABLE, "").split(",")}
+    return bool(disabled & {entry.name, owner_of(entry)[0]})
+
+
+def entry_point(group: str, name: str) -> EntryPoint:
+    """The only entry point of a name, not loaded.
+
+    Raises:
+        PluginNotFoundError: there is none.
+        PluginConflictError: there are several.
+    """
+    entries = [entry for entry in installed(group) if entry.name == name]
+    if not entries:
+        raise PluginNotFoundError(_not_found(group, name))
+    if len(entries) > 1:
+        owners = [" ".join(map(str, owner_of(entry))) for entry in entries]
+        # Ours has other plugins too, which would go with it.
+        names = [owner_of(entry)[0] for entry in reversed(entries)]
+        other = max(names, key=lambda owner: owner != KNOWN[group].get(name))
+        raise PluginConflictError(
+            f"{len(entries)} distributions claim the {_KINDS[group]} {name!r}: "
+            f"{' and '.join(owners)}; remove one, for example: pip uninstall {other}; "
+            f"or set {DISABLE}={other}"
+        )
+    return entries[0]
+
+
+def _not_found(group: str, name: str) -> str:
+    kind, known = _KINDS[group], KNOWN[group]
+    there = sorted({entry.name for entry in installed(group)})
+    if any(entry.name == name and is_disabled(entry) for entry in entry_points_of(group)):
+        return f"{kind} {name!r} is disabled; to use it, take it out of {DISABLE}"
+    message = f"no {kind} {name!r} is installed"
+    near = difflib.get_close_matches(name.lower(), {*there, *known}, n=1)
+    if name in known:
+        message += f"; type: pip install {known[name]}"
+    elif near:
+        message += f"; did you mean {near[0]!r}?"
+        if near[0] not in there:
+            message += f" Then type: pip install {known[near[0]]}"
+    return f"{message} (installed: {', '.join(there) or 'none'})"
+
+
+def _made(owner: str, group: str, given: Any) -> Any:
+    made = given
+    if inspect.isclass(given) and group != WORKERS and not _needs_arguments(given):
+        try:
+            made = given()
+        except RequirementError as error:
+            raise RequirementError(f"{owner}: {error}") from error
+        except Exception as error:
+            raise PluginImportError(
+                f"{owner}: {given.__name__}() failed: {type(error).__name__}: {error}"
+            ) from error
+    _check(owner, group, made)
+    return made
+
+
+def _needs_arguments(given: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(given).bind()
+    except (TypeError, ValueError):
+        # ValueError: of some that are built in, Python does not know what they take.
+        return True
+    return False
+
+
+def _name_of(given: Any) -> str:
+    if inspect.isclass(given) or inspect.ismodule(given):
+        return given.__name__
+    return type(given).__name__
+
+
+def _check(owner: str, group: str, plugin: Any) -> None:
+    if group == WORKERS:
+        if not (inspect.isclass(plugin) and issubclass(plugin, WorkerGroup)):
+            raise NotAPluginError(f"{owner} is no subclass of sync_core.workers.WorkerGroup")
+        return
+    hooks = check_hooks(owner, plugin)
+    if group == LAYERS:
+        if "create_transport" in hooks:
+            raise NotAPluginError(
+                f"{owner} has create_transport, which would take the place of the scheme's; give "
+                "it as scheme=, or leave that hook out of the layer"
+            )
+        if not set(hooks) & set(_LAYER_HOOKS) and not _is_reporter(plugin):
+            raise NotAPluginError(
+                f"{owner} has none of {', '.join(_LAYER_HOOKS)} marked with @sync_core.hookimpl, "
+                "and is no sync_core.Reporter"
+            )
+        return
+    if "create_transport" not in hooks:
+        there = f"; it has: {', '.join(hooks)}" if hooks else ""
+        raise NotAPluginError(
+            f"{owner} has no create_transport marked with @sync_core.hookimpl{there}"
+        )
+    if not isinstance(getattr(plugin, "capabilities", None), frozenset):
+        raise NotAPluginError(
+            f"{owner} declares no capabilities; add one line: capabilities = frozenset()"
+        )
+    if "findings" in plugin.capabilities and not inspect.isclass(plugin):
+        _check_findings(owner, plugin)
+
+
+def _check_findings(owner: str, plugin: Any) -> None:
+    findings = getattr(plugin, "findings", None)
+    if not callable(findings) or _needs_arguments(findings):
+        raise NotAPluginError(
+            f"{owner} declares the capability 'findings', and has no findings() that takes no "
+            "arguments and gives sync_core.transports.Finding objects; write it, or leave that out"
+        )
+
+
+def _is_reporter(layer: object) -> bool:
+    return issubclass(layer if inspect.isclass(layer) else type(layer), Reporter)
+
+
+def _describe(group: str, name: str, distribution: str | None, version: str | None) -> str:
+    source = f" ({distribution} {version})" if distribution else ""
+    return f"{_KINDS[group]} {name!r}{source}"

@@ -1,0 +1,221 @@
+"""A sender's layers and transport, and what both ends agree on."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial as bind
+from itertools import compress
+from typing import Any
+
+from sync_core import registry
+from sync_core._util import Stopwatch, release_with
+from sync_core.address import Address
+from sync_core.checks import check_layers
+from sync_core.errors import ModelError, OptionError, SyncError, TransportError
+from sync_core.hooks import HOOKS, SendContext, TransportContext, implemented
+from sync_core.increments import BaseLayer
+from sync_core.models.extract import Strategy, check_strategy
+from sync_core.models.multi_model import names_of
+from sync_core.registry import Plugin
+from sync_core.report import Reporter
+from sync_core.stack import Defaults, Stack
+from sync_core.transports.transport import Delivery, Notice, SenderTransport
+from sync_core.verify import Verification, Verify
+from sync_core.weights.layout import Layout
+from sync_core.weights.payload import Payload, Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The arguments of a `sync_core.sending.sender.Sender` on which both sides have to agree.
+
+    Raises:
+        OptionError: arguments that no sender can have, or not together.
+    """
+
+    scheme: Any
+    layers: Sequence[Any]
+    options: Mapping[str, Any]
+    model_id: str
+    strategy: Strategy
+    zero_copy: bool
+    partial: bool
+    verify: Verify | None
+    timeout: float
+    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+
+    def __post_init__(self) -> None:
+        check_layers(self.layers)
+        check_strategy(self.strategy)
+        if self.zero_copy and (self.partial or self.strategy != "tensordict"):
+            raise OptionError("zero_copy needs whole updates and strategy='tensordict'")
+
+    def address_maker(self, layout: Layout) -> Callable[..., Address]:
+        """Makes addresses from a worker's id and its endpoint."""
+        return bind(
+            Address,
+            scheme=self.scheme,
+            layers=tuple(self.layers),
+            options=dict(self.options),
+            model_id=self.model_id,
+            token=self.token,
+            strategy=self.strategy,
+            zero_copy=self.zero_copy,
+            partial=self.partial,
+            verify=self.verify,
+            timeout=self.timeout,
+            layout=layout,
+        )
+
+    def context(self, scheme: str, **known: Any) -> TransportContext:
+        """What the sender's transport is made from; ``known`` are the fields not agreed on."""
+        return TransportContext(
+            side="sender",
+            scheme=scheme,
+            model_id=self.model_id,
+            token=self.token,
+            timeout=self.timeout,
+            zero_copy=self.zero_copy,
+            options=self.options,
+            **known,
+        )
+
+
+class Outlet:
+    """Layers change an update here, and the transport takes it away.
+
+    Args:
+        terms: what the sender was asked for.
+
+    Raises:
+        PluginError: the scheme or a layer cannot be found or used.
+        OptionError: the scheme cannot do what is asked of it.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        self._backend = registry.find(registry.SCHEMES, terms.scheme)
+        if terms.zero_copy and "zero_copy" not in self._backend.capabilities:
+            raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
+        layers = [registry.find(registry.LAYERS, layer) for layer in terms.layers]
+        #: The layers that are called with every report.
+        self.reporters = [one.object for one in layers if isinstance(one.object, Reporter)]
+        # A reporter without hooks is nothing to a stack, and need not reach the receivers.
+        hooked = [bool(set(HOOKS) & set(implemented(layer.object))) for layer in layers]
+        self._terms = replace(terms, layers=list(compress(terms.layers, hooked)))
+        self._verification = Verification(
+            terms.verify, self._backend, list(compress(layers, hooked)), terms.strategy
+        )
+        layers_used = self._verification.layers
+        self._base = BaseLayer()
+        #: Whether workers may get less than the whole model.
+        self.increments = terms.partial and self.moves_nothing is None
+        if self.increments:
+            layers_used = (*layers_used, Plugin(registry.LAYERS, "base", self._base))
+        self.stack = Stack(Defaults(terms.strategy), self._backend, layers_used)
+        self.transport: SenderTransport | None = None
+        self._make_address: Callable[..., Address]
+        self._close: Callable[[], Any] | None = None
+
+    @property
+    def scheme(self) -> str:
+        """The name of the scheme."""
+        return self._backend.name
+
+    @property
+    def moves_nothing(self) -> str | None:
+        """The scheme, to be named in a message, if workers act with the sender's own model."""
+        shared = "same_object" in self._backend.capabilities
+        return self._backend.describe() if shared else None
+
+    @property
+    def takes_worker_paths(self) -> bool:
+        """Whether handles of workers may be paths in the sender's context."""
+        return "worker_paths" in self._backend.capabilities
+
+    def open(
+        self,
+        update: Update,
+        model: Any,
+        worker_ids: tuple[int, ...],
+        workers: Sequence[Any],
+        notify: Callable[[int, Notice], None],
+    ) -> None:
+        """Make the transport, now that it is known what will travel; once."""
+        if self.transport is not None:
+            return
+        # No method: the transport keeps it, and must not keep its sender alive.
+        self._make_address = self._terms.address_maker(update.layout)
+        if self.stack.implements("prepare_weights"):
+            update = self.prepare(Update(update.layout, update.source), 0, ())
+        self.transport = self.stack.create_sender_transport(
+            self._terms.context(
+                self._backend.name,
+                models=names_of(model),
+                worker_ids=worker_ids,
+                workers=tuple(workers),
+                layout=update.layout,
+                make_address=self._make_address,
+                notify=notify,
+            )
+        )
+        self._close = release_with(self, self.transport.close)
+
+    def address(self, worker_id: int) -> Address:
+        """The address of a worker.
+
+        Raises:
+            ModelError: it is not known yet what will travel.
+        """
+        endpoint = self._opened().address(worker_id)
+        return self._make_address(worker_id=worker_id, endpoint=endpoint)
+
+    def prepare(
+        self, update: Update, version: int, worker_ids: tuple[int, ...], base: int = 0
+    ) -> Update:
+        """The update as the layers make it; ``base`` is the version that it builds on."""
+        self._base.base = base
+        model_id = self._terms.model_id
+        context = SendContext(model_id=model_id, version=version, worker_ids=worker_ids)
+        return self.stack.prepare_weights(update, context)
+
+    def send(
+        self, update: Update, version: int, worker_ids: tuple[int, ...], packing: Stopwatch
+    ) -> dict[int, Delivery]:
+        """Hand what was prepared last to the transport.
+
+        Where the transport raises something else than a `SyncError`, every delivery has failed.
+        """
+        payload = Payload(version, update.layout, update.source, packing=packing)
+        transport = self._opened()
+        try:
+            deliveries = dict(transport.send(payload, worker_ids))
+        except SyncError:
+            raise
+        except Exception as error:
+            return self._undelivered(payload, worker_ids, error)
+        self._verification.guard(deliveries.values())
+        return deliveries
+
+    def close(self) -> None:
+        """Close the transport, if there is one."""
+        if self._close is not None:
+            self._close()
+
+    def _undelivered(
+        self, payload: Payload, worker_ids: tuple[int, ...], cause: Exception
+    ) -> dict[int, Delivery]:
+        message = f"{self._backend.describe()} could not send version {payload.version}: {cause!r}"
+        deliveries = {}
+        for worker_id in worker_ids:
+            deliveries[worker_id] = Delivery(worker_id, payload.version, payload.nbytes)
+            error = TransportError(worker_id, message)
+            error.__cause__ = cause
+            deliveries[worker_id].fail(error)
+        return deliveries
+
+    def _opened(self) -> SenderTransport:
+        if self.transport is None:
+            raise ModelError("the sender has no model; give it one, or call register_model()")
+        return self.transport

@@ -1,0 +1,312 @@
+"""The plugins of one sender or receiver in order, with one typed method for each hook."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any
+
+import pluggy
+from pluggy import HookImpl
+
+from sync_core import hooks as hookspecs
+from sync_core.errors import HookResultError, UnknownHookError
+from sync_core.hooks import (
+    HOOKS,
+    PROJECT,
+    ApplyContext,
+    SendContext,
+    SkipContext,
+    TransportContext,
+    check_hooks,
+    hookimpl,
+    implemented,
+    wraps,
+)
+from sync_core.models.binding import Binding
+from sync_core.models.extract import Strategy
+from sync_core.registry import Plugin
+from sync_core.transports.transport import ReceiverTransport, SenderTransport
+from sync_core.weights.payload import Update
+
+# Not all of them: a token is a secret, and options may hold some.
+_CONTEXT_FIELDS = ("side", "scheme", "model_id", "version", "worker_id", "worker_ids")
+
+
+def trace_if_asked(manager: pluggy.PluginManager) -> None:
+    """Print the calls of a manager's hooks from now on, if the environment asks for it."""
+    if os.environ.get("SYNC_TRACE") != "1":
+        return
+    began: list[float] = []
+
+    def before(hook: str, impls: Sequence[HookImpl], arguments: Mapping[str, Any]) -> None:
+        del hook, impls, arguments
+        began.append(time.perf_counter())
+
+    def after(
+        outcome: pluggy.Result[Any],
+        hook: str,
+        impls: Sequence[HookImpl],
+        arguments: Mapping[str, Any],
+    ) -> None:
+        seconds = time.perf_counter() - began.pop()
+        context = arguments["context"]
+        told = {
+            "pid": os.getpid(),
+            "hook": hook,
+            # Called in this order, the reverse of that of registration. What has no name is the
+            # core's own check of what plugins return.
+            "plugins": ",".join(_names(impls)),
+            **{name: getattr(context, name) for name in _CONTEXT_FIELDS if _has(context, name)},
+            "seconds": f"{seconds:.6f}",
+            "outcome": "ok" if outcome.exception is None else repr(outcome.exception),
+        }
+        sys.stderr.write(f"sync-trace {' '.join(f'{k}={_written(v)}' for k, v in told.items())}\n")
+
+    manager.add_hookcall_monitoring(before, after)
+
+
+def _names(impls: Sequence[HookImpl]) -> list[str]:
+    names = [impl.plugin_name.partition(": ") for impl in reversed(impls)]
+    return [name or number for number, _, name in names if name or number == "sync-core"]
+
+
+def _has(context: Any, name: str) -> bool:
+    return name in context.__dataclass_fields__
+
+
+def _written(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+class Defaults:
+    """The core's own implementations; a stack calls them last.
+
+    Args:
+        strategy: how the model is bound when weights are first applied to it.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._binding: Binding | None = None
+
+    @hookimpl
+    def prepare_weights(self, update: Update, context: SendContext) -> Update:
+        """Send the update as it is."""
+        del context
+        return update
+
+    @hookimpl
+    def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> bool:
+        """Write the update into the model."""
+        if self._binding is None or self._binding.model is not model:
+            self._binding = Binding(model, self._strategy)
+        self._binding.write(
+            update,
+            partial=context.partial,
+            zero_copy=context.zero_copy,
+            version=context.version,
+        )
+        return True
+
+    @hookimpl
+    def skip_update(self, context: SkipContext) -> bool:
+        """Skip no worker."""
+        del context
+        return False
+
+
+class Stack:
+    """Core defaults, then a backend, then layers; never changed after it is built.
+
+    Args:
+        defaults: the core's own implementations, called last.
+        backend: the scheme.
+        layers: each changes an update after the one before it, and undoes itself before it.
+
+    Raises:
+        UnknownHookError: a plugin has a hook that does not exist, or with arguments that the
+            hook does not have.
+    """
+
+    def __init__(self, defaults: object, backend: Plugin, layers: Sequence[Plugin] = ()) -> None:
+        self._backend = backend
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._manager.register(defaults, "sync-core")
+        self._applied = _Applied()
+        self._manager.register(self._applied)
+        plugins = (backend, *layers)
+        # Innermost, so that it sees what comes from implementations that wrap no other.
+        self._register_check(plugins, wrappers=False)
+        for position, plugin in enumerate(plugins):
+            self._register(plugin, f"{position}: {plugin.name}")
+            self._register_check((plugin,), wrappers=True)
+        trace_if_asked(self._manager)
+        self._extended = frozenset(
+            hook for hook in HOOKS for plugin in plugins if hook in implemented(plugin.object)
+        )
+
+    def implements(self, hook: str) -> bool:
+        """Whether the backend or a layer implements the hook, and not the core alone."""
+        return hook in self._extended
+
+    def create_sender_transport(self, context: TransportContext) -> SenderTransport:
+        """The sender's side of the backend's transport."""
+        transport = self._manager.hook.create_transport(context=context)
+        if not isinstance(transport, SenderTransport):
+            raise self._wrong_transport(transport, "a SenderTransport for the sender")
+        return transport
+
+    def create_receiver_transport(self, context: TransportContext) -> ReceiverTransport:
+        """A receiver's side of the backend's transport."""
+        transport = self._manager.hook.create_transport(context=context)
+        if not isinstance(transport, ReceiverTransport):
+            raise self._wrong_transport(transport, "a ReceiverTransport for the receiver")
+        return transport
+
+    def prepare_weights(self, update: Update, context: SendContext) -> Update:
+        """The update to send."""
+        prepared: Update = self._manager.hook.prepare_weights(update=update, context=context)
+        return prepared
+
+    def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> None:
+        """Load the update into the model."""
+        self._applied.so_far = False
+        self._manager.hook.apply_weights(update=update, model=model, context=context)
+
+    @property
+    def applied(self) -> bool:
+        """Whether the model was loaded by `apply_weights`, even if a layer raised after that."""
+        return self._applied.so_far
+
+    def skip_update(self, context: SkipContext) -> bool:
+        """Whether the worker is left out of this push."""
+        skipped: bool = self._manager.hook.skip_update(context=context)
+        return skipped
+
+    def _wrong_transport(self, transport: object, wanted: str) -> HookResultError:
+        return HookResultError(
+            f"{self._backend.describe()}: create_transport returned {_kind(transport)}, "
+            f"not {wanted}"
+        )
+
+    def _register(self, plugin: Plugin, name: str) -> None:
+        check_hooks(plugin.describe(), plugin.object)
+        try:
+            self._manager.register(plugin.object, name)
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            raise UnknownHookError(f"{plugin.describe()} was refused: {error}") from error
+        except ValueError as error:
+            raise UnknownHookError(
+                f"{plugin.describe()} is given twice; give each layer once, or an object of its own"
+            ) from error
+
+    def _register_check(self, plugins: Sequence[Plugin], *, wrappers: bool) -> None:
+        check = _Check(plugins, wrappers=wrappers)
+        if any(
+            check.suspects(hook) for hook in ("prepare_weights", "apply_weights", "skip_update")
+        ):
+            self._manager.register(check)
+
+
+class _Applied:
+    """Notes that the model is loaded, before any layer goes on after its ``yield``."""
+
+    so_far = False
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self) -> Generator[None, Any, Any]:
+        result = yield
+        self.so_far = True
+        return result
+
+
+class _Check:
+    """Wraps what plugins return, so that the one that returned nonsense can be named.
+
+    Registered right after a plugin, it sees that plugin's result before any other changes it.
+    """
+
+    def __init__(self, plugins: Sequence[Plugin], *, wrappers: bool) -> None:
+        self._plugins = plugins
+        self._wrappers = wrappers
+
+    def suspects(self, hook: str) -> list[str]:
+        """The plugins whose result of a hook it sees first."""
+        return [
+            plugin.describe()
+            for plugin in self._plugins
+            if hook in implemented(plugin.object) and wraps(plugin.object, hook) is self._wrappers
+        ]
+
+    @hookimpl(wrapper=True)
+    def prepare_weights(self) -> Generator[None, Any, Update]:
+        result = yield
+        if not isinstance(result, Update):
+            raise self._error("prepare_weights", result, "an Update")
+        return result
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self) -> Generator[None, Any, bool]:
+        result = yield
+        if result is not True:
+            raise self._error("apply_weights", result, "True (or None, to leave it to the core)")
+        return result
+
+    @hookimpl(wrapper=True)
+    def skip_update(self) -> Generator[None, Any, bool]:
+        result = yield
+        if not isinstance(result, bool):
+            raise self._error("skip_update", result, "True, False or None")
+        return result
+
+    def _error(self, hook: str, result: object, wanted: str) -> HookResultError:
+        return HookResultError(
+            f"{' or '.join(self.suspects(hook))}: {hook} returned {_kind(result)}, not {wanted}"
+        )
+
+
+def _kind(result: object) -> str:
+    return "None" if result is None else f"a {type(result).__name__}"
+
+
+class Cadence:
+    """Counts, for each worker, the pushes since one last reached it."""
+
+    def __init__(self, stack: Stack, model_id: str) -> None:
+        self._stack = stack
+        self._model_id = model_id
+        self._pushes: dict[int, int] = {}
+
+    def due(self, worker_ids: Iterable[int], version: int) -> tuple[int, ...]:
+        """Count a push to each worker; those for whom no hook skips it."""
+        if not self._stack.implements("skip_update"):
+            return tuple(worker_ids)
+        return tuple(worker_id for worker_id in worker_ids if self._is_due(worker_id, version))
+
+    def reached(self, worker_ids: Iterable[int]) -> None:
+        """These workers have committed a push."""
+        self._pushes.update(dict.fromkeys(worker_ids, 0))
+
+    def forget(self, worker_id: int) -> None:
+        """Who has this id from now on was never reached."""
+        self._pushes.pop(worker_id, None)
+
+    def _is_due(self, worker_id: int, version: int) -> bool:
+        updated = worker_id in self._pushes
+        pushes = self._pushes.get(worker_id, 0) + 1
+        if updated:
+            self._pushes[worker_id] = pushes
+        return not self._stack.skip_update(
+            SkipContext(
+                model_id=self._model_id,
+                worker_id=worker_id,
+                version=version,
+                pushes=pushes,
+                updated=updated,
+            )
+        )

@@ -1,6 +1,0 @@
-"""Transports over a store: whatever keeps bytes under names, such as a folder or a bucket."""
-
-from sync_core.stores.store import Store, StoreOptions
-from sync_core.stores.transport import store_transport
-
-__all__ = ["Store", "StoreOptions", "store_transport"]

@@ -1,0 +1,403 @@
+"""Conformance of layers: `LayerConformance`."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import pickle
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sync_core import Receiver, Sender, SendError, SendReport, SkipContext, SyncError, registry
+from sync_core.hooks import implemented
+from sync_core.testing.cases import Conformance
+from sync_core.testing.loopback import Loopback
+from sync_core.testing.negated import Negated
+from sync_core.testing.schemes.models import (
+    Tied,
+    fill,
+    fingerprints,
+    frozen,
+    make_policy,
+    nested,
+    parametrised,
+    recurrent,
+    stateful,
+)
+from sync_core.testing.worker_groups import count_threads
+
+
+def eighths(seed: int) -> Tensor:
+    """Small multiples of 1/8, which every floating-point dtype of 16 bits can hold."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-64, 65, (12,), generator=generator) / 8
+
+
+def matrix(value: int, dtype: torch.dtype) -> Tensor:
+    """A small matrix of one value, of any dtype."""
+    return torch.full((5, 3), float(value)).to(dtype)
+
+
+# A layer that skips more pushes than this in a row leaves its workers behind for good.
+_MOST_SKIPPED = 64
+
+
+class Link:
+    """A sender and its workers, all in this thread.
+
+    Args:
+        sender: the sender.
+        targets: the models of its workers.
+    """
+
+    def __init__(self, sender: Sender, targets: list[Any]) -> None:
+        self.sender = sender
+        self.target = targets[0]
+        self.receivers = [Receiver(sender.address(i), t) for i, t in enumerate(targets)]
+
+    def send(self, weights: Any = None, worker_ids: list[int] | None = None) -> int:
+        """Push until every worker that it is for has been updated; the version."""
+        wanted = set(self.sender.all_worker_ids() if worker_ids is None else worker_ids)
+        for _ in range(_MOST_SKIPPED):
+            wanted -= set(self._push(weights, sorted(wanted)).updated)
+            if not wanted:
+                return self.sender.version
+        raise AssertionError(f"{_MOST_SKIPPED} pushes in a row were held back")
+
+    def push_unseen(self, weights: Any) -> None:
+        """Push until one goes out, and let no worker receive it."""
+        for _ in range(_MOST_SKIPPED):
+            self.sender.send_async(weights).wait(0.0)
+        raise AssertionError(f"{_MOST_SKIPPED} pushes in a row were held back")
+
+    def join(self, target: Any) -> None:
+        """One more worker."""
+        worker_id = self.sender.add_worker()
+        self.receivers.append(Receiver(self.sender.address(worker_id), target))
+
+    def come_back(self, target: Any) -> None:
+        """Worker 0 closes its receiver and makes another."""
+        self.receivers[0].close()
+        address = pickle.loads(pickle.dumps(self.sender.address(0)))
+        self.receivers[0] = Receiver(address, target)
+
+    def _push(self, weights: Any, worker_ids: list[int]) -> SendReport:
+        pending = self.sender.send_async(weights, worker_ids)
+        for worker_id in worker_ids:
+            # What it raises, the sender is told.
+            with suppress(SyncError):
+                self.receivers[worker_id].receive(0)
+        return pending.wait(0.0)
+
+
+class LayerCases(Conformance):
+    """Base of the cases; see `LayerConformance` for the attributes."""
+
+    layer: ClassVar[Any]
+    tolerance: ClassVar[float] = 0.0
+
+    @pytest.fixture
+    def senders(self) -> Iterator[ExitStack]:
+        """What the case opens here is closed at its end."""
+        with ExitStack() as stack:
+            yield stack
+
+    def link(
+        self, senders: ExitStack, source: Any, *targets: Any, layers: Any = None, **options: Any
+    ) -> Link:
+        """A sender of the layer, with a worker for each target."""
+        sender = Sender(
+            Loopback(), source, num_workers=len(targets), layers=layers or [self.layer], **options
+        )
+        return Link(senders.enter_context(sender), list(targets))
+
+    def check(self, got: Any, sent: Any) -> None:
+        """Names and kinds are those that were sent; values too, but for what may be lost."""
+        assert _kinds(got) == _kinds(sent)
+        for name, tensor in sent.items():
+            mine, theirs = got[name].detach(), tensor.detach()
+            if not theirs.is_floating_point() or theirs.dtype.itemsize == 1 or not self.tolerance:
+                assert fingerprints({name: mine}) == fingerprints({name: theirs})
+                continue
+            allowed = self.tolerance * float(theirs.abs().max()) if theirs.numel() else 0.0
+            torch.testing.assert_close(
+                mine.double(), theirs.double(), rtol=0.0, atol=allowed, equal_nan=True, msg=name
+            )
+
+
+def _kinds(named: Any) -> dict[str, str]:
+    """Names, dtypes and shapes."""
+    return {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items()}
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+OTHERS = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+SHAPES = ((), (0,), (3, 0, 2), (1,), (7,), (13, 17), (2, 3, 4, 5))
+
+
+class ValueCases(LayerCases):
+    """Dtypes, shapes, modules, and the forms of an update."""
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    def test_floating_point_comes_back(self, senders: ExitStack, dtype: torch.dtype) -> None:
+        link = self.link(senders, {"w": eighths(1).to(dtype)}, {"w": torch.zeros(12, dtype=dtype)})
+        for seed in (1, 2, 3):
+            link.send({"w": eighths(seed).to(dtype)})
+            self.check(link.target, {"w": eighths(seed).to(dtype)})
+
+    @pytest.mark.parametrize("dtype", OTHERS, ids=str)
+    def test_other_dtypes_come_back_exactly(self, senders: ExitStack, dtype: torch.dtype) -> None:
+        link = self.link(senders, {"w": matrix(1, dtype)}, {"w": matrix(0, dtype)})
+        for value in (1, 0, 1):
+            link.send({"w": matrix(value, dtype)})
+            assert fingerprints(link.target) == fingerprints({"w": matrix(value, dtype)})
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_shapes_come_back(self, senders: ExitStack, shape: tuple[int, ...]) -> None:
+        source, target = {"w": torch.full(shape, 2.0)}, {"w": torch.zeros(shape)}
+        self.link(senders, source, target).send()
+        self.check(target, source)
+
+    @pytest.mark.parametrize(
+        "make", [nested, parametrised, recurrent, frozen, Tied, stateful, make_policy]
+    )
+    def test_every_kind_of_module(self, senders: ExitStack, make: Any) -> None:
+        source, target = make(1), make(0)
+        self.link(senders, source, target).send()
+        self.check(target.state_dict(), source.state_dict())
+
+    def test_tensors_in_another_order_of_memory(self, senders: ExitStack) -> None:
+        base = eighths(1).view(3, 4)
+        source = {"t": base.t(), "s": base[:, ::2], "e": torch.ones(1).expand(5)}
+        target = {name: torch.zeros(tensor.shape) for name, tensor in source.items()}
+        self.link(senders, source, target).send()
+        self.check(target, source)
+
+    def test_tied_tensors_stay_tied(self, senders: ExitStack) -> None:
+        target = Tied(0)
+        self.link(senders, Tied(3), target).send()
+        assert target.is_tied()
+
+    def test_many_tensors(self, senders: ExitStack) -> None:
+        source = {f"blocks.{i}.weight": torch.full((i % 3,), float(i)) for i in range(500)}
+        target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+        self.link(senders, source, target).send()
+        self.check(target, source)
+
+    def test_several_models(self, senders: ExitStack) -> None:
+        source = {"actor": make_policy(1.0), "critic": nested(1)}
+        target = {"actor": make_policy(), "critic": nested(0)}
+        self.link(senders, source, target).send()
+        for name, model in source.items():
+            self.check(target[name].state_dict(), model.state_dict())
+
+    def test_a_partial_update(self, senders: ExitStack) -> None:
+        source, target = make_policy(1.0), make_policy()
+        link = self.link(senders, source, target, partial=True)
+        link.send()
+        link.send({"0.bias": torch.full((4,), 6.0)})
+        expected = source.state_dict() | {"0.bias": torch.full((4,), 6.0)}
+        self.check(target.state_dict(), expected)
+
+    def test_strategy_state_dict(self, senders: ExitStack) -> None:
+        source, target = nested(1), nested(0)
+        self.link(senders, source, target, strategy="state_dict").send()
+        self.check(target.state_dict(), source.state_dict())
+
+
+class HistoryCases(LayerCases):
+    """Workers that join, miss versions, come back, or were changed; pushes that are held back."""
+
+    def test_many_versions_in_a_row(self, senders: ExitStack) -> None:
+        link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
+        versions = []
+        for seed in range(1, 21):
+            versions.append(link.send({"w": eighths(seed)}))
+            self.check(link.target, {"w": eighths(seed)})
+        assert versions == sorted(set(versions))
+
+    def test_a_worker_that_missed_versions(self, senders: ExitStack) -> None:
+        link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
+        link.send({"w": eighths(1)})
+        for seed in (2, 3):
+            with pytest.raises(SendError):
+                link.push_unseen({"w": eighths(seed)})
+        link.send({"w": eighths(4)})
+        self.check(link.target, {"w": eighths(4)})
+
+    def test_workers_that_get_different_versions(self, senders: ExitStack) -> None:
+        targets = [{"w": torch.zeros(12)}, {"w": torch.zeros(12)}]
+        link = self.link(senders, {"w": eighths(0)}, *targets)
+        link.send({"w": eighths(1)})
+        link.send({"w": eighths(2)}, [0])
+        self.check(targets[0], {"w": eighths(2)})
+        self.check(targets[1], {"w": eighths(1)})
+        link.send({"w": eighths(3)}, [1])
+        self.check(targets[0], {"w": eighths(2)})
+        self.check(targets[1], {"w": eighths(3)})
+        link.send({"w": eighths(4)})
+        for target in targets:
+            self.check(target, {"w": eighths(4)})
+
+    def test_a_worker_that_joins_late(self, senders: ExitStack) -> None:
+        link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
+        for seed in (1, 2, 3):
+            link.send({"w": eighths(seed)})
+        target = {"w": torch.zeros(12)}
+        link.join(target)
+        if link.receivers[-1].receive(0) is not None:
+            self.check(target, {"w": eighths(3)})
+        link.send({"w": eighths(4)})
+        self.check(target, {"w": eighths(4)})
+
+    def test_a_worker_that_comes_back_with_another_model(self, senders: ExitStack) -> None:
+        link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
+        for seed in (1, 2):
+            link.send({"w": eighths(seed)})
+        target = {"w": torch.full((12,), 7.0)}
+        link.come_back(target)
+        link.send({"w": eighths(3)})
+        self.check(target, {"w": eighths(3)})
+
+    def test_a_worker_whose_model_was_changed(self, senders: ExitStack) -> None:
+        link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
+        link.send({"w": eighths(1)})
+        link.target["w"].fill_(100.0)
+        link.send({"w": eighths(1)})
+        self.check(link.target, {"w": eighths(1)})
+
+    def test_after_an_update_that_did_not_fit(self, senders: ExitStack) -> None:
+        target = make_policy()
+        link = self.link(senders, make_policy(1.0), target)
+        link.send()
+        fitting = target[0].weight
+        target[0].weight = nn.Parameter(torch.zeros(1, 1))
+        before = fingerprints(target)
+        with pytest.raises(SendError, match="do not fit"):
+            link.send(make_policy(2.0))
+        assert fingerprints(target) == before
+        target[0].weight = fitting
+        link.send(make_policy(3.0))
+        self.check(target.state_dict(), make_policy(3.0).state_dict())
+
+    def test_weights_given_by_hand_pass_no_layer(self, senders: ExitStack) -> None:
+        target = {"w": torch.zeros(12)}
+        link = self.link(senders, {"w": eighths(0)}, target)
+        link.send({"w": eighths(1)})
+        link.receivers[0].update_weights({"w": eighths(2)})
+        assert torch.equal(target["w"], eighths(2))
+        link.send({"w": eighths(3)})
+        self.check(target, {"w": eighths(3)})
+
+    def test_the_first_push_to_a_worker_goes_out(self, senders: ExitStack) -> None:
+        link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
+        pending = link.sender.send_async()
+        link.receivers[0].receive(0)
+        assert pending.wait().updated == (0,), "a worker that has no weights is to get some"
+
+    def test_what_it_says_of_skipping(self) -> None:
+        plugin = registry.find(registry.LAYERS, self.layer)
+        if "skip_update" not in implemented(plugin.object):
+            pytest.skip("the layer holds no push back")
+        for pushes in (1, 2, 3, 100):
+            for updated in (False, True):
+                context = SkipContext(
+                    model_id="policy", worker_id=0, version=5, pushes=pushes, updated=updated
+                )
+                assert plugin.object.skip_update(context=context) in (True, False, None)
+
+
+class CompanyCases(LayerCases):
+    """Nothing but the weights on the way is changed."""
+
+    def test_the_trainers_tensors_are_not_touched(self, senders: ExitStack) -> None:
+        policy = make_policy(0.3)
+        tensors = (*policy.parameters(), *policy.buffers())
+        before = [(t.data_ptr(), t._version, t.requires_grad) for t in tensors]
+        prints = fingerprints(policy)
+        self.link(senders, policy, make_policy()).send()
+        assert fingerprints(policy) == prints
+        assert [(t.data_ptr(), t._version, t.requires_grad) for t in tensors] == before
+        assert all(parameter.grad_fn is None for parameter in policy.parameters())
+
+    def test_a_step_after_send_async_changes_nothing_that_arrives(self, senders: ExitStack) -> None:
+        policy, target = make_policy(1.0), make_policy()
+        link = self.link(senders, policy, target)
+        link.send()
+        pending = link.sender.send_async()
+        fill(policy, 9.0)
+        received = link.receivers[0].receive()
+        pending.wait()
+        if received is not None:
+            self.check(dict(target.named_parameters()), dict(make_policy(1.0).named_parameters()))
+
+    def test_two_senders_do_not_mix(self, senders: ExitStack) -> None:
+        targets = [{"w": torch.zeros(12)}, {"w": torch.zeros(12)}]
+        links = [self.link(senders, {"w": eighths(i)}, targets[i]) for i in (0, 1)]
+        for seed in (1, 2, 3):
+            for i, link in enumerate(links):
+                link.send({"w": eighths(10 * i + seed)})
+            for i, target in enumerate(targets):
+                self.check(target, {"w": eighths(10 * i + seed)})
+
+    @pytest.mark.parametrize("place", ["outside", "inside"])
+    def test_with_another_layer(self, senders: ExitStack, place: str) -> None:
+        layers = [self.layer, Negated()] if place == "outside" else [Negated(), self.layer]
+        target = {"w": torch.zeros(12), "n": torch.zeros(2, dtype=torch.int64)}
+        link = self.link(senders, target, {n: t.clone() for n, t in target.items()}, layers=layers)
+        for seed in (1, 2):
+            sent = {"w": eighths(seed), "n": torch.tensor([seed, -seed])}
+            link.send(sent)
+            self.check(link.target, sent)
+
+    def test_addresses_that_name_it_pickle(self, senders: ExitStack) -> None:
+        target = {"w": torch.zeros(12)}
+        link = self.link(senders, {"w": eighths(0)}, target)
+        pickle.loads(pickle.dumps(link.sender.address(0)))
+        link.come_back(target)
+        link.send({"w": eighths(1)})
+        self.check(target, {"w": eighths(1)})
+
+    def test_it_keeps_no_thread(self) -> None:
+        threads = count_threads()
+        with ExitStack() as senders:
+            self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)}).send()
+        gc.collect()
+        assert count_threads() == threads
+
+    def test_it_says_what_it_does(self) -> None:
+        made = registry.find(registry.LAYERS, self.layer).object
+        assert inspect.getdoc(made if inspect.ismodule(made) else type(made)), "it has no docstring"
+
+
+class LayerConformance(ValueCases, HistoryCases, CompanyCases):
+    """Inherit and set `layer`.
+
+    Workers are receivers in this process, fed by a scheme of one page, so a case takes
+    milliseconds. A layer that holds pushes back is pushed until it lets one through.
+
+    Attributes:
+        layer: the name of an installed layer, or an object.
+        tolerance: by how much a floating-point weight may differ after the way, relative to the
+            largest weight of its tensor; 0 for a layer that loses nothing.
+
+    Example:
+        >>> class TestBFloat16(LayerConformance):
+        ...     layer = "bf16"
+        ...     tolerance = 2**-8
+    """

@@ -1,0 +1,221 @@
+"""The process that has torch loaded and forks whenever it is asked for a worker.
+
+Loading torch takes seconds of a core; a fork takes milliseconds, and shares what was loaded. The
+server never runs anything but imports before it forks, has one thread, and talks to the process
+that started it alone. `multiprocessing` has such a server too, but it runs the caller's
+``__main__`` again (docs/decisions/0006-processes.md), and what it forks has the environment, the
+directory and the standard output of the time when the server was started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any, NoReturn
+
+
+def run(main: str, given: Sequence[int | str]) -> NoReturn:
+    """Run the function that ``main`` names, ``"package.module:function"``, and end the process.
+
+    Ctrl-C is ignored from here on: it is for the process that asked for this one to act on.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    code = 0
+    try:
+        module, _, function = main.partition(":")
+        getattr(import_module(module), function)(*given)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # What a program is promised at its end, without taking its modules apart: that does nobody
+    # any good, and takes torch half a second. No public function runs the exit handlers.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# How long the server waits for another request when nothing that it has forked lives, in seconds.
+_LINGER = 30.0
+
+# A request: its length, with the descriptors; then the text.
+_LENGTH = 4
+_MAX_DESCRIPTORS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a forked process is to run, and where.
+
+    Args:
+        main: the function, as ``"package.module:function"``.
+        args: what it is given after the descriptors.
+        path: ``sys.path``.
+        environment: ``os.environ``.
+    """
+
+    main: str
+    args: list[str]
+    path: list[str]
+    environment: dict[str, str]
+
+
+def send_request(control: socket.socket, request: Request, descriptors: list[int]) -> None:
+    """Ask for a process.
+
+    Args:
+        control: the connection to the server.
+        request: what it is to run.
+        descriptors: its standard output and error, its directory, and what it is given.
+    """
+    text = json.dumps(asdict(request)).encode()
+    socket.send_fds(control, [len(text).to_bytes(_LENGTH, "big")], descriptors)
+    control.sendall(text)
+
+
+def receive_reply(control: socket.socket) -> tuple[int, int, int]:
+    """The process: its id, a descriptor of it, and one from which its wait status can be read.
+
+    Raises:
+        ConnectionError: the server has ended.
+    """
+    data, descriptors, _, _ = socket.recv_fds(control, _LENGTH, 2)
+    if len(data) != _LENGTH or len(descriptors) != 2:
+        raise ConnectionResetError("the server hung up")
+    return int.from_bytes(data, "big"), descriptors[0], descriptors[1]
+
+
+def main(control: int, load: str) -> NoReturn:
+    """Serve until the other end of ``control`` is closed and nothing that was forked lives.
+
+    Args:
+        control: the connection to the process that asks.
+        load: the modules that are imported before anything is forked, separated by commas.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for module in load.split(","):
+        importlib.import_module(module)
+    # What was loaded is never freed; a collection would only write to memory that is shared.
+    gc.freeze()
+    gc.enable()
+    _Server(socket.socket(fileno=control)).serve()
+    os._exit(0)
+
+
+class _Server:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._asked = True
+        self._statuses: dict[int, int] = {}
+        self._woken, self._wake_up = os.pipe()
+        os.set_blocking(self._wake_up, False)
+        os.set_blocking(self._woken, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_up, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        while self._asked or self._statuses:
+            watched: list[Any] = [self._woken, *([self._control] if self._asked else [])]
+            ready, _, _ = select.select(watched, [], [], None if self._statuses else _LINGER)
+            if not ready:
+                return
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+                self._reap()
+            if self._control in ready:
+                self._serve_next()
+
+    def _serve_next(self) -> None:
+        try:
+            received = _receive(self._control)
+        except ConnectionError:
+            received = None
+        if received is None:
+            self._asked = False
+            return
+        request, descriptors = received
+        status, status_end = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(status)
+            os.close(status_end)
+            self._become(request, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._statuses[pid] = status_end
+        process = os.pidfd_open(pid)
+        try:
+            socket.send_fds(self._control, [pid.to_bytes(_LENGTH, "big")], [process, status])
+        except ConnectionError:
+            self._asked = False
+        os.close(process)
+        os.close(status)
+
+    def _reap(self) -> None:
+        for pid in list(self._statuses):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                end = self._statuses.pop(pid)
+                # Who asked for it may be gone.
+                with suppress(BrokenPipeError):
+                    os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
+                os.close(end)
+
+    def _become(self, request: Request, descriptors: list[int]) -> NoReturn:
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._control.close()
+            for descriptor in (self._woken, self._wake_up, *self._statuses.values()):
+                os.close(descriptor)
+            _settle(request, *descriptors[:3])
+        except BaseException:
+            # Whatever happens, there must not be two servers.
+            traceback.print_exc()
+            os._exit(1)
+        run(request.main, [*descriptors[3:], *request.args])
+
+
+def _receive(control: socket.socket) -> tuple[Request, list[int]] | None:
+    length, descriptors, _, _ = socket.recv_fds(control, _LENGTH, _MAX_DESCRIPTORS)
+    if not length:
+        return None
+    size = int.from_bytes(length, "big")
+    text = bytearray()
+    while len(text) < size:
+        part = control.recv(size - len(text))
+        if not part:
+            return None
+        text += part
+    return Request(**json.loads(text)), descriptors
+
+
+def _settle(request: Request, stdout: int, stderr: int, directory: int) -> None:
+    """Make this process one that a fresh interpreter could not be told from."""
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.fchdir(directory)
+    for descriptor in (stdout, stderr, directory):
+        os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(request.environment)
+    sys.path[:] = request.path
+    importlib.invalidate_caches()
+    # Python's own generator is seeded anew at a fork, NumPy's is not.
+    numpy: Any = sys.modules["numpy"]
+    numpy.random.seed()

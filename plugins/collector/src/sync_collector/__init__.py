@@ -1,0 +1,11 @@
+"""Collects experience with workers, and keeps their policies fresh."""
+
+from sync_collector.collector import Collector
+from sync_collector.stats import CollectorStats
+from sync_core.workers import preload
+
+preload("sync_collector.collector_worker")
+
+__version__ = "0.1.0"
+
+__all__ = ["Collector", "CollectorStats"]

@@ -1,0 +1,200 @@
+"""The loop over steps for environments that give arrays, without a TensorDict in each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sync_collector.action_selection import (
+    Chooser,
+    RandomChooser,
+    Rows,
+    TensorChooser,
+    TensorDictChooser,
+)
+from sync_collector.envs.arrays import ArrayEnv, Arrays, as_array, entry, put_row
+from sync_collector.envs.normal import no_flags, outcome_of, spread
+from sync_collector.loops import BetweenSteps, Steps
+from sync_collector.policies import TensorDictPolicy, TensorPolicy
+from sync_collector.stacking import Leaves, stack
+
+
+@dataclass(slots=True)
+class _Rows:
+    """A batch that is being gathered: how far it has come, and a row for each of its steps.
+
+    Args:
+        steps: how many there are to be.
+        seen: the observations; one row more, which is where the next batch goes on.
+        following: the true outcome of each step, also where an episode ended.
+        reward: likewise.
+        terminated: likewise.
+        truncated: likewise.
+        versions: of the policy that acted.
+        chooser: chooses the actions.
+        action: chosen for the next step, which was cut short; None if it is still to be chosen.
+        made: the steps made.
+    """
+
+    steps: int
+    seen: Rows
+    following: Rows
+    reward: np.ndarray[Any, Any]
+    terminated: np.ndarray[Any, Any]
+    truncated: np.ndarray[Any, Any]
+    versions: np.ndarray[Any, Any]
+    chooser: Chooser
+    action: np.ndarray[Any, Any] | None = None
+    made: int = 0
+
+
+class ArrayLoop:
+    """Steps an environment by its array methods.
+
+    Args:
+        env: the environment.
+    """
+
+    def __init__(self, env: ArrayEnv) -> None:
+        self._env = env
+        self._batch = tuple(env.batch_size)
+        self.restart()
+
+    def observation_keys(self) -> list[Any]:
+        """The keys of the environment's specs."""
+        return list(self._env.array_specs)
+
+    def restart(self) -> None:
+        """Begin the next run with a reset, and drop what one that was cut short has gathered."""
+        self._current: Arrays | None = None
+        # Where an episode has ended, so that another is to begin before the next step.
+        self._ended: np.ndarray[Any, Any] | None = None
+        self._carried: Leaves = {}
+        self._rows: _Rows | None = None
+
+    def midway(self) -> bool:
+        """Whether a run was cut short."""
+        return self._rows is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next run goes on."""
+        return {"current": self._current, "ended": self._ended, "carried": self._carried}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.restart()
+        self._current, self._ended = state["current"], state["ended"]
+        self._carried = state["carried"]
+
+    def run(
+        self,
+        steps: int,
+        policy: TensorPolicy | TensorDictPolicy | None,
+        between_steps: BetweenSteps,
+    ) -> Steps:
+        """Go on for some steps; None as the policy means random actions."""
+        rows = self._rows
+        if rows is None:
+            rows = self._rows = self._new_rows(steps, policy)
+        while rows.made < rows.steps:
+            self._step(rows, between_steps)
+        self._current = {key: seen[rows.steps].copy() for key, seen in rows.seen.items()}
+        self._rows = None
+        return self._gathered(rows)
+
+    def _step(self, rows: _Rows, between_steps: BetweenSteps) -> None:
+        t = rows.made
+        if rows.action is None:
+            self._reset_ended(rows)
+            rows.versions[t] = between_steps()
+            action = as_array(rows.chooser.choose(t))
+            # Once in a batch, whose actions have one shape.
+            if t == 0:
+                self._check_action(action)
+            rows.action = action
+        made = self._env.step_arrays(rows.action)
+        observation, rows.reward[t], rows.terminated[t], rows.truncated[t] = made
+        put_row(rows.following, t, observation)
+        put_row(rows.seen, t + 1, observation)
+        self._ended = rows.terminated[t] | rows.truncated[t]
+        rows.action, rows.made = None, t + 1
+
+    def _check_action(self, action: np.ndarray[Any, Any]) -> None:
+        """Raise `TypeError` unless there is one for each environment of the batch."""
+        if action.shape[: len(self._batch)] != self._batch:
+            wanted = ", ".join(map(str, self._batch))
+            raise TypeError(
+                f"the action of a batch of environments must have the shape ({wanted}, …), one "
+                f"action for each, not {action.shape}; let the policy keep the leading dimensions "
+                "of what it observes"
+            )
+
+    def _reset_ended(self, rows: _Rows) -> None:
+        t, ended = rows.made, self._ended
+        if ended is None:
+            put_row(rows.seen, t, self._env.reset_arrays())
+        elif not ended.any():
+            return
+        elif not self._batch:
+            put_row(rows.seen, t, self._env.reset_arrays())
+            self._carried.clear()
+        else:
+            fresh = self._env.reset_arrays(ended)
+            for key, seen in rows.seen.items():
+                seen[t][ended] = np.asarray(entry(fresh, key))[ended]
+            self._forget_carried(ended)
+        self._ended = np.zeros(self._batch, np.bool_)
+
+    def _forget_carried(self, ended: np.ndarray[Any, Any]) -> None:
+        if ended.all():
+            self._carried.clear()
+        where = torch.from_numpy(ended)
+        for key, carried in self._carried.items():
+            self._carried[key] = carried.masked_fill(spread(where, carried), 0)
+
+    def _new_rows(self, steps: int, policy: TensorPolicy | TensorDictPolicy | None) -> _Rows:
+        seen = self._empty(steps + 1)
+        if self._current is not None:
+            put_row(seen, 0, self._current)
+        terminated, truncated = np.empty((2, steps, *self._batch), np.bool_)
+        return _Rows(
+            steps=steps,
+            seen=seen,
+            following=self._empty(steps),
+            reward=np.empty((steps, *self._batch), np.float32),
+            terminated=terminated,
+            truncated=truncated,
+            versions=np.empty(steps, np.int64),
+            chooser=self._chooser(policy, seen),
+        )
+
+    def _chooser(self, policy: TensorPolicy | TensorDictPolicy | None, seen: Rows) -> Chooser:
+        if policy is None:
+            return RandomChooser(self._env)
+        if isinstance(policy, TensorPolicy):
+            return TensorChooser(policy, seen)
+        return TensorDictChooser(policy, seen, self._env.batch_size, self._carried)
+
+    def _empty(self, count: int) -> dict[Any, np.ndarray[Any, Any]]:
+        return {
+            key: np.empty((count, *self._batch, *spec.shape), spec.dtype)
+            for key, spec in self._env.array_specs.items()
+        }
+
+    def _gathered(self, rows: _Rows) -> Steps:
+        time = len(self._batch)
+        outcome = {key: self._column(following) for key, following in rows.following.items()}
+        outcome |= outcome_of(*map(self._column, (rows.reward, rows.terminated, rows.truncated)))
+        outcome |= stack(rows.chooser.next, time)
+        root = {key: self._column(seen[: rows.steps]) for key, seen in rows.seen.items()}
+        root |= no_flags((*self._batch, rows.steps)) | stack(rows.chooser.root, time)
+        ended = outcome["done"].squeeze(-1)
+        return Steps(root, outcome, ended, torch.from_numpy(rows.versions))
+
+    def _column(self, rows: np.ndarray[Any, Any]) -> Tensor:
+        """Put time behind the batch dimensions."""
+        return torch.from_numpy(rows).movedim(0, len(self._batch)).contiguous()

@@ -1,0 +1,160 @@
+"""Collects in a thread of its own, into a replay buffer, while the trainer learns."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from sync_collector.delivery import Delivery
+from sync_core import WorkerTimeoutError
+
+
+class Background:
+    """A thread that makes batch after batch until it is halted; then it brings in what is left.
+
+    Args:
+        delivery: takes the batches.
+        look: called before each of them.
+    """
+
+    def __init__(self, delivery: Delivery, look: Callable[[], object]) -> None:
+        self._delivery = delivery
+        self._look = look
+        self._lock = threading.RLock()
+        # Whether batches are wanted, and whether the thread makes them: what it decides about its
+        # end under the lock, nobody can overlook.
+        self._wanted = self._runs = False
+        # How many have paused it, of whom the last one lets it go on, unless an error has ended it.
+        self._pauses = 0
+        self._goes_on = True
+        self._abandoned = threading.Event()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether batches are being made in the background."""
+        return self._runs
+
+    def check(self, *, idle: bool = False) -> None:
+        """Raise what went wrong in the background, once.
+
+        Args:
+            idle: raise also if it runs.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if idle and self.running and not self._abandoned.is_set():
+            raise RuntimeError(
+                "the collector runs in the background; iterate within `with collector.pause():`, "
+                "or do not start() it"
+            )
+
+    def start(self) -> None:
+        """Begin, unless it runs.
+
+        Raises:
+            RuntimeError: there is no replay buffer, or workers are refreshed by themselves.
+        """
+        self.check()
+        self._delivery.check_background()
+        self._begin()
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[None]:
+        """Come to rest with nothing under way, and go on afterwards; nothing if it does not run.
+
+        Raises:
+            TimeoutError: it did not come to rest in time, and goes on.
+        """
+        with self._lock:
+            idle = not self._runs and not self._pauses
+            if not idle:
+                self._pauses += 1
+                self._wanted = False
+        if idle:
+            self.check()
+            yield
+            return
+        try:
+            self._join(timeout)
+            if self.running:
+                raise TimeoutError(
+                    f"the batches under way were not in the replay buffer within {timeout:g} s; "
+                    "type pause(timeout=…) to wait for longer, or give the collector fewer "
+                    "frames_per_batch"
+                )
+            self.check()
+            yield
+        finally:
+            with self._lock:
+                self._pauses -= 1
+                if not self._pauses and self._goes_on:
+                    self._begin()
+
+    def abandon(self) -> None:
+        """Make no more batches; those under way are lost."""
+        self._abandoned.set()
+        with self._lock:
+            self._wanted = False
+
+    def end(self, timeout: float) -> None:
+        """Wait for the thread, which was abandoned and whose workers have ended; once.
+
+        Raises what went wrong in the background before that, unless another error is on its way.
+        """
+        # A worker that fails ends the collector from within the thread itself.
+        if not self._ended and self._thread is not threading.current_thread():
+            self._ended = True
+            self._join(timeout)
+            if sys.exc_info()[0] is None:
+                self.check()
+
+    def _join(self, timeout: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _begin(self) -> None:
+        with self._lock:
+            self._wanted = not self._abandoned.is_set()
+            if self._wanted and not self._runs:
+                self._runs = self._goes_on = True
+                self._thread = threading.Thread(
+                    target=self._run, name="sync-core-collect", daemon=True
+                )
+                self._thread.start()
+
+    def _run(self) -> None:
+        more = True
+        while more:
+            try:
+                more = self._make()
+            except BaseException as error:  # the trainer's next call raises it again
+                self._error = error
+                # A batch that is late ends nothing; whatever else went wrong does.
+                self._goes_on = isinstance(error, WorkerTimeoutError)
+                more = False
+            with self._lock:
+                more = self._runs = more and self._wanted
+
+    def _make(self) -> bool:
+        """Make batches until no more are wanted or there are no more; whether there may be."""
+        more = True
+        while self._wanted and more:
+            self._look()
+            more = self._took(self._delivery.collect_one)
+        while not self._abandoned.is_set() and self._took(self._delivery.collect_rest):
+            pass
+        return more
+
+    def _took(self, take: Callable[[], bool]) -> bool:
+        """Take a batch; one that is late is told by the trainer's next call, and waited for."""
+        try:
+            return take()
+        except WorkerTimeoutError as error:
+            self._error = error
+            return True

@@ -1,0 +1,1 @@
+"""The benchmark of collectors: ``sync-core bench collector``."""

@@ -1,0 +1,243 @@
+"""Takes one batch after the other from the workers, counts them, and hands them on."""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from sync_collector.freshness import Freshness
+from sync_collector.output import Output
+from sync_collector.policies import PolicyError
+from sync_collector.requests import Delivered, Requests
+from sync_collector.schedules import Schedule
+from sync_collector.several import SeveralModels
+from sync_collector.stale import StaleWatch
+from sync_collector.stats import CollectorStats, Lag
+from sync_collector.weights import MOMENT, PolicyWeights
+from sync_collector.worker_pool import Crew
+from sync_core import ClosedError, RemoteCallError, WorkerLostError
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """What was handed over so far."""
+
+    frames: int = 0
+    batches: int = 0
+    lag: Lag = field(default_factory=Lag)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the batch in hand has come.
+
+    Args:
+        noted: whether its workers were told that it was taken.
+        written: how many of its parts were written into the replay buffer.
+        yielded: what is yielded for it, in a tuple; None before that is made.
+    """
+
+    noted: bool = False
+    written: int = 0
+    yielded: tuple[Any] | None = None
+
+
+class Delivery:
+    """What a collector yields, and how much of it.
+
+    Args:
+        crew: the workers; they are ended as soon as the last batch was taken.
+        schedule: says whose batch is next.
+        requests: batches that workers were asked for.
+        weights: what the policies act with.
+        freshness: refreshes them by itself.
+        stale: warns if they never are.
+        output: what happens to a batch in the end.
+        total_frames: the frames after which it ends; -1 for never.
+        close: ends the collector, unless it has ended. It must not keep the collector alive, for a
+            thread that collects in the background holds this object.
+    """
+
+    def __init__(
+        self,
+        *,
+        crew: Crew,
+        schedule: Schedule,
+        requests: Requests,
+        weights: PolicyWeights | SeveralModels,
+        freshness: Freshness,
+        stale: StaleWatch,
+        output: Output,
+        total_frames: int,
+        close: weakref.finalize[Any, Any],
+    ) -> None:
+        self._crew = crew
+        self._schedule = schedule
+        self._requests = requests
+        self._weights = weights
+        self._freshness = freshness
+        self._stale = stale
+        self.output = output
+        self._total_frames = total_frames
+        self._close = close
+        self._counts = _Counts()
+        # Kept until the batch is handed over: Ctrl-C or a replay buffer may raise before that.
+        self._progress = _Progress()
+
+    @property
+    def wanted(self) -> int | None:
+        """How many more frames are to come; None for any number."""
+        return None if self._total_frames < 0 else max(0, self._total_frames - self._counts.frames)
+
+    def stats(self) -> CollectorStats:
+        """What was collected so far, and how fresh the policies are."""
+        counts = self._counts
+        return CollectorStats(
+            frames=counts.frames,
+            batches=counts.batches,
+            version=self._weights.version,
+            lag=counts.lag.last,
+            mean_lag=counts.lag.total / max(1, counts.batches),
+            max_lag=counts.lag.most,
+            sync_seconds=self._weights.seconds,
+        )
+
+    def next_batch(self) -> Any:
+        """The next batch, as it is yielded.
+
+        Raises:
+            StopIteration: the collector has ended.
+        """
+        return self._take(self.wanted, end_workers=True)
+
+    def count_batches(self) -> int:
+        """How many batches there are in all, those delivered included.
+
+        Raises:
+            TypeError: nobody knows.
+        """
+        if self.wanted is None:
+            raise TypeError("a collector without an end has no len(); give it total_frames")
+        if self.wanted == 0:
+            return self._counts.batches
+        frames = self._schedule.frames_per_batch()
+        if frames is None:
+            raise TypeError("workers make batches of different sizes: nobody knows how many")
+        return self._counts.batches + math.ceil(self.wanted / frames)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was delivered, and whose turn it is."""
+        in_hand, progress, counts = self._requests.in_hand, self._progress, self._counts
+        return {
+            "frames": counts.frames,
+            "batches": counts.batches,
+            "lag": astuple(counts.lag),
+            "turn": sum(worker_id < self._schedule.turn for worker_id in self._crew.ids),
+            "since_update": [self._freshness.batches[i] for i in self._crew.ids],
+            "in_hand": in_hand and replace(in_hand, batch=in_hand.batch.clone()),
+            "noted": progress.noted,
+            "written": progress.written,
+            "yielded": copy.deepcopy(progress.yielded),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._counts = _Counts(state["frames"], state["batches"], Lag(*state["lag"]))
+        in_hand = state["in_hand"]
+        yielded = copy.deepcopy(state["yielded"])
+        self._progress = _Progress(state["noted"], state["written"], yielded)
+        self._requests.in_hand = in_hand and replace(in_hand, batch=in_hand.batch.clone())
+        following = self._crew.ids[state["turn"] :]
+        self._schedule.turn = following[0] if following else 0
+        self._freshness.go_on(dict(zip(self._crew.ids, state["since_update"], strict=False)))
+        self._stale.restored(self._weights.version)
+
+    def drop(self) -> None:
+        """Let what was not handed on be lost, uncounted."""
+        self._requests.in_hand, self._progress = None, _Progress()
+
+    def check_background(self) -> None:
+        """Raise `RuntimeError` unless batches can be collected in the background."""
+        self.output.check_buffer()
+        if self._freshness.by_itself:
+            raise RuntimeError(
+                "in the background, the collector would read the policy in the middle of the "
+                "trainer's steps; leave out update_after_each_batch and "
+                "max_weight_update_interval, and type update_policy_weights_() after each step"
+            )
+
+    def collect_one(self) -> bool:
+        """Take a batch that nobody waits for; False at the end."""
+        return self.wanted != 0 and self._took(self.wanted)
+
+    def collect_rest(self) -> bool:
+        """Take a batch that a worker was asked for already; False if there is none."""
+        under_way = self._requests.in_hand is not None or len(self._requests) > 0
+        return under_way and self._took(0)
+
+    def _took(self, wanted: int | None) -> bool:
+        try:
+            self._take(wanted)
+        except StopIteration:
+            return False
+        return True
+
+    def _take(self, wanted: int | None, *, end_workers: bool = False) -> Any:
+        if not self._close.alive:
+            raise StopIteration
+        self._stale.look()
+        in_hand = self._next(wanted)
+        progress = self._progress
+        if progress.yielded is None:
+            batch, of_all = in_hand.batch, in_hand.worker_id is None
+            for part in self.output.written_by_driver(batch, of_all=of_all)[progress.written :]:
+                self.output.write(part)
+                progress.written += 1
+            progress.yielded = (self.output.yielded(batch),)
+        counts = self._counted(in_hand.batch)
+        if end_workers and 0 <= self._total_frames <= counts.frames:
+            self._weights.let_end(MOMENT)
+            self._crew.dismiss()
+        following, yielded = _Progress(), progress.yielded[0]
+        # From here on nothing is called, so that Ctrl-C comes before the batch counts, and the next
+        # call hands it over, or after it was handed over.
+        self._counts, self._progress, self._requests.in_hand = counts, following, None
+        return yielded
+
+    def _counted(self, batch: TensorDictBase) -> _Counts:
+        """The counts as soon as a batch is handed over."""
+        old = self._counts
+        lag = old.lag
+        if "policy_version" in batch:
+            lag = lag.counted(self._weights.version - int(batch["policy_version"].min()))
+        return _Counts(old.frames + batch.numel(), old.batches + 1, lag)
+
+    def _next(self, wanted: int | None) -> Delivered:
+        """The batch in hand, or the next one."""
+        in_hand = self._requests.in_hand
+        if in_hand is not None and self._progress.noted:
+            return in_hand
+        try:
+            if in_hand is None:
+                self._freshness.refresh()
+                in_hand = self._schedule.next_batch(wanted)
+            if not self._close.alive:
+                raise StopIteration
+            self._freshness.delivered(in_hand.worker_id)
+            self._schedule.go_on(None if wanted is None else wanted - in_hand.batch.numel())
+        except KeyboardInterrupt:
+            self._freshness.forget()
+            raise
+        except (PolicyError, RemoteCallError, WorkerLostError, ClosedError):
+            if not self._close.alive:
+                raise StopIteration from None
+            self._close()
+            raise
+        self._progress.noted = True
+        return in_hand

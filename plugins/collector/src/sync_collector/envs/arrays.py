@@ -1,0 +1,200 @@
+"""Environments that compute with numpy arrays, and how they speak TensorDict."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from sync_collector.envs.normal import no_flags, outcome_of, spread
+
+#: Arrays, or what numpy makes arrays of, by key: a string, or a tuple of them if nested.
+Arrays: TypeAlias = Mapping[Any, Any]
+#: Observations, reward, terminated, truncated: scalars, or arrays of the shape of the batch.
+ArrayStep: TypeAlias = tuple[Arrays, Any, Any, Any]
+
+_TENSORDICT_METHODS = ("reset", "step", "step_and_maybe_reset", "rand_action")
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One entry of an observation.
+
+    Args:
+        shape: its shape, without the batch dimensions of the environment.
+        dtype: its dtype; what the environment gives is cast to it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class ArrayEnv(ABC):
+    """An environment that gives arrays; a subclass writes the array methods and inherits the rest.
+
+    The TensorDict methods below call the array methods, so it is an `Env` like any other. A
+    collector whose policy takes and gives plain tensors calls the array methods itself and so
+    makes one TensorDict in a batch, not several in a step. It calls the TensorDict methods as
+    soon as a subclass overrides one of them.
+
+    Example:
+        >>> class Coin(ArrayEnv):
+        ...     array_specs = {"observation": ArraySpec((1,), np.dtype(np.float32))}
+        ...     def reset_arrays(self, mask=None):
+        ...         return {"observation": np.zeros(1, np.float32)}
+        ...     def step_arrays(self, action):
+        ...         return {"observation": action}, float(action[0]), True, False
+        >>> td = Coin().reset().set("action", torch.ones(1))
+        >>> Coin().step(td)["next", "reward"]
+        tensor([1.])
+    """
+
+    batch_size: torch.Size = torch.Size()
+    device: ClassVar[None] = None
+
+    #: The entries of an observation, by key.
+    array_specs: Mapping[Any, ArraySpec]
+
+    @abstractmethod
+    def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
+        """Begin an episode.
+
+        Args:
+            mask: for a batch, where: bool, of the shape ``batch_size``. None means everywhere.
+
+        Returns:
+            The first observations. Outside the mask, they are not read.
+        """
+
+    @abstractmethod
+    def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
+        """Act, and give the true outcome; the caller resets what has ended."""
+
+    def sample_action(self) -> np.ndarray[Any, Any]:
+        """A random action; needed only for collecting without a policy."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no sample_action(); write it, or give a policy"
+        )
+
+    def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
+        """Begin an episode, in every environment or where ``tensordict["_reset"]`` says."""
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        if mask is None or mask.all():
+            return self._root(self.reset_arrays())
+        assert tensordict is not None
+        mask = mask.reshape(self.batch_size)
+        return self._reset_where(mask, tensordict.exclude("_reset", "next"))
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        """Act as ``tensordict["action"]`` says, and put the outcome under ``"next"``."""
+        step = self.step_arrays(as_array(tensordict["action"].detach().cpu()))
+        observation, reward, terminated, truncated = step
+        outcome = self._observation(observation)
+        outcome |= outcome_of(
+            self._values(reward, torch.float32),
+            self._values(terminated, torch.bool),
+            self._values(truncated, torch.bool),
+        )
+        following = tensordict.get("next", TensorDict({}, batch_size=self.batch_size))
+        return tensordict.set("next", following.update(outcome))
+
+    def step_and_maybe_reset(
+        self, tensordict: TensorDictBase, /
+    ) -> tuple[TensorDictBase, TensorDictBase]:
+        """`step`, and the root of the step after it: begun anew where the episode has ended."""
+        tensordict = self.step(tensordict)
+        root = tensordict["next"].exclude("reward")
+        done = root["done"].reshape(self.batch_size)
+        if not done.any():
+            return tensordict, root
+        if done.all():
+            return tensordict, self.reset()
+        return tensordict, self._reset_where(done, root)
+
+    def rand_action(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
+        """Put a random action under ``"action"``."""
+        if tensordict is None:
+            tensordict = TensorDict({}, batch_size=self.batch_size)
+        return tensordict.set("action", torch.as_tensor(self.sample_action()))
+
+    def _root(self, arrays: Arrays) -> TensorDictBase:
+        root = self._observation(arrays) | no_flags(self.batch_size)
+        return TensorDict(root, batch_size=self.batch_size)
+
+    def _reset_where(self, mask: Tensor, root: TensorDictBase) -> TensorDictBase:
+        # What a policy carries from step to step is nothing yet where an episode begins.
+        merged = root.copy()
+        for key in root.keys(include_nested=True, leaves_only=True):
+            old = root.get(key)
+            merged.set(key, old.masked_fill(spread(mask, old), 0))
+        for key, fresh in self._observation(self.reset_arrays(mask.numpy())).items():
+            old = root.get(key, fresh)
+            merged.set(key, torch.where(spread(mask, fresh), fresh, old))
+        return merged.update(no_flags(self.batch_size))
+
+    def _observation(self, arrays: Arrays) -> dict[Any, Tensor]:
+        # A copy, since environments may give the array that their next step overwrites.
+        return {
+            key: torch.from_numpy(np.array(entry(arrays, key), dtype=spec.dtype))
+            for key, spec in self.array_specs.items()
+        }
+
+    def _values(self, values: Any, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype).reshape(self.batch_size)
+
+
+def entry(observation: Arrays, key: Any) -> Any:
+    """What was observed under a key.
+
+    Raises:
+        TypeError: nothing was.
+    """
+    try:
+        return observation[key]
+    except KeyError as error:
+        raise lacking(observation, key) from error
+
+
+def lacking(observation: Any, key: Any) -> TypeError:
+    """The error about an observation without an entry."""
+    return TypeError(
+        f"a {type(observation).__name__} was observed without {key!r}, which the environment "
+        "declares; let reset() and step() give that in every observation, or take it out of its "
+        "space, or spec"
+    )
+
+
+def put_row(rows: Mapping[Any, np.ndarray[Any, Any]], where: int, observation: Arrays) -> None:
+    """Write what was observed into a row of each array.
+
+    Raises:
+        TypeError: there is more of it, or less, than a row has.
+    """
+    for key, array in rows.items():
+        values, row = entry(observation, key), array[where]
+        # Of too few, numpy would make a row by repeating them.
+        if np.size(values) != row.size:
+            raise TypeError(
+                f"{key!r} was observed with the shape {np.shape(values)}, and the environment "
+                f"declares {row.shape}; make its space, or spec, and what it gives alike"
+            )
+        array[where] = values
+
+
+def as_array(action: Tensor) -> np.ndarray[Any, Any]:
+    """An action for `ArrayEnv.step_arrays`."""
+    # numpy has no bfloat16, and float32 has all of its values.
+    return (action.float() if action.dtype == torch.bfloat16 else action).numpy()
+
+
+def speaks_arrays(env: object) -> TypeGuard[ArrayEnv]:
+    """Whether stepping an environment by its array methods is the same as by its others."""
+    return isinstance(env, ArrayEnv) and all(
+        getattr(type(env), name) is getattr(ArrayEnv, name) for name in _TENSORDICT_METHODS
+    )

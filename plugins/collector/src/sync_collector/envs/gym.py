@@ -1,0 +1,239 @@
+"""Gymnasium environments as environments for a collector."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, put_row
+from sync_collector.envs.protocol import close_env
+
+
+class GymEnv(ArrayEnv):
+    """A Gymnasium environment, or several that are stepped together.
+
+    Observations are found under ``"observation"``, those of a Dict space under its keys. What an
+    episode ended with is never lost to a reset: ``"next"`` holds it.
+
+    Args:
+        env: the id of a registered environment, or a function that makes one.
+        num_envs: how many are stepped together, one after the other, as a batch of this shape;
+            None for a single one without a batch dimension.
+        categorical: give and take discrete values as int64 indices; else as int64 one-hot vectors.
+        **make_options: given to ``gymnasium.make`` with the id.
+
+    Raises:
+        ImportError: gymnasium is not installed.
+        TypeError: a space that cannot be expressed with arrays.
+
+    Example:
+        >>> env = GymEnv("CartPole-v1")
+        >>> _ = env.set_seed(0)
+        >>> td = env.step(env.rand_action(env.reset()))
+        >>> td["action"].dtype, td["next", "observation"].shape
+        (torch.int64, torch.Size([4]))
+    """
+
+    def __init__(
+        self,
+        env: str | Callable[[], Any],
+        *,
+        num_envs: int | None = None,
+        categorical: bool = False,
+        **make_options: Any,
+    ) -> None:
+        make = _maker(env, make_options)
+        # Not before it is known that gymnasium is there.
+        from sync_collector.envs.spaces import ObservationCodec, codec
+
+        if num_envs is not None and num_envs < 1:
+            raise ValueError(f"num_envs is {num_envs}; give 1 or more, or None for a single one")
+        self._envs = [make() for _ in range(1 if num_envs is None else num_envs)]
+        self._single = num_envs is None
+        self.batch_size = torch.Size(() if num_envs is None else (num_envs,))
+        self.is_closed = False
+        first = self._envs[0]
+        if hasattr(first, "single_action_space"):
+            raise TypeError(
+                f"{first!r} is a vector environment, and GymEnv takes single ones; give the "
+                "vector environment itself to the collector (create_env_fn=lambda: "
+                "gymnasium.make_vec(…)), or GymEnv an id and num_envs"
+            )
+        self._action = codec(first.action_space, categorical=categorical)
+        observation = ObservationCodec(first.observation_space, categorical=categorical)
+        self._encode = observation.encode
+        self.array_specs = observation.specs
+
+    @property
+    def envs(self) -> tuple[Any, ...]:
+        """The Gymnasium environments inside."""
+        return tuple(self._envs)
+
+    def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
+        """Begin an episode, for a batch where the mask says."""
+        if self._single:
+            return self._begun(self._envs[0])
+        rows = self._new_rows()
+        for i, env in enumerate(self._envs):
+            if mask is None or mask[i]:
+                put_row(rows, i, self._begun(env))
+        return rows
+
+    def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
+        """Act in each environment."""
+        if self._single:
+            return self._stepped(self._envs[0], action)
+        rows = self._new_rows()
+        rewards = np.empty(len(self._envs), np.float32)
+        terminated, truncated = np.empty((2, len(self._envs)), np.bool_)
+        for i, env in enumerate(self._envs):
+            made = self._stepped(env, action[i])
+            observation, rewards[i], terminated[i], truncated[i] = made
+            put_row(rows, i, observation)
+        return rows, rewards, terminated, truncated
+
+    def sample_action(self) -> np.ndarray[Any, Any]:
+        """A random action of each environment's own stream; `set_seed` seeds it."""
+        samples = [self._action.encode(env.action_space.sample()) for env in self._envs]
+        return np.array(samples[0] if self._single else samples, dtype=self._action.spec.dtype)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed by ``reset(seed=seed)``, every environment of a batch with a seed of its own.
+
+        Args:
+            seed: for the first environment; each next one gets a seed derived from it.
+            static_seed: give all of them the same.
+
+        Returns:
+            The seed for the next environment in line.
+        """
+        for env in self._envs:
+            if not _takes_seed(env):
+                raise TypeError(
+                    f"{type(env).__name__}.reset() takes no seed; write it as Gymnasium's "
+                    "environments do: reset(self, *, seed=None, options=None)"
+                )
+            env.reset(seed=seed)
+            env.action_space.seed(seed)
+            if not static_seed:
+                seed = next_seed(seed)
+        return seed
+
+    def save_state(self) -> bytes | None:
+        """The environments inside, pickled; None if that would lose what they are about to do.
+
+        Those of MuJoCo and Box2D pickle how they were made, and not their state.
+        """
+        if any(map(_is_made_anew, self._envs)):
+            return None
+        try:
+            return pickle.dumps(self._envs)
+        except Exception:
+            # What holds a lock, a pointer or the like says no by an exception of its own.
+            return None
+
+    def load_state(self, state: bytes) -> None:
+        """Go on with the environments that were pickled."""
+        for env in self._envs:
+            close_env(env)
+        self._envs = pickle.loads(state)
+
+    def close(self) -> None:
+        """Close the environments inside."""
+        self.is_closed = True
+        for env in self._envs:
+            close_env(env)
+
+    def _begun(self, env: Any) -> Arrays:
+        made = env.reset()
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise _of_another_interface(env, "reset", "the observation and a dict")
+        return self._encode(made[0])
+
+    def _stepped(self, env: Any, action: np.ndarray[Any, Any]) -> ArrayStep:
+        made = env.step(self._action.decode(action))
+        if not isinstance(made, tuple) or len(made) != 5:
+            wanted = "observation, reward, terminated, truncated and a dict"
+            raise _of_another_interface(env, "step", wanted)
+        observation, reward, terminated, truncated, _ = made
+        return self._encode(observation), _scalar(reward, env), terminated, truncated
+
+    def _new_rows(self) -> dict[Any, np.ndarray[Any, Any]]:
+        return {
+            key: np.empty((len(self._envs), *spec.shape), spec.dtype)
+            for key, spec in self.array_specs.items()
+        }
+
+
+def _is_made_anew(env: Any) -> bool:
+    """Whether an environment, or a wrapper around it, pickles as what it is made with alone."""
+    from gymnasium import Wrapper
+    from gymnasium.utils import EzPickle
+
+    while isinstance(env, Wrapper) and not isinstance(env, EzPickle):
+        env = env.env
+    return isinstance(env, EzPickle)
+
+
+def _of_another_interface(env: Any, method: str, wanted: str) -> TypeError:
+    return TypeError(
+        f"{type(env).__name__}.{method}() must return {wanted}, as those of Gymnasium's "
+        "environments do; those of gym, its predecessor, return one value less"
+    )
+
+
+def unwrapped(env: Any) -> Any:
+    """The environment inside of wrappers; one that only is like Gymnasium's has none."""
+    return getattr(env, "unwrapped", env)
+
+
+def _takes_seed(env: Any) -> bool:
+    arguments = inspect.signature(env.reset).parameters
+    return "seed" in arguments or any(one.kind is one.VAR_KEYWORD for one in arguments.values())
+
+
+def wrong_reward(reward: Any, env: Any, wanted: str) -> TypeError:
+    """The error about a reward that is none."""
+    given = " ".join(reprlib.repr(reward).split())
+    return TypeError(
+        f"{type(unwrapped(env)).__name__} gave the reward {given}; let its step() return {wanted}"
+    )
+
+
+def _scalar(reward: Any, env: Any) -> float:
+    """A reward without the dimension of size 1 that some environments give it."""
+    try:
+        return float(reward.reshape(()) if isinstance(reward, np.ndarray) else reward)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise wrong_reward(reward, env, "a number") from error
+
+
+def next_seed(seed: int) -> int:
+    """A seed for the next environment in line, whose random numbers are unrelated.
+
+    Example:
+        >>> next_seed(0), next_seed(1)
+        (2968811710, 1835504127)
+    """
+    return int(np.random.SeedSequence(seed).generate_state(1)[0])
+
+
+def _maker(env: str | Callable[[], Any], options: dict[str, Any]) -> Callable[[], Any]:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ImportError(
+            "GymEnv needs gymnasium; type: pip install 'sync-collector[gym]'"
+        ) from error
+    if not isinstance(env, str):
+        if options:
+            raise TypeError(f"options {sorted(options)} go with an id; {env!r} takes none")
+        return env
+    # Gymnasium's checker looks for mistakes of an environment's author, at each step.
+    return lambda: gymnasium.make(env, **{"disable_env_checker": True, **options})

@@ -1,0 +1,250 @@
+"""How the values of a Gymnasium space become arrays, and arrays become its values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import reduce
+from itertools import pairwise
+from operator import getitem
+from typing import Any, TypeAlias
+
+import numpy as np
+from gymnasium import spaces
+
+from sync_collector.envs.arrays import ArraySpec, lacking
+from sync_collector.envs.protocol import FLAGS
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Key: TypeAlias = str | tuple[str, ...]
+#: What stands beside the observations in a batch.
+_TAKEN = frozenset({*FLAGS, "action", "reward", "next", "policy_version", "collector"})
+
+
+class Codec(ABC):
+    """Translates the values of one space."""
+
+    spec: ArraySpec
+
+    @abstractmethod
+    def encode(self, value: Any) -> Any:
+        """The array that stands for a value of the space."""
+
+    @abstractmethod
+    def decode(self, array: Array) -> Any:
+        """The value of the space that an array stands for."""
+
+    def encode_batch(self, values: Any) -> Any:
+        """The arrays that stand for several values of the space, as one array."""
+        return np.stack([self.encode(value) for value in values])
+
+    def decode_batch(self, arrays: Array) -> Any:
+        """Several values of the space, as Gymnasium's vector environments take them."""
+        return np.array([self.decode(array) for array in arrays])
+
+
+class Same(Codec):
+    """Boxes and the like: the values are arrays already."""
+
+    def __init__(self, space: Any) -> None:
+        self.spec = ArraySpec(tuple(space.shape), np.dtype(space.dtype))
+
+    def encode(self, value: Any) -> Any:
+        return value
+
+    def encode_batch(self, values: Any) -> Any:
+        return values
+
+    def decode(self, array: Array) -> Any:
+        _check_shape(array, self.spec)
+        # Without a copy, an environment that keeps its action would see the next one in it.
+        return array.astype(self.spec.dtype)
+
+
+class Index(Codec):
+    """A discrete space, as a number that counts from 0."""
+
+    def __init__(self, space: Any) -> None:
+        self._start: Any = int(space.start)
+        self.spec = ArraySpec((), np.dtype(np.int64))
+
+    def encode(self, value: Any) -> Any:
+        return value - self._start
+
+    def encode_batch(self, values: Any) -> Any:
+        return values - self._start
+
+    def decode(self, array: Array) -> Any:
+        if array.size != 1 or array.dtype.kind not in "iu":
+            raise TypeError(
+                f"a categorical action is one integer, not {array.dtype} of shape {array.shape}; "
+                "leave out categorical=True if the policy gives one-hot actions"
+            )
+        return array.item() + self._start
+
+
+class Indices(Index):
+    """Several discrete spaces side by side, as numbers that count from 0."""
+
+    def __init__(self, space: Any) -> None:
+        self._start = getattr(space, "start", 0)
+        self._dtype = space.dtype
+        self.spec = ArraySpec(tuple(space.shape), np.dtype(np.int64))
+
+    def decode(self, array: Array) -> Any:
+        _check_shape(array, self.spec)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"categorical actions are integers, not {array.dtype}")
+        return (array + self._start).astype(self._dtype)
+
+
+class OneHot(Codec):
+    """A discrete space, as a vector with a single 1."""
+
+    def __init__(self, space: Any) -> None:
+        self._start = int(space.start)
+        self._rows = np.eye(int(space.n), dtype=np.int64)
+        self.spec = ArraySpec((int(space.n),), np.dtype(np.int64))
+
+    def encode(self, value: Any) -> Any:
+        return self._rows[int(value) - self._start]
+
+    def decode(self, array: Array) -> Any:
+        # On lists this short, Python is faster than numpy.
+        values = array.tolist()
+        if not isinstance(values, list) or len(values) != len(self._rows):
+            raise _not_one_hot(values, len(self._rows))
+        if values.count(1) != 1 or values.count(0) != len(values) - 1:
+            raise _not_one_hot(values, len(self._rows))
+        return values.index(1) + self._start
+
+
+class OneHots(Codec):
+    """Several discrete spaces side by side, as one-hot vectors joined to one."""
+
+    def __init__(self, space: Any) -> None:
+        starts = getattr(space, "start", np.zeros_like(space.nvec))
+        self._parts = [
+            _Part(int(n), int(start)) for n, start in zip(space.nvec, starts, strict=True)
+        ]
+        self._cuts = np.cumsum([0, *space.nvec]).tolist()
+        self._codecs = [OneHot(part) for part in self._parts]
+        self._dtype = space.dtype
+        self.spec = ArraySpec((int(self._cuts[-1]),), np.dtype(np.int64))
+
+    def encode(self, value: Any) -> Any:
+        pairs = zip(self._codecs, value, strict=True)
+        return np.concatenate([codec.encode(part) for codec, part in pairs])
+
+    def decode(self, array: Array) -> Any:
+        _check_shape(array, self.spec)
+        pieces = [array[begin:end] for begin, end in pairwise(self._cuts)]
+        pairs = zip(self._codecs, pieces, strict=True)
+        return np.array([codec.decode(piece) for codec, piece in pairs], dtype=self._dtype)
+
+
+class _Part:
+    def __init__(self, n: int, start: int) -> None:
+        self.n, self.start = n, start
+
+
+def codec(space: Any, *, categorical: bool) -> Codec:
+    """The codec of a space that holds one array.
+
+    Args:
+        space: a Gymnasium space.
+        categorical: whether discrete values stay numbers.
+
+    Raises:
+        TypeError: a kind of space that has none.
+    """
+    kinds: list[tuple[Any, Callable[[Any], Codec]]] = [
+        ((spaces.Box, spaces.MultiBinary), Same),
+        (spaces.Discrete, Index if categorical else OneHot),
+    ]
+    if isinstance(space, spaces.MultiDiscrete):
+        if categorical:
+            return Indices(space)
+        if len(space.shape) == 1:
+            return OneHots(space)
+        raise TypeError(f"one-hot vectors of the space {space} would differ; give categorical=True")
+    for kind, make in kinds:
+        if isinstance(space, kind):
+            return make(space)
+    raise TypeError(
+        f"no arrays can be made of the space {space}; wrap the environment so that it has Box, "
+        "Discrete, MultiDiscrete or MultiBinary spaces (for observations, also a Dict of these)"
+    )
+
+
+class ObservationCodec:
+    """Translates observations: those of a Dict space entry by entry, others whole.
+
+    Args:
+        space: the observation space; Dicts may be nested.
+        categorical: whether discrete values stay numbers.
+
+    Raises:
+        TypeError: an entry that has no arrays, or the name of something else in a batch.
+    """
+
+    def __init__(self, space: Any, *, categorical: bool) -> None:
+        self._nested = isinstance(space, spaces.Dict)
+        leaves = dict(_leaves((), space)) if self._nested else {("observation",): space}
+        for name in _TAKEN.intersection(path[0] for path in leaves):
+            raise TypeError(
+                f"{name!r} is observed, and a batch has {name!r} of its own; rename it: "
+                "gymnasium.wrappers.TransformObservation"
+            )
+        codecs = {path: codec(leaf, categorical=categorical) for path, leaf in leaves.items()}
+        self.specs = {_key(path): found.spec for path, found in codecs.items()}
+        self._encoders = [(_key(path), path, found.encode) for path, found in codecs.items()]
+        self._batch_encoders = [
+            (_key(path), path, found.encode_batch) for path, found in codecs.items()
+        ]
+
+    def encode(self, observation: Any) -> dict[Key, Any]:
+        """The arrays that stand for an observation, by key."""
+        if not self._nested:
+            key, _, encode = self._encoders[0]
+            return {key: encode(observation)}
+        return {key: encode(_entry(observation, path)) for key, path, encode in self._encoders}
+
+    def encode_batch(self, observations: Any) -> dict[Key, Any]:
+        """The arrays that stand for the observations of a vector environment, by key."""
+        return {
+            key: encode(_entry(observations, path) if self._nested else observations)
+            for key, path, encode in self._batch_encoders
+        }
+
+
+def _leaves(path: tuple[str, ...], space: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not isinstance(space, spaces.Dict):
+        yield path, space
+        return
+    for name, subspace in space.items():
+        yield from _leaves((*path, name), subspace)
+
+
+def _entry(observation: Any, path: tuple[str, ...]) -> Any:
+    try:
+        return reduce(getitem, path, observation)
+    except (KeyError, IndexError, TypeError) as error:
+        raise lacking(observation, _key(path)) from error
+
+
+def _key(path: tuple[str, ...]) -> Key:
+    return path[0] if len(path) == 1 else path
+
+
+def _check_shape(array: Array, spec: ArraySpec) -> None:
+    if array.shape != spec.shape:
+        raise TypeError(f"an action must have the shape {spec.shape}, not {array.shape}")
+
+
+def _not_one_hot(values: Any, size: int) -> TypeError:
+    return TypeError(
+        f"an action must be one-hot, {size} numbers with a single 1, not {values}; let the policy "
+        "choose (torch.nn.functional.one_hot(logits.argmax(-1), n), or sample), or give GymEnv "
+        "categorical=True if it gives indices"
+    )

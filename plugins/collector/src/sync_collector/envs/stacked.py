@@ -1,0 +1,160 @@
+"""Several environments as one, stepped one after the other; the policy acts once for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, stack
+
+from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, put_row, speaks_arrays
+from sync_collector.envs.normal import Conventions
+from sync_collector.envs.protocol import (
+    Env,
+    close_env,
+    following_of,
+    load_env,
+    optional,
+    reset_env,
+    save_env,
+    seed_env,
+)
+from sync_collector.envs.random_actions import random_policy
+
+
+def stack_envs(envs: Sequence[Env]) -> Env:
+    """One environment, whose batch has a dimension for those given before their own.
+
+    Args:
+        envs: one or more, all of one kind.
+
+    Raises:
+        ValueError: their batches or observations differ.
+
+    Example:
+        >>> from sync_collector.envs import CountingEnv
+        >>> stack_envs([CountingEnv(), CountingEnv()]).reset()["observation"]
+        tensor([[0.],
+                [0.]])
+    """
+    if len({tuple(env.batch_size) for env in envs}) > 1:
+        raise ValueError(
+            f"environments of one worker have the batch sizes "
+            f"{[list(env.batch_size) for env in envs]}; make them alike"
+        )
+    arrays = [env for env in envs if speaks_arrays(env)]
+    if len(arrays) == len(envs):
+        return _ArrayStack(arrays)
+    return _TensorDictStack(envs)
+
+
+class _Members:
+    """What any stack does with each of its environments."""
+
+    _envs: Sequence[Env]
+    is_closed = False
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed one after the other, each with the seed that the one before it gave."""
+        for env in self._envs:
+            seed = seed_env(env, seed, static_seed)
+        return seed
+
+    def save_state(self) -> list[Any] | None:
+        """The states of all of them; None if one cannot be saved."""
+        states = [save_env(env) for env in self._envs]
+        return None if any(state is None for state in states) else states
+
+    def load_state(self, states: list[Any]) -> None:
+        """Let each go on from its own."""
+        for env, state in zip(self._envs, states, strict=True):
+            load_env(env, state)
+
+    def close(self) -> None:
+        """Close all of them."""
+        self.is_closed = True
+        for env in self._envs:
+            close_env(env)
+
+
+class _ArrayStack(_Members, ArrayEnv):
+    def __init__(self, envs: Sequence[ArrayEnv]) -> None:
+        specs = envs[0].array_specs
+        for env in envs:
+            if env.array_specs != specs:
+                raise ValueError(
+                    f"environments of one worker observe {dict(specs)} and "
+                    f"{dict(env.array_specs)}; make them alike"
+                )
+        self._envs = self._members = envs
+        self.array_specs = specs
+        self.batch_size = torch.Size((len(envs), *envs[0].batch_size))
+
+    def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
+        rows = self._rows()
+        for i, env in enumerate(self._members):
+            where = None if mask is None else np.asarray(mask[i])
+            if where is None or where.all():
+                put_row(rows, i, env.reset_arrays())
+            elif where.any():
+                put_row(rows, i, env.reset_arrays(where))
+        return rows
+
+    def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
+        rows = self._rows()
+        reward = np.empty(self.batch_size, np.float32)
+        terminated, truncated = np.empty((2, *self.batch_size), np.bool_)
+        for i, env in enumerate(self._members):
+            observation, reward[i], terminated[i], truncated[i] = env.step_arrays(action[i])
+            put_row(rows, i, observation)
+        return rows, reward, terminated, truncated
+
+    def sample_action(self) -> np.ndarray[Any, Any]:
+        return np.stack([env.sample_action() for env in self._members])
+
+    def _rows(self) -> dict[Any, np.ndarray[Any, Any]]:
+        return {
+            key: np.empty((*self.batch_size, *spec.shape), spec.dtype)
+            for key, spec in self.array_specs.items()
+        }
+
+
+class _TensorDictStack(_Members):
+    def __init__(self, envs: Sequence[Env]) -> None:
+        self._envs = envs
+        self.batch_size = torch.Size((len(envs), *envs[0].batch_size))
+        self.action_keys = optional(envs[0], "action_keys")
+        self.reward_keys = optional(envs[0], "reward_keys")
+        self.done_keys = optional(envs[0], "done_keys")
+        self._conventions = Conventions(self)
+
+    def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
+        where = None if tensordict is None else self._conventions.to_reset(tensordict)
+        if tensordict is None or where is None:
+            return self._stack([reset_env(env) for env in self._envs])
+        which = where.flatten(1).any(1).tolist() if where.ndim > 1 else where.tolist()
+        parts = tensordict.unbind(0)
+        roots = {
+            i: reset_env(env, parts[i]) if self.batch_size[1:] else reset_env(env)
+            for i, env in enumerate(self._envs)
+            if which[i]
+        }
+        keys = list(next(iter(roots.values())).keys(include_nested=True, leaves_only=True))
+        return self._stack([roots.get(i, part).select(*keys) for i, part in enumerate(parts)])
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        pairs = zip(self._envs, tensordict.unbind(0), strict=True)
+        followings = [following_of(env, part, env.step(part)) for env, part in pairs]
+        return tensordict.set("next", self._stack(followings))
+
+    def rand_action(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        keys = self._conventions.action_keys
+        pairs = zip(self._envs, tensordict.unbind(0), strict=True)
+        actions = [random_policy(env, keys[0])(part).select(*keys) for env, part in pairs]
+        return tensordict.update(self._stack(actions))
+
+    def _stack(self, parts: Sequence[TensorDictBase]) -> TensorDictBase:
+        together: TensorDictBase = stack(list(parts))
+        return together

@@ -1,0 +1,153 @@
+"""Refreshes workers by itself: at the latest every so many batches."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from sync_collector.requests import Requests
+from sync_collector.several import SeveralModels
+from sync_collector.weights import PolicyWeights
+from sync_collector.worker_pool import Crew
+from sync_core import PendingSend, SendError, WorkerLostError
+
+
+class Freshness:
+    """Counts each worker's batches since it was last sent weights.
+
+    A worker with enough of them begins no other batch before it has the newest weights, which are
+    sent when the next batch is wanted: the trainer has learned from this one by then.
+
+    Args:
+        interval: after how many batches a worker is refreshed, 0 being like 1; -1 for never.
+        crew: the workers.
+        requests: by which they are asked for batches.
+        weights: by which they are refreshed.
+    """
+
+    def __init__(
+        self, interval: int, crew: Crew, requests: Requests, weights: PolicyWeights | SeveralModels
+    ) -> None:
+        self._interval = interval
+        self._enough = max(1, interval)
+        self._crew = crew
+        self._requests = requests
+        self._weights = weights
+        #: The batches that each worker has made since it was last sent weights.
+        self.batches: Counter[int] = Counter()
+        self._held: set[int] = set()
+        self._under_way: PendingSend | None = None
+        requests.on_stale.append(lambda _: self.settle())
+        weights.on_update.append(self._sent)
+        crew.on_join.append(self._joined)
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether it ever refreshes anybody."""
+        return self._interval >= 0
+
+    def delivered(self, worker_id: int | None) -> None:
+        """Count a batch, and hold back who has made enough of them.
+
+        Args:
+            worker_id: whose it is; None if all workers made it.
+        """
+        self.batches.update(self._crew.ids if worker_id is None else (worker_id,))
+        self._hold_due()
+
+    def refresh(self) -> None:
+        """Send weights to the workers who have made enough batches, and let them go on with those.
+
+        Nobody is waited for: a worker commits the weights before its next batch, which is not made
+        without them.
+
+        Raises:
+            SendError: some of them could not be refreshed the last time, and are alive. What
+                happened to one that is not is told with its batch. Nobody has gone on.
+        """
+        if self._due():
+            began = time.perf_counter()
+            self.settle()
+            self._send()
+            self._weights.seconds = time.perf_counter() - began
+        for worker_id in tuple(self._held):
+            self._requests.release(worker_id)
+            self._held.discard(worker_id)
+
+    def settle(self) -> None:
+        """Wait for the outcome of the last refresh, and tell it once; raises as `refresh` does."""
+        if self._under_way is None:
+            return
+        try:
+            self._weights.settle(self._under_way)
+        except SendError as error:
+            self._under_way = None
+            for worker_id in error.report.failed:
+                # It goes on with what it has, as the trainer has been told.
+                self._requests.require(worker_id, 0)
+            # One that was lost lives again where another thread has restarted it meanwhile.
+            if any(
+                self._crew.alive(worker_id) and not isinstance(result.error, WorkerLostError)
+                for worker_id, result in error.report.failed.items()
+            ):
+                raise
+        self._under_way = None
+
+    def forget(self) -> None:
+        """Send anew, the next time, what has not come: Ctrl-C may have cost a worker the weights.
+
+        That is so of one in the thread that was interrupted.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        under_way.abandon("Ctrl-C")
+        try:
+            under_way.wait()
+        except SendError as error:
+            for worker_id in error.report.failed:
+                self._requests.require(worker_id, 0)
+                self.batches[worker_id] = max(self.batches[worker_id], self._enough)
+            self._hold_due()
+
+    def _send(self) -> None:
+        # Nobody is removed meanwhile.
+        with self._crew.lock:
+            due = {worker_id: self.batches[worker_id] for worker_id in self._due()}
+            if not due:
+                return
+            try:
+                self._under_way = self._weights.refresh(tuple(due))
+                if self._under_way is not None:
+                    for worker_id, version in self._weights.required.items():
+                        self._requests.require(worker_id, version)
+            except BaseException:
+                # Such as Ctrl-C: who was sent the weights is not known to need them.
+                self.batches |= due
+                raise
+
+    def go_on(self, batches: Mapping[int, int]) -> None:
+        """Count on from these batches."""
+        self.batches = Counter(batches)
+        self._hold_due()
+
+    def _hold_due(self) -> None:
+        for due in set(self._due()) - self._held:
+            self._held.add(due)
+            self._requests.hold(due)
+
+    def _due(self) -> list[int]:
+        if not self.by_itself:
+            return []
+        enough = (i for i in self._crew.ids if self.batches[i] >= self._enough)
+        return [worker_id for worker_id in enough if self._crew.alive(worker_id)]
+
+    def _joined(self, worker_id: int) -> None:
+        """Who takes a place has the newest weights, and has made no batch."""
+        self._sent((worker_id,))
+        self._requests.require(worker_id, 0)
+
+    def _sent(self, worker_ids: Sequence[int]) -> None:
+        for worker_id in worker_ids:
+            self.batches.pop(worker_id, None)

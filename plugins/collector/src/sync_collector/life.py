@@ -1,0 +1,266 @@
+"""The workers of a collector: how they come, are seeded and go, and how it ends itself."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+from sync_collector.background import Background
+from sync_collector.delivery import Delivery
+from sync_collector.held import HeldModels
+from sync_collector.options import count_workers, factories
+from sync_collector.relay import Upstream
+from sync_collector.replacement import Replacement
+from sync_collector.requests import Requests
+from sync_collector.several import SeveralModels
+from sync_collector.state import State
+from sync_collector.warmup import Warmup
+from sync_collector.weights import MOMENT, PolicyWeights
+from sync_collector.worker_pool import Crew
+from sync_core import ClosedError
+from sync_core.checks import check_count, check_integer, check_seconds
+from sync_core.workers import normalize
+
+Result = TypeVar("Result")
+
+
+class Life:
+    """What a `Collector` does about its workers; not for use by itself."""
+
+    _timeout: float
+    _crew: Crew
+    _replacement: Replacement
+    _requests: Requests
+    _weights: PolicyWeights | SeveralModels
+    _held: HeldModels
+    _delivery: Delivery
+    _warmup: Warmup
+    _background: Background
+    _upstream: Upstream
+    _close: weakref.finalize[Any, Any]
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The ids of the workers."""
+        return self._crew.ids
+
+    def add_workers(
+        self,
+        num_workers: int | None = None,
+        create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+    ) -> tuple[int, ...]:
+        """Start more workers, which act with the newest weights from their first frame on.
+
+        With ``sync=True``, batches have one more row for each of them from the next one on.
+
+        Args:
+            num_workers: how many; None for as many as there are functions, or 1.
+            create_env_fn: makes an environment; or a list, one for each new worker. None for the
+                functions that the collector was made with, from the first on.
+
+        Returns:
+            Their ids, never used before.
+
+        Raises:
+            RemoteCallError: an environment or a policy could not be made; workers added before
+                that one stay.
+            ClosedError: the collector was shut down, or has delivered all its frames.
+
+        Example:
+            >>> from sync_collector import Collector
+            >>> from sync_collector.envs import CountingEnv
+            >>> with Collector(CountingEnv, scheme="none", frames_per_batch=4, sync=True) as c:
+            ...     c.add_workers(2), next(c).batch_size
+            ((1, 2), torch.Size([3, 4]))
+        """
+        self._check_working()
+        num_workers = count_workers(num_workers, create_env_fn)
+        if create_env_fn is None:
+            return tuple(self._crew.add() for _ in range(num_workers))
+        env_fns = factories(create_env_fn, num_workers, "create_env_fn")
+        return tuple(self._crew.add(env_fn=env_fn) for env_fn in env_fns)
+
+    def add_collectors(
+        self,
+        create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
+        num_envs: int = 1,
+    ) -> tuple[int, ...]:
+        """Start a worker for each function, as `add_workers` does; the name is that of TorchRL.
+
+        Args:
+            create_env_fn: makes an environment; or a list, one for each new worker.
+            num_envs: the number of environments that each new worker makes and steps together.
+
+        Returns:
+            The ids of the new workers.
+        """
+        self._check_working()
+        num_envs = check_count(num_envs, "num_envs")
+        env_fns = factories(create_env_fn, count_workers(None, create_env_fn), "create_env_fn")
+        return tuple(self._crew.add(env_fn=env_fn, num_envs=num_envs) for env_fn in env_fns)
+
+    def remove_workers(self, worker_ids: int | Iterable[int]) -> None:
+        """End some workers; what they have made and nobody has taken yet is lost, uncounted.
+
+        Raises:
+            ValueError: no worker would be left; nothing was done.
+            UnknownWorkerError: no such worker; nothing was done.
+        """
+        self._check_working()
+        ids = normalize(worker_ids, self._crew.ids)
+        if set(ids) == set(self._crew.ids):
+            raise ValueError("no worker would be left; to end the collector, type shutdown()")
+        for worker_id in ids:
+            self._crew.remove(worker_id)
+            self._requests.drop(worker_id)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the workers' environments, one after the other, and begin their episodes anew.
+
+        Each worker gets the seed that the one before it returned. What they have made before and
+        nobody has taken yet is dropped: no frame that comes is older than the seed. With the same
+        seed and the same weights, each worker makes the same batches. Workers with a process of
+        their own seed its whole random state. Others share this process's: seed that yourself
+        (``torch.manual_seed``) for a policy that draws from it. Several threads draw in no settled
+        order; one does not, nor do workers that are ``"process"`` or ``"inline"``.
+
+        Args:
+            seed: for the first worker.
+            static_seed: give all of them the same.
+
+        Returns:
+            The seed that the last worker returned.
+
+        Raises:
+            WorkerTimeoutError: a worker was not ready in time.
+        """
+        seed = check_integer(seed, "seed", "give one such as 0")
+        return self._at_rest(lambda: self._state.seed(seed, static_seed))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a collector goes on from exactly, as something that pickles (``torch.save``).
+
+        That is what was counted, and of each worker the weights, the environment, the trajectory,
+        the random state of its own process, and a batch that it has made and nobody has taken yet:
+        workers finish their batches first. Environments without ``save_state`` (see
+        `sync_collector.envs.Env`) will begin new episodes, of which a warning tells now. The random
+        state of this process and the trainer's own policy are the caller's to save. After the last
+        batch there are counts only.
+
+        Raises:
+            WorkerTimeoutError: a worker was not ready in time.
+        """
+        return self._at_rest(self._state.save, whole_batches=True)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, here or in another process.
+
+        What workers have made before and nobody has taken yet is dropped. They act with the
+        weights that they had, until the next update.
+
+        Args:
+            state_dict: the state, of a collector with as many workers, whose batches have as many
+                frames.
+
+        Raises:
+            ValueError: it is that of another kind of collector; nothing was done.
+        """
+        self._check_working()
+        self._at_rest(lambda: self._state.load(state_dict))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the workers; batches under way are lost. Doing so again does nothing.
+
+        Args:
+            timeout: seconds for the workers to end by themselves; None for the collector's.
+        """
+        seconds = self._timeout if timeout is None else check_seconds(timeout)
+        self._background.abandon()
+        self._upstream.close()
+        if self._close.detach() is not None:
+            end(self._crew, self._weights, self._held, seconds)
+        self._background.end(seconds)
+
+    async def async_shutdown(self) -> None:
+        """`shutdown`, while other tasks of the event loop go on."""
+        await asyncio.to_thread(self.shutdown)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    def __len__(self) -> int:
+        """How many batches there are in all, those delivered included.
+
+        Raises:
+            TypeError: nobody knows: there is no end, or batches differ in size.
+        """
+        return self._delivery.count_batches()
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _check_open(self) -> None:
+        self._background.check()
+        if not self._close.alive:
+            raise ClosedError("the collector was shut down; make a new one")
+
+    def _check_working(self) -> None:
+        self._check_open()
+        if self._crew.dismissed:
+            raise ClosedError(
+                "the collector has delivered all its frames and ended its workers; make a new one "
+                "with more total_frames"
+            )
+
+    @property
+    def _state(self) -> State:
+        return State(
+            self._crew, self._requests, self._delivery, self._weights, self._warmup, self._timeout
+        )
+
+    def _at_rest(self, function: Callable[[], Result], *, whole_batches: bool = False) -> Result:
+        """Do something while every worker lives, none is at work, and none comes or goes.
+
+        Args:
+            function: what to do; again, if a worker has died in it and was replaced.
+            whole_batches: let none be in the middle of a batch either, after Ctrl-C.
+        """
+
+        def do() -> Result:
+            with self._crew.lock:
+                if whole_batches:
+                    self._state.finish_batches()
+                with self._requests.settled():
+                    # What was sent and has not been committed belongs to what workers act with.
+                    self._weights.let_end(self._timeout)
+                    return function()
+
+        self._check_open()
+        with self._background.paused(self._timeout):
+            self._replacement.replace_dead()
+            return self._replacement.repeat(do)
+
+
+def end(
+    crew: Crew,
+    weights: PolicyWeights | SeveralModels,
+    held: HeldModels,
+    timeout: float | None = None,
+) -> None:
+    """End workers and senders, come what may."""
+    try:
+        # A refresh may have been sent just now; its workers have it in a moment.
+        weights.let_end(MOMENT if timeout is None else min(MOMENT, timeout))
+        crew.stop(timeout)
+    except BaseException:
+        # Such as a second Ctrl-C: nobody waits any longer, and nothing may be left behind.
+        crew.stop(0.0)
+        raise
+    finally:
+        weights.close()
+        held.close()

@@ -1,0 +1,199 @@
+"""The loop over steps that works with every environment: it speaks TensorDict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from sync_collector.envs.normal import RESET, Conventions, spread
+from sync_collector.envs.protocol import Env, following_of, optional, reset_env
+from sync_collector.envs.random_actions import random_policy
+from sync_collector.policies import TensorDictPolicy
+from sync_collector.stacking import Copies, Leaves, leaves_of, recorded_of, stack
+
+#: Called before every step; gives the version of the policy that is about to act.
+BetweenSteps: TypeAlias = Callable[[], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What a loop gathered; time is the last batch dimension.
+
+    Args:
+        root: what the policy saw and did, by key.
+        next: what came of it, by key.
+        ended: after which steps an episode was over.
+        versions: the version of the policy that acted in each step.
+    """
+
+    root: Leaves
+    next: Leaves
+    ended: Tensor
+    versions: Tensor
+
+
+class Loop(Protocol):
+    """Steps an environment, and begins a new episode where one has ended.
+
+    A run that was cut short, by Ctrl-C or an error, is gone on with by the next one: what it
+    gathered is kept here.
+    """
+
+    def observation_keys(self) -> list[Any]:
+        """What the environment observes."""
+
+    def run(self, steps: int, policy: Any, between_steps: BetweenSteps) -> Steps:
+        """Go on for some steps; None as the policy means random actions."""
+
+    def restart(self) -> None:
+        """Begin the next run with a reset, and drop what one that was cut short has gathered."""
+
+    def midway(self) -> bool:
+        """Whether a run was cut short."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next run goes on, between two runs."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Acted:
+    """A step whose action is chosen, and that is still to be made."""
+
+    tensordict: TensorDictBase
+    root: Leaves
+    version: int
+
+
+class TensorDictLoop:
+    """Steps an environment by its TensorDict methods.
+
+    Args:
+        env: any environment.
+    """
+
+    def __init__(self, env: Env) -> None:
+        self._env = env
+        self._conventions = Conventions(env)
+        self._flag_keys = self._conventions.flag_keys
+        self._step_and_reset: Callable[[TensorDictBase], Any] | None = optional(
+            env, "step_and_maybe_reset"
+        )
+        self.restart()
+
+    def observation_keys(self) -> list[Any]:
+        """The keys that a reset gives, flags apart."""
+        return [key for key in leaves_of(self._begin()) if key not in self._flag_keys]
+
+    def restart(self) -> None:
+        """Begin the next run with a reset, and drop what one that was cut short has gathered."""
+        self._root: TensorDictBase | None = None
+        self._acted: _Acted | None = None
+        self._stepped: TensorDictBase | None = None
+        # The keys of what the policy set under "next", to find it at the root of the next step.
+        self._carried: tuple[Any, ...] = ()
+        self._frames: list[tuple[Leaves, Leaves, int]] = []
+        self._copies = Copies()
+
+    def midway(self) -> bool:
+        """Whether a run was cut short."""
+        return bool(self._frames) or self._acted is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next run goes on."""
+        return {"root": self._root, "stepped": self._stepped, "carried": self._carried}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self.restart()
+        self._root, self._stepped = state["root"], state["stepped"]
+        self._carried = state["carried"]
+
+    def run(
+        self, steps: int, policy: TensorDictPolicy | None, between_steps: BetweenSteps
+    ) -> Steps:
+        """Go on for some steps; None as the policy means random actions."""
+        act = policy or random_policy(self._env, self._conventions.action_key)
+        while len(self._frames) < steps:
+            self._step(act, between_steps)
+        roots, outcomes, versions = zip(*self._frames, strict=True)
+        time = len(self._env.batch_size)
+        outcome = self._conventions.outcome(stack(outcomes, time), time + 1)
+        root = self._conventions.root(stack(self._even(roots), time), outcome, time + 1)
+        ended = self._conventions.ended(outcome, time + 1)
+        made = Steps(root, outcome, ended, torch.tensor(versions))
+        self._frames = []
+        return made
+
+    def _even(self, roots: Sequence[Leaves]) -> Sequence[Leaves]:
+        """Leave out the flags of parts that only some steps have: a reset need not give them."""
+        uneven = {key for key in self._flag_keys if any(key not in root for root in roots)}
+        return [{k: seen for k, seen in root.items() if k not in uneven} for root in roots]
+
+    def _step(self, act: TensorDictPolicy, between_steps: BetweenSteps) -> None:
+        if self._acted is None:
+            version = between_steps()
+            given = self._begin()
+            acted = act(given)
+            if acted is not given:
+                # A policy may return what it has set and no more.
+                acted = given.copy().update(acted)
+            following = acted.get("next", None)
+            self._carried = () if following is None else tuple(leaves_of(following))
+            # Copied before the step, since environments may change their tensors in place.
+            seen = recorded_of(acted)
+            for key in self._conventions.decisive_keys:
+                seen.pop(key, None)
+            self._acted = _Acted(acted, self._copies.again(seen), version)
+        acted = self._acted.tensordict
+        if self._step_and_reset is None:
+            stepped, root = self._env.step(acted), None
+        else:
+            stepped, root = self._step_and_reset(acted)
+        outcome = self._copies.of(recorded_of(following_of(self._env, acted, stepped)))
+        frame = self._acted.root, outcome, self._acted.version
+        self._acted, self._root, self._stepped = None, root, stepped
+        self._frames.append(frame)
+
+    def _begin(self) -> TensorDictBase:
+        if self._root is None:
+            stepped = self._stepped
+            self._root = self._reset() if stepped is None else self._root_after(stepped)
+        return self._root
+
+    def _reset(self) -> TensorDictBase:
+        # What a policy sets must not come back where an environment gives its own one every time.
+        return reset_env(self._env).copy()
+
+    def _root_after(self, stepped: TensorDictBase) -> TensorDictBase:
+        following = stepped["next"]
+        # What no step gives anew stays, such as the parameters of a model.
+        root: TensorDictBase = stepped.exclude("next", *self._conventions.action_keys)
+        root.update(following.exclude(*self._conventions.reward_keys))
+        mask = self._conventions.ended_now(following)
+        if not mask.any():
+            return root
+        # The environment may have written into the tensors that it gave before.
+        self._copies = Copies()
+        if mask.all():
+            return self._reset()
+        request = self._conventions.reset_request(root, mask)
+        self._conventions.clear(root, mask)
+        fresh = leaves_of(reset_env(self._env, request))
+        for key, new in fresh.items():
+            if RESET not in (key, key[-1]):
+                old = root.get(key, None)
+                root.set(key, new if old is None else torch.where(spread(mask, new), new, old))
+        for key in self._carried:
+            carried = root.get(key, None)
+            # An environment may replace what is under "next" altogether.
+            if carried is not None and key not in fresh and key not in self._flag_keys:
+                root.set(key, carried.masked_fill(spread(mask, carried), 0))
+        return root

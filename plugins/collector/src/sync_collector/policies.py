@@ -1,0 +1,206 @@
+"""How a policy is called: with the TensorDict of the step, or with its observations."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, TypeAlias
+
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+
+from sync_collector.envs.limit import STEP_COUNT
+from sync_core import RemoteCallError
+
+TensorDictPolicy: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
+
+_TENSORDICT_NAMES = ("tensordict", "td")
+
+
+class PolicyError(TypeError):
+    """The arguments or the outputs of a policy do not fit."""
+
+
+@contextmanager
+def policy_errors() -> Iterator[None]:
+    """Raise a `PolicyError` of a worker as a `PolicyError`, not as a `RemoteCallError`."""
+    try:
+        yield
+    except RemoteCallError as error:
+        if not isinstance(error.__cause__, PolicyError):
+            raise
+        raise PolicyError(f"worker {error.worker_id}: {error.__cause__}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPolicy:
+    """A policy that takes observations and returns the action, as a policy of TensorDicts.
+
+    Args:
+        function: the policy.
+        in_keys: the keys of the observations that it takes, in its order.
+        out_key: the key of the action.
+    """
+
+    function: Callable[..., Any]
+    in_keys: tuple[Any, ...]
+    out_key: Any = "action"
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        observations = [tensordict.get(key) for key in self.in_keys]
+        return tensordict.set(self.out_key, self.act(*observations))
+
+    def act(self, *observations: Any) -> Tensor:
+        """The action."""
+        action = self.function(*observations)
+        if not isinstance(action, Tensor):
+            raise PolicyError(
+                f"the policy returned a {type(action).__name__}, not the action as a tensor; a "
+                "policy with several outputs takes a TensorDict, sets them in it and returns it"
+            )
+        return action
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedTensorDictPolicy:
+    """A policy of TensorDicts that must not forget to return one."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        result = self.function(tensordict)
+        if not isinstance(result, TensorDictBase):
+            raise PolicyError(
+                f"the policy was given a TensorDict and returned a {type(result).__name__}; "
+                "it must return the TensorDict, with the action in it"
+            )
+        return result
+
+
+def adapt(
+    policy: Callable[..., Any],
+    observation_keys: Sequence[Any],
+    action_key: Any = "action",
+    *,
+    trust: bool = False,
+) -> TensorPolicy | TensorDictPolicy:
+    """The policy in the form in which it can be called.
+
+    A policy takes the TensorDict itself if it is a TensorDictModule, or if the one argument that it
+    must be given is named ``tensordict`` or ``td`` or annotated as a TensorDict. Any other takes
+    observations: each argument, also one with a default, takes the observation that it is named
+    after. If it must be given one alone, that may have any name where the environment has one
+    observation, the count of ``max_frames_per_traj`` apart.
+
+    Args:
+        policy: a module or another callable.
+        observation_keys: what the environment observes.
+        action_key: where the environment looks for the action.
+        trust: that the policy takes the TensorDict itself, whatever its arguments are called.
+
+    Raises:
+        PolicyError: the arguments are not named after observations.
+    """
+    written = _written(policy)
+    if trust or isinstance(written, TensorDictModuleBase):
+        return CheckedTensorDictPolicy(policy)
+    arguments = _arguments(written)
+    required = [argument for argument in arguments if argument.default is argument.empty]
+    if len(required) == 1 and _takes_tensordict(required[0]):
+        return CheckedTensorDictPolicy(policy)
+    takes = {one.name: one.name for one in arguments if one.name in observation_keys}
+    observed = [key for key in observation_keys if key != STEP_COUNT]
+    if len(required) == len(observed) == 1:
+        takes.setdefault(required[0].name, observed[0])
+    if not takes or any(one.name not in takes for one in required):
+        raise PolicyError(
+            f"the policy {type(policy).__name__} takes {_listed([one.name for one in required])}, "
+            f"and the environment observes {_listed(observation_keys)}: name the policy's "
+            "arguments after observations, or wrap it: "
+            f"TensorDictModule(policy, in_keys={observed}, out_keys=[{action_key!r}]); "
+            "trust_policy=True if it takes a TensorDict under another name"
+        )
+    taken = [one for one in arguments if one.name in takes]
+    by_position = [*takewhile(lambda one: one in taken and one.kind != one.KEYWORD_ONLY, arguments)]
+    by_name = tuple(one.name for one in taken[len(by_position) :])
+    in_keys = tuple(takes[one.name] for one in taken)
+    return TensorPolicy(_Named(policy, by_name) if by_name else policy, in_keys, action_key)
+
+
+def check_takes_something(policy: Callable[..., Any]) -> None:
+    """Check what can be checked of a policy's arguments without an environment.
+
+    Raises:
+        PolicyError: the policy takes no arguments, or its arguments cannot be read.
+    """
+    written = _written(policy)
+    if not isinstance(written, TensorDictModuleBase) and not _arguments(written):
+        raise PolicyError(
+            f"the policy {type(policy).__name__} takes nothing; let it take observations by their "
+            "names, or a TensorDict named 'tensordict'"
+        )
+
+
+def _written(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """The module that `torch.compile` was given: the compiled one takes any arguments."""
+    written: Callable[..., Any] = getattr(policy, "_orig_mod", policy)
+    return written
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A function that is given its last arguments by their names."""
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+
+    def __call__(self, *given: Any) -> Any:
+        first = len(given) - len(self.names)
+        return self.function(*given[:first], **dict(zip(self.names, given[first:], strict=True)))
+
+
+def _arguments(policy: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The arguments that the policy may be given, in their order."""
+    try:
+        signature = inspect.signature(_forward(policy))
+    except ValueError as error:
+        raise PolicyError(
+            f"the policy {type(policy).__name__} does not say what it takes ({error}); wrap it: "
+            "TensorDictModule(policy, in_keys=[…], out_keys=['action'])"
+        ) from error
+    # What somebody has given already is to stay.
+    given = policy.keywords if isinstance(policy, functools.partial) else {}
+    return [
+        parameter
+        for name, parameter in signature.parameters.items()
+        if name not in given
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _forward(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """What has the signature of the policy; calling a module says nothing of its arguments."""
+    if isinstance(policy, nn.Module):
+        forward: Callable[..., Any] = policy.forward
+        return forward
+    if isinstance(policy, functools.partial):
+        return functools.partial(_forward(policy.func), *policy.args, **policy.keywords)
+    return policy
+
+
+def _takes_tensordict(parameter: inspect.Parameter) -> bool:
+    annotation = parameter.annotation
+    if annotation is parameter.empty:
+        return parameter.name in _TENSORDICT_NAMES
+    # Annotations are strings where `from __future__ import annotations` is in force.
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    return name.rpartition(".")[2].startswith("TensorDict") or parameter.name in _TENSORDICT_NAMES
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"

@@ -1,0 +1,184 @@
+"""A collector that is itself a worker: passes on what it receives to its own workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from sync_collector.replacement import Replacement
+from sync_collector.schemes import POLICY
+from sync_collector.several import SeveralModels
+from sync_collector.update_arguments import check_name
+from sync_collector.weights import PolicyWeights
+from sync_collector.worker_pool import Crew
+from sync_core import Address, ModelError, Receiver, SenderLostError, Update
+from sync_core.checks import check_mapping
+from sync_core.models import Binding, named_tensors
+
+
+class Upstream:
+    """Receives a collector's models from senders elsewhere.
+
+    A version is acknowledged when the collector's own workers have committed it, and not before;
+    if some could not, the sender gets their error instead.
+
+    Args:
+        weights: the collector's models, and the way to its workers.
+        crew: its workers.
+        replacement: puts others in the place of those that are found dead.
+    """
+
+    def __init__(
+        self, weights: PolicyWeights | SeveralModels, crew: Crew, replacement: Replacement
+    ) -> None:
+        self._weights = weights
+        self._crew = crew
+        self._replacement = replacement
+        self._receivers: dict[str, Receiver] = {}
+        self._closed = False
+        # A thread that iterates looks for weights too.
+        self._lock = threading.Lock()
+
+    def register(self, addresses: Mapping[str, Address]) -> None:
+        """Get models from these senders from now on.
+
+        Raises:
+            TypeError: that is no mapping from names.
+            KeyError: the collector has no such model.
+            ModelError: its workers make the model, so there is none here that could be written to.
+        """
+        check_mapping(addresses, "addresses", "{'policy': sender.address(0)}")
+        for name in addresses:
+            check_name(name, self._weights.names)
+            if name not in self._weights.models:
+                raise ModelError(
+                    f"the collector has no {name!r} of its own to receive into; give it one, not "
+                    "a factory"
+                )
+        with self._lock:
+            receivers: dict[str, Receiver] = {}
+            try:
+                for name, address in addresses.items():
+                    model, passed_on = self._weights.models[name], partial(self._pass_on, name)
+                    receivers[name] = Receiver(address, model, on_commit=passed_on)
+            except BaseException:
+                _close(receivers)
+                raise
+            _close({name: old for name, old in self._receivers.items() if name in receivers})
+            self._receivers |= receivers
+
+    def receive(self, timeout: float) -> dict[str, int]:
+        """Pass on what has come, or what comes first within a time.
+
+        Args:
+            timeout: seconds to wait for a version of any model.
+
+        Returns:
+            The versions, by model; none for a model without a newer one.
+
+        Raises:
+            SenderLostError: a sender is gone; it is said once.
+            SendError: some workers do not have the version.
+        """
+        deadline = time.monotonic() + timeout
+        if not self._lock.acquire(timeout=timeout):
+            return {}
+        try:
+            received = self._received(0.0)
+            while not received and self._receivers and not self._closed:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                # With several senders, each is listened to for a moment, in turn.
+                moment = _MOMENT if len(self._receivers) == 1 else _GLANCE
+                received = self._received(min(left, moment))
+            return received
+        finally:
+            self._release()
+
+    def _received(self, patience: float) -> dict[str, int]:
+        received = {}
+        for name, receiver in list(self._receivers.items()):
+            try:
+                version = receiver.receive(patience)
+            except SenderLostError:
+                del self._receivers[name]
+                raise
+            if version is not None:
+                received[name] = version
+        return received
+
+    def look(self) -> None:
+        """Pass on what has come, unless somebody listens already."""
+        if self._receivers and self._lock.acquire(blocking=False):
+            try:
+                self._received(0.0)
+            finally:
+                self._release()
+
+    def receive_or_load(self, given: tuple[Any, ...], timeout: float) -> dict[str, int]:
+        """Receive, or write weights given by hand into the policy and pass them on.
+
+        Raises:
+            ValueError: weights where there are senders, or neither.
+        """
+        weights = [each for each in given if each is not None]
+        if self._receivers:
+            if weights:
+                raise ValueError("weights come from the senders registered; give none")
+            return self.receive(timeout)
+        if len(weights) != 1:
+            raise ValueError(
+                "nothing to receive from; type register_scheme_receiver({'policy': "
+                "sender.address(…)}), or give weights, once"
+            )
+        self._load(weights[0])
+        return {}
+
+    def close(self) -> None:
+        """Leave the senders, or have whoever listens to them at this moment leave them soon."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            self._release()
+
+    def _release(self) -> None:
+        """Let others listen; the last one to do so after the end leaves the senders."""
+        if self._closed:
+            _close(self._receivers)
+            self._receivers.clear()
+        self._lock.release()
+        # It may have ended between the two lines before.
+        if self._closed and self._receivers:
+            self.close()
+
+    def _load(self, weights: Any) -> None:
+        if POLICY not in self._weights.models:
+            raise ModelError(
+                "the collector has no policy of its own to load weights into; "
+                "type update_policy_weights_(weights)"
+            )
+        model = Binding(self._weights.models[POLICY])
+        model.write(Update.of(named_tensors(weights, "tensordict")))
+        self._pass_on(POLICY)
+
+    def _pass_on(self, name: str, version: int = 0) -> None:
+        del version
+        if self._crew.dismissed:
+            return  # after the last batch, nobody acts any more
+        self._replacement.see_through(
+            lambda: self._weights.update({name: None}, None, blocking=True)
+        )
+
+
+def _close(receivers: Mapping[str, Receiver]) -> None:
+    for receiver in receivers.values():
+        receiver.close()
+
+
+# How long one of several senders is listened to before the next one is, and how long the only one
+# before it is looked whether the collector has ended.
+_GLANCE = 0.01
+_MOMENT = 0.1

@@ -1,0 +1,192 @@
+"""Batches of what one policy does in one environment."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType
+
+from sync_collector.array_loop import ArrayLoop
+from sync_collector.devices import Devices
+from sync_collector.envs.arrays import speaks_arrays
+from sync_collector.envs.limit import limit_frames
+from sync_collector.envs.normal import Conventions
+from sync_collector.envs.protocol import Env, close_env, load_env, save_env, seed_env
+from sync_collector.exploration import acting
+from sync_collector.lazy import initialise, is_lazy
+from sync_collector.loops import Loop, TensorDictLoop
+from sync_collector.order import Order
+from sync_collector.policies import TensorDictPolicy, TensorPolicy, adapt
+from sync_collector.random_state import random_state, seed_process, set_random_state
+from sync_collector.refresh import Refresher
+from sync_collector.trajectories import TrajectoryIds
+from sync_core.workers import release_with
+
+_AS_USUAL = Order()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+    """How a worker makes batches.
+
+    Args:
+        frames_per_batch: frames to gather in a batch; for several environments that are stepped
+            together, rounded up to a multiple of their number.
+        track_policy_version: record the version that acted in each frame.
+        owns_process: the worker has a process to itself, whose random state it may seed.
+        parallel: the worker runs while the trainer and the others do.
+        deliver: what to give instead of a batch that was made; None for the batch itself.
+        max_frames_per_traj: truncate episodes after so many steps; -1 for never.
+        reset_at_each_iter: begin every batch with a reset and new trajectories.
+        exploration_type: what a probabilistic policy takes of its distributions.
+        trust_policy: give the policy the TensorDict, whatever its signature.
+        devices: where environment, policy and batches are.
+    """
+
+    frames_per_batch: int
+    track_policy_version: bool = True
+    owns_process: bool = False
+    parallel: bool = False
+    deliver: Callable[[TensorDictBase], TensorDictBase] | None = None
+    max_frames_per_traj: int = -1
+    reset_at_each_iter: bool = False
+    exploration_type: InteractionType = InteractionType.RANDOM
+    trust_policy: bool = False
+    devices: Devices = field(default_factory=Devices)
+
+
+class Rollout:
+    """Runs a policy in an environment, batch after batch.
+
+    Args:
+        env: the environment.
+        policy: the policy; None for random actions.
+        seat: a number that no other rollout of the collector has or had; trajectory ids begin
+            with it.
+        options: how to make batches.
+
+    Example:
+        >>> from sync_collector.envs import CountingEnv
+        >>> rollout = Rollout(CountingEnv(2), None, 0, RolloutOptions(frames_per_batch=3))
+        >>> rollout.collect()["next", "observation"].flatten()
+        tensor([1., 2., 1.])
+    """
+
+    def __init__(self, env: Env, policy: Any, seat: int, options: RolloutOptions) -> None:
+        self.refresher = Refresher(policy, rests=options.parallel)
+        if options.max_frames_per_traj > 0:
+            env = limit_frames(env, options.max_frames_per_traj)
+        self._env = env
+        self._options = options
+        self._ids = TrajectoryIds(seat)
+        self._steps = math.ceil(options.frames_per_batch / max(1, env.batch_size.numel()))
+        self._loop: Loop = ArrayLoop(env) if speaks_arrays(env) else TensorDictLoop(env)
+        self._act = None if policy is None else self._adapt(policy)
+        # Last, so that whoever cannot have a rollout still has the environment.
+        self._close_env = release_with(self, close_env, env)
+
+    def frames_per_batch(self) -> int:
+        """The frames in each batch."""
+        return self._steps * self._env.batch_size.numel()
+
+    def collect(self, order: Order = _AS_USUAL) -> TensorDictBase:
+        """The next batch; one that was cut short by an exception is gone on with."""
+        self.refresher.look()
+        act = None if order.random else self._act
+        # Not inference_mode: tensors made in it could never be written to by an update.
+        with torch.no_grad(), acting(self._options.exploration_type):
+            steps = self._loop.run(self._steps, act, self.refresher.between_steps)
+        ids = self._ids.label(steps.ended)
+        root = {**steps.root, ("collector", "traj_ids"): ids}
+        following = dict(steps.next)
+        if self._options.track_policy_version:
+            root["policy_version"] = steps.versions.expand(ids.shape).clone()
+            following["policy_version"] = root["policy_version"].clone()
+        batch = TensorDict({"next": TensorDict(following, ids.shape)}, ids.shape).update(root)
+        batch.names = [*[None] * len(self._env.batch_size), "time"]
+        if self._options.reset_at_each_iter:
+            self._begin_anew()
+        batch = self._options.devices.store(batch)
+        deliver = self._options.deliver
+        return batch if deliver is None else deliver(batch)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment and begin its episodes, and a batch, anew.
+
+        A worker with a process to itself seeds torch, numpy and random too, for its policy.
+
+        Args:
+            seed: the seed.
+            static_seed: let the next worker have the same one.
+
+        Returns:
+            The seed for the next worker.
+        """
+        if self._options.owns_process:
+            seed_process(seed)
+        self._begin_anew()
+        return seed_env(self._env, seed, static_seed)
+
+    def midway(self) -> bool:
+        """Whether a batch was cut short."""
+        return self._loop.midway()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next batch depends on, the policy apart; ``"env"`` is None if it is not saved.
+
+        Of random states, only that of a process of its own is among it.
+        """
+        state = {
+            "ids": self._ids.state_dict(),
+            "loop": self._loop.state_dict(),
+            "env": save_env(self._env),
+            "random": random_state() if self._options.owns_process else None,
+        }
+        # An action may be a view of a parameter that the trainer has written to since.
+        with torch.no_grad():
+            return copy.deepcopy(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; with new episodes if the environment was not saved."""
+        state = copy.deepcopy(state)
+        self._ids.load_state_dict(state["ids"])
+        if state["random"] is not None and self._options.owns_process:
+            set_random_state(state["random"])
+        if state["env"] is None:
+            self._begin_anew()
+        else:
+            load_env(self._env, state["env"])
+            self._loop.load_state_dict(state["loop"])
+
+    def start_over(self, seat: int) -> None:
+        """Begin new episodes, with trajectory ids of another seat."""
+        self._ids = TrajectoryIds(seat)
+        self._loop.restart()
+
+    def close(self) -> None:
+        """Close the environment, once."""
+        self._close_env()
+
+    def _adapt(self, policy: Any) -> TensorPolicy | TensorDictPolicy:
+        act = adapt(
+            policy,
+            self._loop.observation_keys(),
+            Conventions(self._env).action_key,
+            trust=self._options.trust_policy,
+        )
+        act = self._options.devices.place_act(act)
+        if is_lazy(policy):
+            initialise(act, self._env)
+            self._loop.restart()
+        return act
+
+    def _begin_anew(self) -> None:
+        """Begin the next batch with a reset and new trajectories."""
+        self._loop.restart()
+        self._ids.restart()

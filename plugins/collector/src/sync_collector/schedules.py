@@ -1,0 +1,155 @@
+"""When workers are asked for batches, and whose batch comes next."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tensordict import TensorDictBase, stack
+
+from sync_collector.requests import Delivered, Requests
+from sync_collector.worker_pool import Crew
+
+
+class Schedule(Protocol):
+    """Gives one batch after the other."""
+
+    #: The worker from which on others are looked at; 0 if none comes before another.
+    turn: int
+
+    def next_batch(self, wanted: int | None) -> Delivered:
+        """Take the next batch, which `Requests.in_hand` keeps.
+
+        Args:
+            wanted: how many more frames can be of use, this batch's included; None for any number.
+
+        Raises:
+            WorkerError: a worker failed, or is late.
+        """
+
+    def go_on(self, wanted: int | None) -> None:
+        """Let workers begin other batches while the one in hand is handed over.
+
+        Args:
+            wanted: how many more frames can be of use, this batch's excluded; None for any number.
+        """
+
+    def frames_per_batch(self) -> int | None:
+        """The frames of a batch; None if batches differ."""
+
+
+class Synchronous:
+    """All workers make their part of a batch when it is wanted, with the newest weights.
+
+    Args:
+        crew: the workers.
+        requests: by which they are asked.
+    """
+
+    def __init__(self, crew: Crew, requests: Requests) -> None:
+        self._crew = crew
+        self._requests = requests
+        self.turn = 0
+
+    def next_batch(self, wanted: int | None) -> Delivered:
+        """The parts of all workers, stacked in the order of their ids.
+
+        Raises:
+            ValueError: the parts differ in shape, keys or dtypes; they are kept.
+        """
+        del wanted
+        for worker_id in self._crew.ids:
+            self._requests.ask(worker_id)
+        parts = self._requests.wait_all()
+        _check_alike(parts)
+        together: TensorDictBase = stack(list(parts.values()))
+        return self._requests.take(parts, Delivered(None, together))
+
+    def go_on(self, wanted: int | None) -> None:
+        """Nothing: each batch is made when it is wanted."""
+
+    def frames_per_batch(self) -> int:
+        """The frames of all workers' parts."""
+        return sum(self._crew.frames.values())
+
+
+class FirstReady:
+    """Each batch is one worker's, the first that is ready.
+
+    Workers that run by themselves begin their next batch as soon as one is taken, so that they
+    work while the trainer learns. Others would only keep the trainer waiting for a batch made
+    with old weights; they are asked in turn, when a batch is wanted.
+
+    Args:
+        crew: the workers.
+        requests: by which they are asked.
+    """
+
+    def __init__(self, crew: Crew, requests: Requests) -> None:
+        self._crew = crew
+        self._requests = requests
+        self.turn = 0
+
+    def next_batch(self, wanted: int | None) -> Delivered:
+        """Take the batch that is ready first.
+
+        Raises:
+            StopIteration: no other batch is wanted, and whoever was at work on one was removed.
+        """
+        self._ask(wanted)
+        while (taken := self._requests.take_first()) is None:
+            if wanted == 0:
+                raise StopIteration
+            self._ask(wanted)
+        return taken
+
+    def go_on(self, wanted: int | None) -> None:
+        """Ask workers that run without the driver for their next batches."""
+        in_hand = self._requests.in_hand
+        if in_hand is not None and in_hand.worker_id is not None:
+            self.turn = in_hand.worker_id + 1
+        if self._crew.parallel:
+            self._ask(wanted)
+
+    def frames_per_batch(self) -> int | None:
+        """The frames of a worker's batch, if all workers make as many."""
+        first, *others = set(self._crew.frames.values())
+        return None if others else first
+
+    def _ask(self, wanted: int | None) -> None:
+        for worker_id in sorted(self._crew.ids, key=lambda i: (i < self.turn, i)):
+            under_way = len(self._requests)
+            if under_way and not self._crew.parallel:
+                return
+            if wanted is not None and under_way * min(self._crew.frames.values()) >= wanted:
+                return
+            self._requests.ask(worker_id)
+
+
+def _check_alike(parts: dict[int, TensorDictBase]) -> None:
+    """Raise if the parts of a batch cannot be stacked."""
+    (first_id, first), *others = parts.items()
+    for worker_id, part in others:
+        difference = _difference(first, part)
+        if difference is not None:
+            key, this, that = difference
+            raise ValueError(
+                f"the parts of a batch cannot be put together: {key} is {this} for worker "
+                f"{first_id} and {that} for worker {worker_id}; give all workers environments "
+                "alike, or use sync=False, which gives the batch of each worker by itself"
+            )
+
+
+def _difference(first: TensorDictBase, other: TensorDictBase) -> tuple[str, str, str] | None:
+    if first.batch_size != other.batch_size:
+        return "the shape", str(list(first.batch_size)), str(list(other.batch_size))
+    here, there = (
+        {
+            key: f"{value.dtype} of shape {list(value.shape)} on {value.device}"
+            for key, value in part.items(include_nested=True, leaves_only=True)
+        }
+        for part in (first, other)
+    )
+    for key in [*here, *there]:
+        if here.get(key) != there.get(key):
+            return repr(key), here.get(key, "missing"), there.get(key, "missing")
+    return None

@@ -1,0 +1,173 @@
+"""Which models a collector keeps fresh, and by which scheme each of them travels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sync_core import OptionError
+from sync_core.checks import check_mapping
+from sync_core.workers import shares_policy
+
+POLICY = "policy"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelScheme:
+    """How one model travels.
+
+    Args:
+        scheme: the name of a scheme, or a plugin object.
+        arguments: further arguments of `Sender`, options of the scheme among them.
+    """
+
+    scheme: Any
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def held_elsewhere(self) -> bool:
+        """Whether workers that are not the collector's hold the model."""
+        return "workers" in self.arguments
+
+
+def schemes_of(
+    scheme: Any,
+    arguments: Mapping[str, Any],
+    weight_sync_schemes: Mapping[str, Any] | None,
+    models: Mapping[str, Any],
+) -> dict[str, ModelScheme]:
+    """The scheme of each model, by name.
+
+    Args:
+        scheme: the policy's, where there are no others; None for ``"shm"``.
+        arguments: further arguments of its `Sender`.
+        weight_sync_schemes: a scheme for each model, or a mapping with the key ``"scheme"`` and
+            further arguments of its `Sender`.
+        models: what the trainer has besides the policy.
+
+    Raises:
+        TypeError: schemes or models are no mapping from names.
+        ValueError: the arguments do not go together.
+        OptionError: a scheme that cannot be one of several, or an argument of a `Sender` that the
+            collector gives itself.
+
+    Example:
+        >>> schemes_of(None, {}, {"policy": {"scheme": "shm", "zero_copy": True}}, {})
+        {'policy': ModelScheme(scheme='shm', arguments={'zero_copy': True})}
+    """
+    check_mapping(models, "models", "{'critic': critic}")
+    if weight_sync_schemes is None:
+        if models:
+            raise ValueError(
+                f"models are kept fresh by schemes: weight_sync_schemes={{'policy': 'shm', "
+                f"{next(iter(models))!r}: 'shm'}}"
+            )
+        return {POLICY: _of_policy(scheme, arguments)}
+    check_mapping(weight_sync_schemes, "weight_sync_schemes", "{'policy': 'shm'}")
+    found = {name: _one(name, given) for name, given in weight_sync_schemes.items()}
+    _check(found, models)
+    if all(each.held_elsewhere for each in found.values()):
+        return {POLICY: _of_policy(scheme, arguments)} | found
+    if scheme is not None or any(arguments.values()):
+        raise ValueError(
+            "weight_sync_schemes says it all; leave out scheme, layers, zero_copy and "
+            "scheme_options, and write weight_sync_schemes={'policy': {'scheme': 'shm', "
+            "'layers': […]}}"
+        )
+    return found
+
+
+def own(schemes: Mapping[str, ModelScheme]) -> dict[str, ModelScheme]:
+    """The schemes of the models that the collector's workers hold."""
+    return {name: each for name, each in schemes.items() if not each.held_elsewhere}
+
+
+def elsewhere(schemes: Mapping[str, ModelScheme]) -> dict[str, ModelScheme]:
+    """The schemes of the models that other workers hold."""
+    return {name: each for name, each in schemes.items() if each.held_elsewhere}
+
+
+def copied(models: Mapping[str, Any]) -> dict[str, Any]:
+    """The models of which workers get copies: those whose name is no path to one of theirs."""
+    return {name: model for name, model in models.items() if name.isidentifier()}
+
+
+def _of_policy(scheme: Any, arguments: Mapping[str, Any]) -> ModelScheme:
+    _check_arguments(arguments, "scheme_options")
+    return ModelScheme("shm" if scheme is None else scheme, arguments)
+
+
+def _one(name: str, given: Any) -> ModelScheme:
+    if not isinstance(given, Mapping):
+        return ModelScheme(given)
+    if "scheme" not in given:
+        raise ValueError(
+            f"weight_sync_schemes[{name!r}] names no scheme; write {{'scheme': 'shm', …}}"
+        )
+    arguments = {k: v for k, v in given.items() if k != "scheme"}
+    if "workers" not in arguments:
+        _check_arguments(arguments, f"weight_sync_schemes[{name!r}]")
+    return ModelScheme(given["scheme"], arguments)
+
+
+def _check_arguments(arguments: Mapping[str, Any], where: str) -> None:
+    """Raise `OptionError` for what the collector gives its senders itself."""
+    for name in arguments:
+        if name in _GIVEN_BY_COLLECTOR:
+            raise OptionError(f"{where} has {name!r}; {_GIVEN_BY_COLLECTOR[name]}")
+
+
+_STARTS_WORKERS = (
+    "the collector starts its own workers: Collector(…, num_workers=2, workers='process'). For a "
+    "model that other workers hold, such as an actor, type weight_sync_schemes={'critic': "
+    "{'scheme': 'ray', 'workers': [actor]}}"
+)
+_REPLACES_WORKERS = "the collector sees to workers that fail: Collector(…, on_worker_failure=…)"
+_NAMES_MODELS = (
+    "models are named in weight_sync_schemes={'policy': 'shm', 'policy.critic': 'shm'}, and those "
+    "of the trainer given as models={'critic': critic}"
+)
+# Arguments of a `Sender` that are not for the user of a collector, and what to type instead.
+_GIVEN_BY_COLLECTOR = {
+    "scheme": "the scheme is an argument of its own: Collector(…, scheme='shm')",
+    "timeout": "the deadline is the collector's: Collector(…, timeout=60.0)",
+    "model": _NAMES_MODELS,
+    "model_id": _NAMES_MODELS,
+    "context": _NAMES_MODELS,
+    "num_workers": _STARTS_WORKERS,
+    "workers": _STARTS_WORKERS,
+    "group": _REPLACES_WORKERS,
+    "on_failure": _REPLACES_WORKERS,
+    "on_restart": _REPLACES_WORKERS,
+}
+
+
+def _check(schemes: Mapping[str, ModelScheme], models: Mapping[str, Any]) -> None:
+    if not schemes:
+        raise ValueError("weight_sync_schemes is empty; write {'policy': 'shm'}, or leave it out")
+    for name in (POLICY, "env"):
+        if name in models:
+            raise ValueError(f"{name!r} is the collector's own; leave it out of models")
+    for name in models.keys() - schemes.keys():
+        raise ValueError(
+            f"models has {name!r}, which no scheme keeps fresh; name it in weight_sync_schemes"
+        )
+    for name in elsewhere(schemes):
+        if name in (POLICY, "env"):
+            raise ValueError(
+                f"{name!r} is what the collector's own workers have; name a model that others hold "
+                "otherwise, and where they have it by 'model_id': weight_sync_schemes={'served': "
+                f"{{'scheme': 'ray', 'workers': […], 'model_id': {name!r}}}}}"
+            )
+    for name, chosen in own(schemes).items():
+        if name.isidentifier() and name != POLICY and name not in models:
+            raise ValueError(
+                f"no worker has a model {name!r}; give models={{{name!r}: …}}, of which each gets "
+                f"a copy, or name it by the path to a worker's own, such as 'policy.{name}'"
+            )
+        if len(own(schemes)) > 1 and shares_policy(chosen.scheme):
+            raise OptionError(
+                f"scheme {chosen.scheme!r} moves nothing, so {name!r} cannot be refreshed together "
+                "with other models; use 'thread', or 'shm' for workers in processes"
+            )

@@ -1,0 +1,135 @@
+"""What a collector goes on from: its counts, and what the next batch of each worker depends on."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from sync_collector.collector_worker import Host
+from sync_collector.delivery import Delivery
+from sync_collector.requests import Requests
+from sync_collector.several import SeveralModels
+from sync_collector.warmup import Warmup
+from sync_collector.weights import PolicyWeights
+from sync_collector.worker_pool import Crew
+from sync_core import RemoteCallError
+from sync_core.workers import gather
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Reads and writes the state of a collector whose workers are at rest.
+
+    Workers are told apart by their order, not by their ids.
+
+    Args:
+        crew: the workers.
+        requests: the batches that they have made and nobody has taken yet.
+        delivery: what was delivered.
+        weights: what their policies act with.
+        warmup: how many frames are still to be random.
+        timeout: deadline of calls to workers, in seconds.
+    """
+
+    crew: Crew
+    requests: Requests
+    delivery: Delivery
+    weights: PolicyWeights | SeveralModels
+    warmup: Warmup
+    timeout: float
+
+    def finish_batches(self) -> None:
+        """Have those batches made that were cut short."""
+        ids = self.crew.ids
+        midway = gather(self.crew.call_all(Host.midway), self.timeout, "finish its batch")
+        for worker_id in (i for i, cut_short in zip(ids, midway, strict=True) if cut_short):
+            self.requests.ask(worker_id)
+
+    def save(self) -> dict[str, Any]:
+        """Everything; whatever changes afterwards does not change it."""
+        ids = self.crew.ids
+        calls = self.crew.call_all(Host.state_dict)
+        workers = gather(calls, self.timeout, "save its state")
+        lost = [i for i, state in zip(ids, workers, strict=True) if state["env"] is None]
+        if lost:
+            warnings.warn(
+                f"the environments of workers {lost} cannot be saved, and will begin new episodes "
+                "when this state is loaded; write save_state() and load_state() to go on exactly "
+                "(sync_collector.envs.Env)",
+                stacklevel=6,
+            )
+        # One that is being removed may have made a batch too, which is lost.
+        made = {i: batch for i, batch in self.requests.made().items() if i in ids}
+        return {
+            "delivery": self.delivery.state_dict(),
+            "version": self.weights.version,
+            "random_frames": self.warmup.state_dict(),
+            "seats": self.crew.next_seat,
+            "frames_per_worker": [self.crew.frames[i] for i in ids],
+            "workers": workers,
+            "made": [(ids.index(i), batch.clone()) for i, batch in made.items()],
+        }
+
+    def seed(self, seed: int, static_seed: bool) -> int:
+        """Seed one worker after the other, and begin anew; the seed that the last one returned."""
+        self.requests.drop_all()
+        self.delivery.drop()
+        for worker_id in self.crew.ids:
+            call = self.crew.request(worker_id, Host.set_seed, seed, static_seed)
+            (seed,) = gather({worker_id: call}, self.timeout, "set its seed")
+        return seed
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: it does not suit the workers; nothing was done.
+        """
+        self._check(state)
+        self.requests.drop_all()
+        increments = self.weights.restore(state["version"])
+        self.crew.next_seat = max(self.crew.next_seat, state["seats"])
+        ids = self.crew.ids
+        if state["workers"]:
+            newest = max(state["workers"], key=itemgetter("version"))
+            self.weights.begin_with(copy.deepcopy(newest["models"]))
+            saved = zip(ids, state["workers"], strict=True)
+            calls = {i: self.crew.request(i, Host.load_state_dict, s, increments) for i, s in saved}
+        else:
+            calls = {
+                i: self.crew.request(i, Host.start_over, self.crew.take_seat(), increments)
+                for i in ids
+            }
+        gather(calls, self.timeout, "load its state")
+        self.warmup.load_state_dict(state["random_frames"])
+        self.delivery.load_state_dict(state["delivery"])
+        self.requests.put_back({ids[position]: batch.clone() for position, batch in state["made"]})
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Raise `ValueError` unless a state suits the workers."""
+        if not isinstance(state, Mapping) or "frames_per_worker" not in state:
+            raise ValueError("that is no state of a collector; state_dict() gives one")
+        saved = state["frames_per_worker"]
+        frames = [self.crew.frames[i] for i in self.crew.ids]
+        if saved and len(saved) != len(frames):
+            raise ValueError(
+                f"the state is that of {len(saved)} workers, and the collector has {len(frames)}; "
+                f"make it with num_workers={len(saved)}"
+            )
+        if saved and saved != frames:
+            raise ValueError(
+                f"the state is that of workers whose batches have {saved} frames, and the "
+                f"collector's have {frames}; give it the same frames_per_batch and sync"
+            )
+        calls = {
+            worker_id: self.crew.request(worker_id, Host.check_state_dict, worker)
+            for worker_id, worker in zip(self.crew.ids, state["workers"], strict=False)
+        }
+        try:
+            gather(calls, self.timeout, "compare its models with those of the state")
+        except RemoteCallError as error:
+            raise ValueError(f"the state is that of other models: {error}") from error

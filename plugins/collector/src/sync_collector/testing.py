@@ -1,0 +1,266 @@
+"""What every collector does, whatever its workers are: one class, inherited once per group."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from sync_collector import Collector
+from sync_collector.envs import CountingEnv
+from sync_collector.trajectories import PER_WORKER
+from sync_core import ClosedError, ModelError, PendingSend, RemoteCallError, SendReport
+from sync_core.testing.cases import Conformance
+from sync_core.workers import WorkerGroup, choose_group
+
+
+class Scale(nn.Module):
+    """Acts with its weight, whatever it sees.
+
+    Args:
+        weight: at first.
+    """
+
+    def __init__(self, weight: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([weight]))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.weight.expand(observation.shape)
+
+    def set(self, weight: float) -> None:
+        self.weight.data.fill_(weight)
+
+
+class Failing(CountingEnv):
+    """Raises in its fourth step."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        if self._steps.item() == 3:
+            raise ValueError("the pole broke")
+        return super().step(tensordict)
+
+
+class FrameList:
+    """A replay buffer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.batches: list[TensorDictBase] = []
+
+    def extend(self, batch: TensorDictBase) -> None:
+        self.batches.append(batch)
+
+    def frames(self) -> int:
+        return sum(batch.numel() for batch in self.batches)
+
+
+def long_episodes() -> CountingEnv:
+    """An environment whose observation tells how many frames it has made."""
+    return CountingEnv(100_000)
+
+
+def values(batch: TensorDictBase, *key: str) -> list[Any]:
+    """The values under a key, without their trailing dimension."""
+    return list(batch[key].squeeze(-1).tolist())
+
+
+class CollectorConformance(Conformance):
+    """Inherit and name the worker group, and a scheme that its workers can be fed by.
+
+    Example:
+        >>> class TestMyGroup(CollectorConformance):  # doctest: +SKIP
+        ...     workers = "my-group"
+        ...     scheme = "shm"
+    """
+
+    scheme: ClassVar[str]
+    workers: ClassVar[str | type[WorkerGroup]]
+    worker_options: ClassVar[dict[str, Any]] = {}
+
+    def collector(self, env: Any = long_episodes, policy: Any = None, **options: Any) -> Collector:
+        options = {"num_workers": 2, "frames_per_batch": 4, "timeout": 60.0, **options}
+        return Collector(
+            env,
+            policy,
+            scheme=self.scheme,
+            workers=self.workers,
+            worker_options=self.worker_options,
+            **options,
+        )
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether workers make batches while the trainer learns."""
+        group: type[WorkerGroup] = choose_group([], self.workers)
+        return "parallel" in group.capabilities
+
+    def test_synchronous(self) -> None:
+        policy = Scale(5.0)
+        options: dict[str, Any] = {"frames_per_batch": 6, "total_frames": 20, "sync": True}
+        with self.collector(
+            [lambda: CountingEnv(2), long_episodes], policy, **options
+        ) as collector:
+            assert collector.worker_ids == (0, 1)
+            # The workers act with copies, and only an update changes them.
+            policy.set(0.0)
+            batch = next(collector)
+            assert batch.batch_size == torch.Size([2, 3])
+            assert batch.names == [None, "time"]
+            assert values(batch, "action") == [[5.0] * 3] * 2
+            assert values(batch, "observation") == [[0, 1, 0], [0, 1, 2]]
+            assert values(batch, "next", "observation") == [[1, 2, 1], [1, 2, 3]]
+            ids = batch["collector", "traj_ids"]
+            assert ids.tolist() == [[0, 0, 1], [PER_WORKER] * 3]
+            assert not batch["policy_version"].any()
+
+            policy.set(1.0)
+            report = collector.update_policy_weights_()
+            assert isinstance(report, SendReport)
+            assert report.updated == (0, 1)
+            batch = next(collector)
+            assert values(batch, "action") == [[1.0] * 3] * 2
+            assert batch["policy_version"].tolist() == [[1] * 3] * 2
+            assert batch["next", "policy_version"].tolist() == [[1] * 3] * 2
+            assert batch["policy_version"].dtype == torch.int64
+
+            policy.set(2.0)
+            assert collector.update_policy_weights_(worker_ids=1).updated == (1,)
+            batch = next(collector)
+            assert values(batch, "action") == [[1.0] * 3, [2.0] * 3]
+            assert batch["policy_version"].tolist() == [[1] * 3, [2] * 3]
+            stats = collector.stats()
+            assert (stats.frames, stats.batches, stats.version, stats.lag) == (18, 3, 2, 1)
+            assert 0 < stats.sync_seconds < 30
+
+            assert collector.update_policy_weights_({"weight": torch.tensor([7.0])}).updated == (
+                0,
+                1,
+            )
+            policy.set(3.0)
+            pending = collector.update_policy_weights_(blocking=False)
+            assert isinstance(pending, PendingSend)
+            policy.set(9.0)
+            assert pending.wait().updated == (0, 1)
+            assert values(next(collector), "action") == [[3.0] * 3] * 2
+            assert collector.next() is None
+            assert list(collector) == []
+            with pytest.raises(ClosedError):
+                collector.update_policy_weights_()
+
+    def test_first_ready(self) -> None:
+        policy = Scale()
+        seen: dict[int, list[float]] = {}
+        versions: dict[int, list[int]] = {}
+        frames = 0
+        with self.collector(long_episodes, policy, total_frames=38) as collector:
+            # The seeds: a worker gets what the one before it returned.
+            assert collector.set_seed(1000) == 1002
+            while frames < 38:
+                # Leaving a loop and beginning another loses and repeats nothing.
+                for batch in collector:
+                    assert batch.batch_size == torch.Size([4])
+                    assert batch.names == ["time"]
+                    frames += 4
+                    worker = batch["collector", "traj_ids"].unique().item() // PER_WORKER
+                    seen.setdefault(int(worker), []).extend(values(batch, "observation"))
+                    version = batch["policy_version"].tolist()
+                    assert values(batch, "action") == version
+                    versions.setdefault(int(worker), []).extend(version)
+                    policy.set(collector.stats().version + 1)
+                    collector.update_policy_weights_()
+                    if frames % 12 == 0:
+                        break
+            assert collector.next() is None
+        assert sum(map(len, seen.values())) == frames == 40
+        for worker, observations in seen.items():
+            start = 1000 + worker
+            assert observations == list(range(start, start + len(observations)))
+            assert versions[worker] == sorted(versions[worker])
+        assert max(map(max, versions.values())) >= (1 if self.works_ahead else 9)
+
+    def test_refreshed_by_itself(self) -> None:
+        for sync in (True, False):
+            policy = Scale()
+            least: dict[int, float] = {}
+            with self.collector(
+                policy=policy, sync=sync, update_after_each_batch=True
+            ) as collector:
+                for step in range(1, 7):
+                    batch = next(collector)
+                    for part in batch.unbind(0) if sync else [batch]:
+                        worker = int(part["collector", "traj_ids"][0].item()) // PER_WORKER
+                        (acted,) = part["action"].unique().tolist()
+                        # Nobody begins a batch with older weights than it was to get before.
+                        assert acted >= least.get(worker, 0.0)
+                        assert sync is False or acted == step - 1
+                        least[worker] = float(step)
+                    policy.set(float(step))
+
+    def test_policy_factory(self) -> None:
+        options: dict[str, Any] = {
+            "policy_factory": [lambda: Scale(1.0), lambda: Scale(2.0)],
+            "sync": True,
+        }
+        with self.collector(long_episodes, **options) as collector:
+            assert collector.sender is None
+            assert values(next(collector), "action") == [[1.0] * 2, [2.0] * 2]
+            with pytest.raises(ModelError, match="type update_policy_weights_"):
+                collector.update_policy_weights_()
+            weights = TensorDict({"weight": torch.tensor([3.0])}, batch_size=[])
+            assert collector.update_policy_weights_(weights=weights).updated == (0, 1)
+            batch = next(collector)
+            assert values(batch, "action") == [[3.0] * 2] * 2
+            assert batch["policy_version"].unique().tolist() == [1]
+            collector.update_policy_weights_(policy=Scale(4.0))
+            assert values(next(collector), "action") == [[4.0] * 2] * 2
+
+    def test_a_raising_environment(self) -> None:
+        with self.collector(Failing, num_workers=1) as collector:
+            with pytest.raises(RemoteCallError, match=r"(?s)worker 0: .*in step.*the pole broke"):
+                list(collector)
+            assert list(collector) == []
+
+    def test_an_environment_that_cannot_be_made(self) -> None:
+        def broken() -> CountingEnv:
+            raise ValueError("no pole")
+
+        with pytest.raises(RemoteCallError, match="no pole"):
+            self.collector(broken, num_workers=1)
+
+    def test_a_policy_that_does_not_fit(self) -> None:
+        def other_names(first: Tensor, second: Tensor) -> Tensor:
+            return first + second
+
+        with pytest.raises(TypeError, match=r"worker 0: the policy function takes 'first', 'sec"):
+            self.collector(CountingEnv, other_names, num_workers=1)
+
+        def two_outputs(observation: Tensor) -> tuple[Tensor, Tensor]:
+            return observation, observation
+
+        with self.collector(CountingEnv, two_outputs, num_workers=1) as collector:
+            with pytest.raises(TypeError, match=r"the policy returned a tuple, .* several outputs"):
+                next(collector)
+            assert list(collector) == []
+
+    def test_in_the_background(self) -> None:
+        buffer = FrameList()
+        with self.collector(long_episodes, Scale(), num_workers=1, replay_buffer=buffer) as made:
+            assert next(made) is None
+            made.start()
+            for version in (1, 2):
+                made.update_policy_weights_()
+                frames = buffer.frames()
+                while buffer.frames() < frames + 12:
+                    time.sleep(0.002)
+                with made.pause():
+                    assert made.stats().frames == buffer.frames()
+                    assert buffer.batches[-1]["policy_version"].tolist() == [version] * 4
+        seen = [value for batch in buffer.batches for value in values(batch, "observation")]
+        assert seen == list(range(len(seen)))

@@ -1,0 +1,146 @@
+"""Everything that one worker needs to know to begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sync_collector.detached_copy import detached_copy
+from sync_collector.devices import Devices
+from sync_collector.envs.adapt import as_env
+from sync_collector.envs.protocol import Env, closed_on_error
+from sync_collector.envs.stacked import stack_envs
+from sync_collector.lazy import is_lazy
+from sync_collector.options import check_acts
+from sync_collector.policies import check_takes_something
+from sync_collector.policy_module import called_module
+from sync_collector.rollout import Rollout, RolloutOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class WorkerRecipe:
+    """How to make what one worker hosts.
+
+    Args:
+        seat: its number, which no other worker of the collector ever had, not even one of the same
+            id that it replaces.
+        env_fn: makes its environment.
+        num_envs: how many of them it steps together.
+        policy: its policy; None for random actions, or where ``policy_fn`` makes it.
+        policy_fn: makes its policy.
+        models: what it has beside the policy, by name.
+        share_policy: let it act with the very object ``policy``, not with a copy.
+        seed: where its random state begins, if it has a process of its own.
+        one_thread: let torch use one thread there.
+        options: how it makes batches.
+    """
+
+    seat: int
+    env_fn: Callable[[], Any]
+    num_envs: int = 1
+    policy: Any = None
+    policy_fn: Callable[[], Any] | None = None
+    models: Mapping[str, Any] = field(default_factory=dict)
+    share_policy: bool = False
+    seed: int = 0
+    one_thread: bool = True
+    options: RolloutOptions
+
+    def __repr__(self) -> str:
+        return f"WorkerRecipe(seat={self.seat})"
+
+    def make_env(self) -> Env:
+        """The environment, made in the worker; several as one if there are to be several.
+
+        Raises:
+            TypeError: what was made is no environment.
+            ValueError: environments differ, or there are none in what was made.
+        """
+        envs: list[Env] = []
+        with closed_on_error(envs):
+            for _ in range(self.num_envs):
+                made = self.env_fn()
+                with closed_on_error([made]):
+                    envs.append(self.options.devices.place_env(as_env(made)))
+            return envs[0] if self.num_envs == 1 else stack_envs(envs)
+
+    def make_models(self) -> tuple[Any, dict[str, Any]]:
+        """The policy, and the models beside it, made in the worker.
+
+        Copies are made of all of them as one: a policy that uses a model uses the worker's copy.
+
+        Raises:
+            TypeError: what was made is no policy.
+        """
+        if self.share_policy:
+            self.options.devices.check_shared(self.policy)
+            return self.policy, {}
+        given = self.policy, dict(self.models)
+        # What came from another process is a copy already.
+        policy, models = given if self.options.owns_process else detached_copy(given)
+        place = self.options.devices.place_policy
+        if self.policy_fn is not None:
+            policy = self.policy_fn()
+            check_acts(policy, "policy_factory made")
+        return place(policy), {name: place(model) for name, model in models.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Recipes:
+    """The recipes of all workers of a collector, also of those that come later.
+
+    Args:
+        env_fns: a function that makes an environment, for each of the first workers; one that is
+            added later begins again with the first function.
+        policy: the policy of all; None for random actions, or where functions make them.
+        policy_fns: a function that makes a policy, or None, for each of the first workers.
+        models: see `WorkerRecipe`.
+        share_policy: likewise.
+        seed: of the first seat; every other one is derived from it.
+        one_thread: see `WorkerRecipe`.
+        num_envs: likewise.
+        options: how each of the first workers makes batches.
+    """
+
+    env_fns: tuple[Callable[[], Any], ...]
+    policy: Any
+    policy_fns: tuple[Callable[[], Any] | None, ...]
+    models: Mapping[str, Any]
+    share_policy: bool
+    seed: int
+    one_thread: bool
+    num_envs: int
+    options: tuple[RolloutOptions, ...]
+
+    def check_policy(self) -> None:
+        """Raise `PolicyError` if no environment could make the policy's arguments right."""
+        if self.policy is not None and not all(each.trust_policy for each in self.options):
+            check_takes_something(self.policy)
+
+    def give_shapes(self) -> None:
+        """Let a lazy policy act once, so that there are weights to send."""
+        module = called_module(self.policy)
+        if module is None or not is_lazy(module):
+            return
+        first = self(0, 0)
+        here = Devices(policy=next(module.parameters()).device)
+        env = replace(first, num_envs=1).make_env()
+        with closed_on_error([env]):
+            rollout = Rollout(env, self.policy, 0, replace(first.options, devices=here))
+        rollout.close()
+
+    def __call__(self, worker_id: int, seat: int) -> WorkerRecipe:
+        """The recipe for a worker."""
+        return WorkerRecipe(
+            seat=seat,
+            env_fn=self.env_fns[worker_id % len(self.env_fns)],
+            policy=self.policy,
+            policy_fn=self.policy_fns[worker_id % len(self.policy_fns)],
+            models=self.models,
+            share_policy=self.share_policy,
+            seed=self.seed + seat,
+            one_thread=self.one_thread,
+            num_envs=self.num_envs,
+            options=self.options[worker_id % len(self.options)],
+        )

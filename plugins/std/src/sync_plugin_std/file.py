@@ -1,0 +1,73 @@
+"""The scheme ``file``: each version of the weights is a safetensors file in a directory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sync_core import ReceiverTransport, SenderTransport, TransportContext, hookimpl
+from sync_plugin_std.stores import Store, StoreOptions, store_transport
+
+
+@dataclass(frozen=True)
+class FileOptions(StoreOptions):
+    """Options of the scheme ``file``.
+
+    Args:
+        directory: where the files are; None for the system's temporary directory.
+        poll: seconds between two looks into the directory.
+        lost_after: seconds without a sign of life after which a peer counts as dead.
+        keep: how many versions are left there, for other tools and slow workers.
+    """
+
+    directory: str | None = None
+
+
+class FileScheme:
+    """Workers look into a directory for the newest version that is meant for them."""
+
+    capabilities = frozenset({"broadcast", "cross_host", "cross_process", "late_join", "pull"})
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        """The sender's or a receiver's side."""
+        options = context.parse_options(FileOptions)
+        directory = Path(options.directory or tempfile.gettempdir())
+        return store_transport(context, DirectoryStore(directory), options)
+
+
+class DirectoryStore(Store):
+    """Relies on whole files that appear by a rename, and on their names; on nothing else.
+
+    Args:
+        directory: what is mounted where the trainer is, and where the workers are.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def put(self, name: str, data: bytes) -> None:
+        """Put a file in its place by a rename, so that nobody reads half of it."""
+        path = self._directory / name
+        path.parent.mkdir(exist_ok=True)
+        descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=".")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        Path(part).replace(path)
+
+    def get(self, name: str) -> bytes | None:
+        """What stands in a file."""
+        try:
+            return (self._directory / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def delete(self, name: str) -> None:
+        """Remove a file, and the sender's own directory with the last of them."""
+        path = self._directory / name
+        path.unlink(missing_ok=True)
+        with suppress(OSError):  # there are others in it
+            path.parent.rmdir()

@@ -1,0 +1,166 @@
+"""The scheme ``mp``: workers that have a pipe to the trainer, and no more than that."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+from sync_core import (
+    Address,
+    OptionError,
+    ReceiverTransport,
+    SenderTransport,
+    TransportContext,
+    hookimpl,
+)
+from sync_core.errors import AddressError
+from sync_core.transports import Channel
+from sync_plugin_std.protocol import check_platform
+from sync_plugin_std.shared_receiver import SharedReceiver
+from sync_plugin_std.shared_sender import SharedPeer, SharedSender
+
+
+@dataclass(frozen=True)
+class PipeOptions:
+    """Options of the scheme ``mp``.
+
+    Args:
+        slots: how many versions may lie in shared memory at a time; see `ShmOptions`.
+        directory: a directory in memory for the slots; None for anonymous memory.
+    """
+
+    slots: int | None = None
+    directory: str | None = None
+
+
+class PipeScheme:
+    """Messages go through pipes; the weights themselves through shared memory.
+
+    `Sender` makes a pipe for each address, which travels as an argument of a
+    ``multiprocessing.Process``, in a ``multiprocessing`` queue or pipe, or in a worker group's
+    call. Pipes that exist already are given as ``workers=``; the worker then joins its end to
+    the address by `with_pipe`.
+    """
+
+    capabilities = frozenset(
+        {"broadcast", "late_join", "zero_copy", "cross_process", "descriptors"}
+    )
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        """The sender's or a receiver's side."""
+        check_platform()
+        if context.side == "sender":
+            return PipeSender(context)
+        if not isinstance(context.endpoint, PipeEnd):
+            raise AddressError(
+                "the sender of this address was given pipes, so the worker gives its own end: "
+                "Receiver(with_pipe(address, connection), model)"
+            )
+        return SharedReceiver(context, Channel(context.endpoint.take()))
+
+
+class PipeEnd:
+    """The worker's end of a pipe, which can be pickled for a child process and is used once."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end: socket.socket | None = end
+
+    def take(self) -> socket.socket:
+        """The end, for the one receiver that may use it."""
+        end = self._open_end()
+        self._end = None
+        taken = end.dup()
+        end.close()
+        return taken
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return _unpickle, (DupFd(self._open_end().fileno()),)
+
+    def _open_end(self) -> socket.socket:
+        if self._end is None or self._end.fileno() < 0:
+            raise AddressError(
+                "an address of scheme 'mp' is good for one receiver; "
+                "get a new one by sender.address(worker_id)"
+            )
+        return self._end
+
+
+class PipeSender(SharedSender):
+    """Makes a pipe for each address, or uses those it is given."""
+
+    def __init__(self, context: TransportContext) -> None:
+        options = context.parse_options(PipeOptions)
+        self._given = bool(context.workers)
+        # Our copies of the workers' ends of pipes, until their receivers have joined.
+        self._ends: dict[SharedPeer, socket.socket] = {}
+        with ExitStack() as opened:
+            given = [opened.enter_context(_socket_of(worker)) for worker in context.workers]
+            super().__init__(context, slots=options.slots, directory=options.directory)
+            opened.pop_all()
+        for worker_id, connection in zip(context.worker_ids, given, strict=False):
+            self.connect(connection, worker_id)
+
+    def address(self, worker_id: int) -> PipeEnd | None:
+        """The worker's end of a new pipe; None when the worker has one already."""
+        if self._given:
+            return None
+        mine, theirs = socket.socketpair()
+        self._ends[self.connect(mine, worker_id)] = theirs
+        return PipeEnd(theirs)
+
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more worker, over its pipe where the others were given theirs."""
+        super().add_worker(worker_id)
+        if worker is not None:
+            self.connect(_socket_of(worker), worker_id)
+
+    def joined(self, peer: SharedPeer) -> None:
+        """Close our copy of the worker's end, so that its death closes the last one."""
+        end = self._ends.pop(peer, None)
+        if end is not None:
+            end.close()
+
+    def close(self) -> None:
+        """Also close the ends of pipes that nobody used."""
+        super().close()
+        for peer in tuple(self._ends):
+            self.joined(peer)
+
+
+def with_pipe(address: Address, connection: Connection) -> Address:
+    """The address, reached through the worker's own end of the pipe that the sender was given.
+
+    Args:
+        address: an address of scheme ``mp`` whose sender was given ``workers=pipes``.
+        connection: the worker's end, used for nothing else from now on.
+    """
+    return dataclasses.replace(address, endpoint=PipeEnd(_socket_of(connection)))
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    try:
+        duplicate = socket.socket(fileno=os.dup(connection.fileno()))
+    except (OSError, AttributeError) as error:
+        raise OptionError(
+            f"{connection!r} is no duplex pipe; make it by multiprocessing.Pipe(duplex=True)"
+        ) from error
+    return duplicate
+
+
+def _unpickle(duplicate: Any) -> PipeEnd:
+    try:
+        return PipeEnd(socket.socket(fileno=duplicate.detach()))
+    except (AuthenticationError, ConnectionError, EOFError, FileNotFoundError) as error:
+        raise AddressError(
+            "an address of scheme 'mp' can be unpickled once, by a process that multiprocessing "
+            "has started for the sender's: as an argument of multiprocessing.Process, or from a "
+            "multiprocessing queue or pipe; for other processes use scheme='shm' or 'dist'"
+        ) from error

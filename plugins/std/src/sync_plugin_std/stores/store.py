@@ -1,0 +1,232 @@
+"""What a store must do, and what is kept in one."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sync_core import OptionError
+from sync_core.errors import HookResultError
+
+
+class Store(ABC):
+    """Keeps bytes under names: a folder, a bucket of an object store, Redis.
+
+    Both sides make one of their own, which has to lead to the same bytes. Methods are called by
+    several threads and processes at once, must not wait for ever, and may raise whatever they
+    like. Names have two parts, as in ``"sync-0123456789abcdef/sender.json"``; the first is the
+    same for all that belongs to one sender, and for no other.
+
+    Example:
+        >>> class Memory(Store):
+        ...     def __init__(self): self.kept = {}
+        ...     def put(self, name, data): self.kept[name] = data
+        ...     def get(self, name): return self.kept.get(name)
+        ...     def delete(self, name): self.kept.pop(name, None)
+        >>> memory = Memory()
+        >>> memory.put("sync-0123456789abcdef/sender.json", b"{}")
+        >>> memory.get("sync-0123456789abcdef/sender.json")
+        b'{}'
+    """
+
+    @abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Keep bytes under a name, in place of those that may be there.
+
+        From its return on, `get` gives these bytes everywhere; until then, all of the old ones,
+        or of these.
+        """
+
+    @abstractmethod
+    def get(self, name: str) -> bytes | None:
+        """All the bytes that were put last under a name; None where there are none."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Keep nothing under a name any more. It may be that nothing is there."""
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Options that every scheme over a store has; those of its own go into a subclass.
+
+    A subclass may declare other defaults, such as a longer ``poll`` where each look costs.
+
+    Args:
+        poll: seconds between two looks into the store, of who waits for something in it.
+        lost_after: seconds without a sign of life after which a peer counts as dead; a tenth of
+            that is between two signs.
+        keep: how many versions are left in the store, for other tools and slow workers.
+
+    Raises:
+        OptionError: one of them makes no sense.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class BucketOptions(StoreOptions):
+        ...     bucket: str = "weights"
+        ...     poll: float = 0.5
+        >>> BucketOptions(lost_after=30.0)
+        BucketOptions(poll=0.5, lost_after=30.0, keep=2, bucket='weights')
+    """
+
+    poll: float = 0.005
+    lost_after: float = 5.0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if self.poll <= 0 or self.lost_after <= 0:
+            raise OptionError(
+                f"poll={self.poll} and lost_after={self.lost_after} are seconds, more than 0"
+            )
+        if self.keep < 1:
+            raise OptionError(f"keep={self.keep} leaves no version; it is 1 or more")
+
+
+#: The record of the sender: which version each worker is to have.
+SENDER = "sender.json"
+
+
+def worker_record(worker_id: int) -> str:
+    """The record of a worker: who it is, and what it has answered last."""
+    return f"worker-{worker_id}.json"
+
+
+class Records:
+    """Reads and writes what belongs to one sender.
+
+    A record is a line with its seal and one of JSON. Versions are plain safetensors, for other
+    tools; which of them counts, a record says.
+
+    Args:
+        store: where it stands.
+        token: the sender's secret; it is not written there.
+        model_id: the model's name, which versions are named after.
+    """
+
+    def __init__(self, store: Store, token: str, model_id: str) -> None:
+        self._store = store
+        self._token = token.encode()
+        self._folder = f"sync-{self._digest(b'folder')[:16]}"
+        self._model = "".join(c if c.isalnum() else "-" for c in model_id)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """The record of a name; None where there is none that was written with the token."""
+        data = self._get(name)
+        if data is None:
+            return None
+        seal, _, text = data.partition(b"\n")
+        if not hmac.compare_digest(seal, self._seal(name, text)):
+            return None
+        record: dict[str, Any] = json.loads(text)
+        return record
+
+    def write(self, name: str, record: dict[str, Any]) -> None:
+        """Put a record in the place of the one that is there."""
+        text = json.dumps(record).encode()
+        self._store.put(self._path(name), self._seal(name, text) + b"\n" + text)
+
+    def delete(self, name: str) -> None:
+        """Remove a record."""
+        self._store.delete(self._path(name))
+
+    def read_version(self, version: int) -> bytes | None:
+        """The bytes of a version; None where it has been removed."""
+        return self._get(self._version(version))
+
+    def write_version(self, version: int, data: bytes) -> None:
+        """Put the bytes of a version there."""
+        self._store.put(self._path(self._version(version)), data)
+
+    def delete_version(self, version: int) -> None:
+        """Remove a version."""
+        self.delete(self._version(version))
+
+    def _get(self, name: str) -> bytes | None:
+        data: object = self._store.get(self._path(name))
+        if data is not None and not isinstance(data, bytes):
+            raise HookResultError(
+                f"{type(self._store).__name__}.get({self._path(name)!r}) returned a "
+                f"{type(data).__name__}, not bytes or None"
+            )
+        return data
+
+    def _path(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def _version(self, version: int) -> str:
+        return f"{self._model}-{version:08}.safetensors"
+
+    def _seal(self, name: str, text: bytes) -> bytes:
+        return self._digest(name.encode() + b"\0" + text).encode()
+
+    def _digest(self, data: bytes) -> str:
+        return hmac.new(self._token, data, hashlib.sha256).hexdigest()
+
+
+_log = logging.getLogger("sync_core")
+#: How many signs there are in the time after which a peer counts as dead.
+SIGNS = 10
+
+
+class Pulse:
+    """Calls a function again and again, in a thread.
+
+    Args:
+        beat: gives a sign of life.
+        seconds: between two calls.
+    """
+
+    def __init__(self, beat: Callable[[], object], seconds: float) -> None:
+        self._beat = beat
+        self._seconds = seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sync-store-pulse", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop. Ending again is allowed."""
+        self._ended.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._seconds):
+            try:
+                self._beat()
+            except Exception as error:
+                _log.warning("a sign of life failed, and is tried again: %r", error)
+
+
+class Watch:
+    """Tells by the signs of a peer whether it lives, by this process's clock alone.
+
+    Args:
+        lost_after: seconds without a sign after which it does not.
+    """
+
+    def __init__(self, lost_after: float) -> None:
+        self._lost_after = lost_after
+        self._last: object = None
+        self._since = self._looked = time.monotonic()
+
+    def lives(self, sign: object) -> bool:
+        """Whether it lives.
+
+        Args:
+            sign: the newest; each is another than the one before.
+        """
+        now = time.monotonic()
+        # Whoever has not looked for a while cannot know how long nothing came.
+        if sign != self._last or now - self._looked > self._lost_after / 2:
+            self._last, self._since = sign, now
+        self._looked = now
+        return now - self._since <= self._lost_after

@@ -1,0 +1,71 @@
+"""What the trainer and its workers have open before a run, and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from chaos_kit import worker as hosted
+from sync_core.testing.schemes.pool import Pool
+from sync_core.testing.worker_groups import eventually
+
+Counts = dict[str, int]
+
+
+class Resources:
+    """Compares each process with itself, once it has been through a run.
+
+    What is made once and kept, such as the threads of a library, is not to be counted as a leak.
+
+    Args:
+        pool: the workers.
+        worker_ids: their ids.
+    """
+
+    def __init__(self, pool: Pool, worker_ids: Sequence[int]) -> None:
+        self._pool = pool
+        self._worker_ids = worker_ids
+        self._usual: dict[int | None, Counts] = {}
+
+    def check(self, replaced: set[int]) -> Iterator[str]:
+        """What there is more of than after the first run; the workers must live, and have left.
+
+        Args:
+            replaced: the workers that are new since the last time.
+        """
+        for who in (None, *self._worker_ids):
+            if who in replaced:
+                self._usual.pop(who, None)
+            if who not in self._usual:
+                self._usual[who] = self._look(who, collect=True)
+            elif not eventually(partial(self._is_as_usual, who)):
+                name = "the trainer" if who is None else f"worker {who}"
+                now = self._look(who, collect=True)
+                yield f"{name} had {self._usual[who]}, and has {now}"
+                self._usual[who] = now
+
+    def forget(self) -> None:
+        """All workers are new."""
+        self._usual.clear()
+
+    def _is_as_usual(self, who: int | None) -> bool:
+        usual = self._usual[who]
+        # To collect garbage takes longer than most runs, so it is done only where it matters.
+        looks = (self._look(who, collect=collect) for collect in (False, True))
+        return any(all(now[name] <= count for name, count in usual.items()) for now in looks)
+
+    def _look(self, who: int | None, *, collect: bool) -> Counts:
+        if who is not None:
+            counts: Counts = self._pool.call(who, partial(hosted.resources, collect=collect))
+            return counts
+        tasks = Path("/proc/self/task").iterdir()
+        children = sum(map(_count_children, tasks))
+        return {**hosted.resources(collect=collect), "children": children}
+
+
+def _count_children(task: Path) -> int:
+    try:
+        return len((task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # the thread has ended, and its children are another's

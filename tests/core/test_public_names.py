@@ -1,0 +1,56 @@
+"""Public modules: what they export, and what importing them costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+LAZY = ("sync_core", "sync_core.models", "sync_core.transports", "sync_core.workers")
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_type_checkers_see_what_is_imported_at_run_time(package: str) -> None:
+    module = importlib.import_module(package)
+    (block,) = (n for n in ast.parse(inspect.getsource(module)).body if isinstance(n, ast.If))
+    imports = [statement for statement in block.body if isinstance(statement, ast.ImportFrom)]
+    assert {module: {*names} for module, names in module._MODULES.items()} == {
+        statement.module: {alias.name for alias in statement.names} for statement in imports
+    }
+    names = {name for names in module._MODULES.values() for name in names}
+    assert {*module.__all__} - {"__version__"} == names
+    assert {*module.__all__} <= {*dir(module)}
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_a_name_that_a_package_does_not_have(package: str) -> None:
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'Sendr'"):
+        getattr(importlib.import_module(package), "Sendr")  # noqa: B009
+
+
+def test_kits_are_attributes_of_the_package() -> None:
+    source = "import sync_core; sync_core.transports.Publisher; sync_core.checks.check_count"
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=50)
+
+
+@pytest.mark.parametrize("command", ["import sync_core", "import sync_core.cli as c; c.main([])"])
+def test_importing_the_package_and_asking_for_help_import_no_torch(command: str) -> None:
+    source = f"import contextlib, sys\nwith contextlib.suppress(SystemExit):\n    {command}\n"
+    source += "assert not {'torch', 'rich', 'tensordict'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=50, capture_output=True)
+
+
+def test_a_command_that_needs_rich_says_what_to_type() -> None:
+    source = "import sys; sys.modules['rich'] = None; from sync_core.cli import main; "
+    source += "sys.exit(main(['list']))"
+    done = subprocess.run(
+        [sys.executable, "-c", source], timeout=50, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == ("sync-core: rich is not installed; type: pip install 'sync-core[cli]'\n")

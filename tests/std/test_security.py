@@ -1,0 +1,279 @@
+"""What a peer can do to schemes on one host: memory, messages, and no pickle on the data path."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import pickle
+import resource
+import socket
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sync_core import Payload, Receiver, Sender, SenderLostError, SyncError, TransportContext
+from sync_core.errors import PayloadError
+from sync_core.transports import Channel, SharedMemory
+from sync_plugin_std.protocol import Board
+from sync_plugin_std.shared_receiver import SharedReceiver
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="memory of Linux")
+
+exploded: list[str] = []
+unpickled: list[str] = []
+watched: list[int] = []
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return exploded.append, ("boom",)
+
+
+BOMB = pickle.dumps(Bomb())
+
+
+def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "pickle.find_class" and watched:
+        unpickled.append(f"{arguments[0]}.{arguments[1]}")
+
+
+@contextmanager
+def nothing_unpickled() -> Iterator[None]:
+    """Fail where anything is looked up by a pickle in this process meanwhile."""
+    if not _hooked:
+        sys.addaudithook(_hear)
+        _hooked.append(True)
+    unpickled.clear()
+    watched.append(1)
+    try:
+        yield
+    finally:
+        watched.clear()
+    assert unpickled == []
+
+
+_hooked: list[bool] = []
+
+
+@pytest.mark.parametrize("scheme", ["none", "thread", "shm", "mp"])
+def test_no_pickle_on_the_data_path(scheme: str) -> None:
+    weights = {"w": torch.ones(4)}
+    target = weights if scheme == "none" else {"w": torch.zeros(4)}
+    with (
+        Sender(scheme, weights, num_workers=1) as sender,
+        nothing_unpickled(),
+        Receiver(sender.address(0), target) as receiver,
+    ):
+        pending = sender.send_async()
+        receiver.receive()
+        assert pending.wait().updated == (0,)
+
+
+@linux
+@pytest.mark.parametrize("directory", [None, "/dev/shm"])
+def test_memory_is_nobody_elses(directory: str | None) -> None:
+    memory = SharedMemory.create(4096, directory)
+    assert stat.S_IMODE(os.fstat(memory.descriptor).st_mode) == 0o600
+    assert not os.get_inheritable(memory.descriptor)
+    assert not [name for name in os.listdir("/dev/shm") if "sync" in name]
+
+
+@linux
+def test_a_worker_cannot_write_to_slots_or_cut_them_short() -> None:
+    memory = SharedMemory.create(4096)
+    memory.block.memory.fill_(7)
+    assert int(SharedMemory(memory.descriptor).block.memory[5]) == 7
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.descriptor, 4096)
+    for size in (0, 8192):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory.descriptor, size)
+    with pytest.raises(PermissionError):
+        os.pwrite(memory.descriptor, b"x", 0)
+
+
+@linux
+def test_what_a_worker_is_given_is_sealed() -> None:
+    with Sender("mp", {"w": torch.ones(4)}, num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), {"w": torch.zeros(4)})
+        pending = sender.send_async()
+        receiver.receive()
+        pending.wait()
+        sealed = 0
+        for descriptor in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if "memfd:sync-core" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                    seals = fcntl.fcntl(int(descriptor), fcntl.F_GET_SEALS)
+                    assert seals & fcntl.F_SEAL_SHRINK
+                    sealed += 1
+        assert sealed >= 2
+        receiver.close()
+
+
+def test_sockets_are_nobody_elses() -> None:
+    with Sender("shm", {"w": torch.ones(4)}, num_workers=1) as sender:
+        name = sender.address(0).endpoint
+        if sys.platform == "linux":
+            # It has no permissions: who connects is looked at instead, see tests/core.
+            assert name.startswith("\0")
+            assert len(name) > 32
+        else:
+            assert stat.S_IMODE(Path(name).parent.stat().st_mode) == 0o700
+
+
+@linux
+def test_a_connection_without_descriptors_for_it_ends_nothing_else() -> None:
+    model, copy = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    with Sender("shm", model, num_workers=1, timeout=10) as sender:
+        address = sender.address(0)
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stranger.settimeout(10)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        # One descriptor: enough for the connection, and not for what belongs to it.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+        try:
+            stranger.connect(address.endpoint)
+            with stranger:
+                assert stranger.recv(1) == b""
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        pending = sender.send_async()
+        with Receiver(address, copy) as receiver:
+            assert receiver.receive() == 1
+        pending.wait()
+
+
+def framed(message: object) -> bytes:
+    text = message if isinstance(message, bytes) else json.dumps(message).encode()
+    return len(text).to_bytes(4, "little") + text
+
+
+class FalseSender:
+    """The other side of a receiver, which sends what it likes."""
+
+    def __init__(self) -> None:
+        self.mine, self.theirs = socket.socketpair()
+        self.board = Board.create()
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+
+    def close(self) -> None:
+        self.mine.close()
+        self.board.close()
+        os.close(self.reader)
+        os.close(self.writer)
+
+    def receiver(self, first: bytes = b"", *descriptors: int) -> SharedReceiver:
+        given = descriptors or (self.board.descriptor, self.reader)
+        socket.send_fds(self.mine, [first or framed({"type": "welcome"})], given)
+        context = TransportContext(
+            side="receiver", scheme="mp", model_id="policy", token="", timeout=0.2, worker_id=0
+        )
+        return SharedReceiver(context, Channel(self.theirs))
+
+    def slot(self, content: bytes) -> None:
+        """Offer a version that is whatever is given."""
+        memory = SharedMemory.create(max(1, len(content)))
+        memory.buffer[: len(content)] = content
+        message = framed({"type": "slot", "index": 1, "live": [1]})
+        socket.send_fds(self.mine, [message], [memory.descriptor])
+        self.board._cells[0:3] = memoryview(bytearray(24)).cast("Q")
+        self.board._cells[0], self.board._cells[1] = 1, 1
+        os.write(self.writer, b"\1")
+
+
+@pytest.fixture
+def false_sender() -> Iterator[FalseSender]:
+    sender = FalseSender()
+    yield sender
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    "first", [BOMB, framed(BOMB), framed({}), framed([]), b"\xff" * 8, framed(b"[" * 999)], ids=repr
+)
+def test_a_receiver_refuses_a_sender_that_is_none(false_sender: FalseSender, first: bytes) -> None:
+    with pytest.raises(SenderLostError):
+        false_sender.receiver(first)
+    assert exploded == []
+
+
+def test_a_receiver_refuses_what_is_no_board(false_sender: FalseSender) -> None:
+    with pytest.raises(SenderLostError):
+        false_sender.receiver(b"", false_sender.reader, false_sender.reader)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{}, {"type": "slot"}, {"type": "slot", "index": [], "live": 3}, {"type": "gone"}, BOMB],
+    ids=repr,
+)
+def test_a_receiver_refuses_messages_that_are_none(
+    false_sender: FalseSender, message: object
+) -> None:
+    receiver = false_sender.receiver()
+    socket.send_fds(false_sender.mine, [framed(message)], [false_sender.board.descriptor])
+    with pytest.raises(SenderLostError):
+        receiver.receive(5.0)
+    receiver.close()
+    assert exploded == []
+
+
+@pytest.mark.parametrize("content", [BOMB, bytes(64), b"\xff" * 64, b"", os.urandom(500)], ids=len)
+def test_a_slot_that_holds_no_payload_is_refused(false_sender: FalseSender, content: bytes) -> None:
+    receiver = false_sender.receiver()
+    false_sender.slot(content)
+    with pytest.raises(PayloadError):
+        receiver.receive(5.0)
+    receiver.close()
+    assert exploded == []
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm", "mp"])
+def test_weights_that_do_not_fit_change_nothing(scheme: str) -> None:
+    target = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    with Sender(scheme, {"a": torch.ones(4), "b": torch.ones(4)}, num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), target)
+        transport = receiver._transport
+        receive = transport.receive
+
+        def forge(timeout: float) -> Payload | None:
+            payload = receive(timeout)
+            assert payload is not None
+            forged = {"a": torch.full((4,), 9.0), "b": torch.full((5,), 9.0)}
+            layout = type(payload.layout).of(forged)
+            return Payload(payload.version, layout, tuple(forged.values()), payload.release)
+
+        transport.receive = forge  # type: ignore[method-assign]
+        sender.send_async()
+        with pytest.raises(SyncError):
+            receiver.receive()
+        assert all((tensor == 0).all() for tensor in target.values())
+        receiver.close()
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm"])
+def test_a_receiver_that_was_replaced_answers_for_nobody(scheme: str) -> None:
+    with Sender(scheme, {"w": torch.ones(4)}, num_workers=1) as sender:
+        first = Receiver(sender.address(0), {"w": torch.zeros(4)})
+        pending = sender.send_async()
+        assert first.stage(5.0) == 1
+        second = Receiver(sender.address(0), {"w": torch.zeros(4)})
+        first.load()
+        first.confirm()
+        assert not pending.unanswered[0].wait(0.1)
+        assert sender.workers[0].state == "behind"
+        assert second.receive(5.0) == 1
+        assert pending.wait().updated == (0,)
+        second.close()
+        first.close()
