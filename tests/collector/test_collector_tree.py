@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,14 @@ class WithPid(CountingEnv):
         return os.getpid()
 
 
+class WithScale(CountingEnv):
+    """Has a model of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(1000)
+        self.scale = Scale()
+
+
 def inner(workers: str = "thread", **options: Any) -> Collector:
     options = {"num_workers": 2, "frames_per_batch": 4, "sync": True, "timeout": 20.0, **options}
     policy = options.pop("policy", None) or Scale()
@@ -100,6 +109,67 @@ def test_weights_reach_the_workers_of_workers(
             for i in range(2):
                 assert collectors.call(i, held).result(20) == [weight] * 2
                 assert collectors.call(i, act).result(20) == [weight]
+
+
+class Tied(nn.Module):
+    """Acts with a weight that it has under two names."""
+
+    def __init__(self, weight: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([weight]))
+        self.also = self.weight
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.also.expand(observation.shape)
+
+
+@pytest.mark.parametrize(
+    ("workers", "kind", "options"),
+    [
+        ("thread", Scale, {"zero_copy": True}),
+        ("thread", Tied, {"layers": ["bf16"]}),
+        ("process", Scale, {"zero_copy": True}),
+        ("process", Tied, {}),
+    ],
+)
+def test_policies_that_workers_make(workers: str, kind: Any, options: dict[str, Any]) -> None:
+    made = partial(Collector, lambda: WithPid(1000), workers=workers, num_workers=2, timeout=20.0)
+    arguments: dict[str, Any] = {"frames_per_batch": 4, "sync": True, "policy_factory": kind}
+    with (
+        Sender("shm", kind(5.0), num_workers=1, timeout=20.0, **options) as sender,
+        made(**arguments) as collector,
+    ):
+        sender.send_async().abandon()
+        collector.register_scheme_receiver({"policy": sender.address(0)})
+        assert held(collector) == [5.0, 5.0]
+        pending = sender.send_async(kind(6.0))
+        assert act(collector) == [6.0]
+        assert pending.wait().updated == (0,)
+        collector.add_workers()
+        assert held(collector) == [6.0] * 3
+        versions = next(collector)["policy_version"]
+        assert versions.unique().tolist() == [2]
+
+
+def test_several_models_that_workers_make() -> None:
+    addresses = {}
+    with ExitStack() as stack:
+        for name, weight in (("policy", 5.0), ("env.scale", 7.0)):
+            sender = stack.enter_context(Sender("shm", Scale(weight), num_workers=1))
+            sender.send_async().abandon()
+            addresses[name] = sender.address(0)
+        made = stack.enter_context(
+            Collector(
+                WithScale,
+                policy_factory=Scale,
+                weight_sync_schemes=dict.fromkeys(addresses, "thread"),
+                num_workers=2,
+                frames_per_batch=4,
+            )
+        )
+        made.register_scheme_receiver(addresses)
+        assert held(made) == [5.0, 5.0]
+        assert made.cascade_execute("env.scale.weight.item") == [7.0, 7.0]
 
 
 def test_the_sender_is_told_when_the_workers_have_committed_and_not_before(
@@ -301,8 +371,13 @@ def test_what_cannot_be_received(sender: Sender) -> None:
         made.register_scheme_receiver({"policy": sender.address(0)})
         with pytest.raises(ValueError, match="come from the senders registered"):
             made.receive_weights(Scale())
-    with Collector(CountingEnv, policy_factory=Scale, scheme="thread", frames_per_batch=2) as made:
-        with pytest.raises(ModelError, match="not a factory"):
-            made.register_scheme_receiver({"policy": sender.address(0)})
-        with pytest.raises(ModelError, match="no policy of its own"):
-            made.receive_weights(Scale())
+    with (
+        Collector(CountingEnv, policy_factory=Scale, scheme="thread", frames_per_batch=2) as made,
+        pytest.raises(ModelError, match="no policy of its own"),
+    ):
+        made.receive_weights(Scale())
+    with (
+        Collector(CountingEnv, scheme="thread", frames_per_batch=2) as made,
+        pytest.raises(ModelError, match="'policy' has no tensors to receive into"),
+    ):
+        made.register_scheme_receiver({"policy": sender.address(0)})

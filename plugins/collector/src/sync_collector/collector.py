@@ -262,7 +262,7 @@ class Collector(Life, Updates):
             total_frames=total_frames,
             close=self._close,
         )
-        self._upstream = Upstream(self._weights, self._crew, self._replacement)
+        self._upstream = Upstream(self._weights, self._crew, self._replacement, timeout)
         self._background = Background(self._delivery, self._upstream.look)
         try:
             self.register_scheme_receiver(weight_recv_schemes or {})

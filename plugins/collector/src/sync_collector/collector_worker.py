@@ -19,7 +19,7 @@ from sync_collector.random_state import seed_process
 from sync_collector.rollout import Rollout
 from sync_collector.schemes import POLICY
 from sync_collector.worker_spec import WorkerRecipe
-from sync_collector.worker_state import check_models, read_models, write_models
+from sync_collector.worker_state import check_models, read_model, read_models, write_models
 from sync_core import Address, Receiver
 
 
@@ -120,6 +120,15 @@ class Host:
                 refresher.look()
             models = {} if self._shares_policy else read_models(self._parts, self._receivers)
             return {**self._built.state_dict(), "models": models, "version": refresher.version}
+
+    def read_model(self, name: str) -> Mapping[str, Tensor]:
+        """Return a copy of the weights of one model; empty if it has none.
+
+        Raises:
+            ModelPathError: there is no such model here.
+        """
+        with self._at_work:
+            return read_model(self._parts, name)
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise `LayoutMismatchError` unless the weights in a state fit those of the worker."""

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
+from sync_collector.collector_worker import Host
 from sync_collector.replacement import Replacement
 from sync_collector.schemes import POLICY
 from sync_collector.several import SeveralModels
@@ -17,6 +20,7 @@ from sync_collector.worker_pool import Crew
 from sync_core import Address, ModelError, Receiver, SenderLostError, Update
 from sync_core.checks import check_mapping
 from sync_core.models import Binding, named_tensors
+from sync_core.workers import gather
 
 
 class Upstream:
@@ -29,14 +33,20 @@ class Upstream:
         weights: the collector's models, and the way to its workers.
         crew: its workers.
         replacement: puts others in the place of those that are found dead.
+        timeout: deadline of calls to workers, in seconds.
     """
 
     def __init__(
-        self, weights: PolicyWeights | SeveralModels, crew: Crew, replacement: Replacement
+        self,
+        weights: PolicyWeights | SeveralModels,
+        crew: Crew,
+        replacement: Replacement,
+        timeout: float,
     ) -> None:
         self._weights = weights
         self._crew = crew
         self._replacement = replacement
+        self._timeout = timeout
         self._receivers: dict[str, Receiver] = {}
         self._closed = False
         # A thread that iterates looks for weights too.
@@ -48,21 +58,21 @@ class Upstream:
         Raises:
             TypeError: that is no mapping from names.
             KeyError: the collector has no such model.
-            ModelError: its workers make the model, so there is none here that could be written to.
+            ModelError: neither the collector nor its workers have weights of that name.
+            WorkerTimeoutError: a worker that makes the model was not ready in time.
         """
         check_mapping(addresses, "addresses", "{'policy': sender.address(0)}")
         for name in addresses:
             check_name(name, self._weights.names)
-            if name not in self._weights.models:
-                raise ModelError(
-                    f"the collector has no {name!r} of its own to receive into; give it one, not "
-                    "a factory"
-                )
         with self._lock:
             receivers: dict[str, Receiver] = {}
             try:
                 for name, address in addresses.items():
-                    model, passed_on = self._weights.models[name], partial(self._pass_on, name)
+                    own = self._weights.models.get(name)
+                    # What only the workers have is received into a copy of their tensors.
+                    copy = self._copied(name) if own is None else None
+                    model = copy if own is None else own
+                    passed_on = partial(self._pass_on, name, copy)
                     receivers[name] = Receiver(address, model, on_commit=passed_on)
             except BaseException:
                 _close(receivers)
@@ -164,12 +174,33 @@ class Upstream:
         model.write(Update.of(named_tensors(weights, "tensordict")))
         self._pass_on(POLICY)
 
-    def _pass_on(self, name: str, version: int = 0) -> None:
+    def _copied(self, name: str) -> Mapping[str, Tensor]:
+        """Return a copy of a model's tensors as a worker has them."""
+        first = self._crew.ids[0]
+        call = self._crew.request(first, Host.read_model, name)
+        what = f"read its {name!r}"
+        tensors: Mapping[str, Tensor] = gather({first: call}, self._timeout, what)[0]
+        if not tensors:
+            raise ModelError(
+                f"the workers' {name!r} has no tensors to receive into; register no sender for it"
+            )
+        return tensors
+
+    def _pass_on(
+        self, name: str, weights: Mapping[str, Tensor] | None = None, version: int = 0
+    ) -> None:
+        """Send a model to the collector's own workers.
+
+        Args:
+            name: the model's name.
+            weights: its weights; None for the collector's own.
+            version: not used.
+        """
         del version
         if self._crew.dismissed:
             return  # after the last batch, nobody acts any more
         self._replacement.see_through(
-            lambda: self._weights.update({name: None}, None, blocking=True)
+            lambda: self._weights.update({name: weights}, None, blocking=True)
         )
 
 

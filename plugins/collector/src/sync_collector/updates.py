@@ -118,7 +118,9 @@ class Updates:
         """Get models from senders elsewhere, as the worker that this collector is to them.
 
         What is received, before every batch and by `receive_weights`, is passed on to this
-        collector's own workers, and is acknowledged when they have committed it.
+        collector's own workers, and is acknowledged when they have committed it. A model that only
+        the workers have, such as a policy of ``policy_factory``, is received into a copy of its
+        tensors.
 
         Args:
             addresses: what each model's sender gave for this collector, by model.
@@ -126,7 +128,7 @@ class Updates:
 
         Raises:
             KeyError: a model that there is not.
-            ModelError: one that only the workers have.
+            ModelError: neither the collector nor its workers have weights of that name.
         """
         self._check_open()
         self._upstream.register(addresses)

@@ -28,6 +28,16 @@ def read_models(
     return {name: _read(model, receivers.get(name)) for name, model in models.items()}
 
 
+def read_model(parts: SimpleNamespace, name: str) -> Mapping[str, Tensor]:
+    """A copy of the weights of one model of a worker, found by its name; empty if it has none.
+
+    Raises:
+        ModelPathError: there is no such model.
+    """
+    model = _models(parts, [name]).get(name)
+    return {} if model is None else _read(model, None)
+
+
 def write_models(
     parts: SimpleNamespace,
     receivers: Mapping[str, Receiver],
