@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import threading
 from collections.abc import Callable, Generator, Sequence
 from types import SimpleNamespace
@@ -28,9 +29,11 @@ from sync_core import (
     Sender,
     SendError,
     SenderTransport,
+    SendReport,
     TransportContext,
     Update,
     WorkerError,
+    WorkerResult,
     hookimpl,
 )
 from sync_core.errors import AddressError
@@ -396,3 +399,24 @@ def test_a_send_that_is_given_up_drops_nobody() -> None:
     for change in (sender.add_worker, lambda: sender.remove_worker(1)):
         with pytest.raises(ClosedError):
             change()
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ([], r"did not reach 1 of 1 workers:\n"),
+        (["updated"], r"did not reach 1 of 2 workers \(the others have it\):\n"),
+        (["skipped"], r"did not reach 1 of 2 workers:\n"),
+        (["updated", "skipped"], r"did not reach 1 of 3 workers \(1 committed it\):\n"),
+    ],
+)
+def test_an_error_says_which_workers_have_the_version(others: list[str], told: str) -> None:
+    results = [WorkerResult(None, 0.1, 0, error=WorkerError(0, "refused"))]
+    results += [
+        WorkerResult(3 if other == "updated" else None, 0.1, 0, skipped=other == "skipped")
+        for other in others
+    ]
+    assert re.match(
+        f"version 3 {told}  worker 0: refused$",
+        str(SendError(SendReport(3, 0.1, dict(enumerate(results))))),
+    )

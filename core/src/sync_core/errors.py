@@ -197,10 +197,10 @@ class SendError(SyncError):
         self.report = report
 
     def __str__(self) -> str:
-        failed = self.report.failed
-        others = " (the others have it)" if self.report.updated else ""
-        head = (
-            f"version {self.report.version} did not reach {len(failed)} of "
-            f"{len(self.report.workers)} workers{others}:"
-        )
+        report = self.report
+        failed, updated, addressed = report.failed, report.updated, len(report.workers)
+        whole = len(failed) + len(updated) == addressed
+        have_it = "the others have it" if whole else f"{len(updated)} committed it"
+        head = f"version {report.version} did not reach {len(failed)} of {addressed} workers"
+        head += f" ({have_it}):" if updated else ":"
         return "\n".join([head, *(f"  {result.error}" for result in failed.values())])

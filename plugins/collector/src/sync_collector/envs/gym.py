@@ -63,7 +63,7 @@ class GymEnv(ArrayEnv):
             raise TypeError(
                 f"{first!r} is a vector environment, and GymEnv takes single ones; give the "
                 "vector environment itself to the collector (create_env_fn=lambda: "
-                "gymnasium.make_vec(…)), or GymEnv an id and num_envs"
+                "gymnasium.make_vec(…, vectorization_mode='sync')), or GymEnv an id and num_envs"
             )
         self._action = codec(first.action_space, categorical=categorical)
         observation = ObservationCodec(first.observation_space, categorical=categorical)
