@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.split import split_trajectories
 from sync_core import ClosedError, RemoteCallError, WorkerTimeoutError
+from sync_core.testing.interrupts import interrupted
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -271,6 +274,70 @@ def test_what_a_buffer_raised_at_is_given_to_it_again(
         assert made.stats().frames == buffer.frames() == 40
     for seen in buffer.by_worker().values():
         assert seen == [float(i) for i in range(len(seen))]
+
+
+class AllOrNothing(CountingEnv):
+    """Takes a step back that was interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__(1_000_000)
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        before = self._steps.clone()
+        try:
+            return super().step(tensordict)
+        except KeyboardInterrupt:
+            self._steps = before
+            raise
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("workers", ["inline", "thread"])
+def test_ctrl_c_at_any_moment_loses_no_frame(workers: str, sync: bool) -> None:
+    options: dict[str, Any] = {"workers": workers, "num_workers": 1, "sync": sync}
+    options |= {"postproc": lambda batch: batch["observation"].flatten().tolist()}
+    seen: list[float] = []
+    with collector(AllOrNothing, frames_per_batch=2, **options) as made:
+        for moment in itertools.count(step=3):
+            with interrupted(moment) as moments:
+                seen += next(made)
+            assert made.stats().frames == len(seen)
+            seen += next(made)
+            assert seen == list(range(len(seen)))
+            if not moments.came:
+                break
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_ctrl_c_at_any_moment_of_the_last_batch(sync: bool) -> None:
+    options: dict[str, Any] = {"total_frames": 2, "frames_per_batch": 2, "sync": sync}
+    for moment in itertools.count(step=9):
+        with collector(workers="thread", num_workers=1, **options) as made:
+            batches: list[TensorDictBase] = []
+            with interrupted(moment) as moments:
+                batches.append(next(made))
+            batches += made
+            assert sum(batch.numel() for batch in batches) == made.stats().frames == 2
+        if not moments.came:
+            break
+
+
+def test_a_batch_is_saved_as_it_was_about_to_be_handed_over() -> None:
+    def double(batch: TensorDictBase) -> TensorDictBase:
+        batch["observation"] *= 2
+        return batch
+
+    options: dict[str, Any] = {"num_workers": 1, "postproc": double, "total_frames": 4}
+    with collector(**options) as made:
+        with mock.patch.object(made._crew, "dismiss", side_effect=KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):
+                next(made)
+            state = made.state_dict()
+        assert next(made)["observation"].flatten().tolist() == [0.0, 2.0, 4.0, 6.0]
+    with collector(**options) as made:
+        made.load_state_dict(state)
+        assert next(made)["observation"].flatten().tolist() == [0.0, 2.0, 4.0, 6.0]
+        assert made.next() is None
 
 
 def test_an_iterator_that_has_ended_is_not_the_end_of_the_collector() -> None:

@@ -272,13 +272,13 @@ def test_a_worker_that_took_a_place_and_could_not_join_does_not_work(group: str)
 def test_a_worker_that_takes_a_place_is_not_among_all_before_it_has_joined(group: str) -> None:
     workers = crew(group)
     calls: dict[int, Future[bool]] = {}
-    workers.on_join.append(lambda _: calls.update(workers.call_all(Host.midway)))
+    workers.on_join.append(lambda _: calls.update(workers.call_all(Host.midway, 0)))
     try:
         workers.restart(1)
         assert not calls[0].result(30)
         with pytest.raises(WorkerLostError, match="worker 1: is being replaced"):
             calls[1].result(30)
-        assert not any(call.result(30) for call in workers.call_all(Host.midway).values())
+        assert not any(call.result(30) for call in workers.call_all(Host.midway, 0).values())
     finally:
         workers.stop()
 

@@ -26,13 +26,16 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @pytest.fixture(scope="session", autouse=True)
 def one_ray() -> Iterator[None]:
-    ray.init(
-        num_cpus=8,
-        include_dashboard=False,
-        logging_level=logging.WARNING,
-        log_to_driver=False,
-        object_store_memory=512 * 1024**2,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # Workers inherit it, and find the chaos kit there.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "chaos"))
+        ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+            object_store_memory=512 * 1024**2,
+        )
     yield
     ray.shutdown()
 

@@ -78,8 +78,8 @@ class LentGroup(WorkerGroup):
     def stop(self, timeout: float | None = None) -> None:
         del timeout
         self._stopped = True
-        for worker_id in self._ids:
-            self.lender.call(worker_id, Seat.take, lambda _: None, worker_id)
+        for call in [self.lender.call(i, Seat.take, lambda _: None, i) for i in self._ids]:
+            call.result(60)
 
     def add(self) -> int:
         raise OptionError("only so many are lent")

@@ -6,6 +6,7 @@ import inspect
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,13 +21,19 @@ class Moments:
     count = 0
 
 
+def _in_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 @contextmanager
 def interrupted(moment: int | None, *, within_threading: bool = False) -> Iterator[Moments]:
     """For ``with``: Ctrl-C, at one of the moments at which Python looks for it in code of ours.
 
     A moment is when a function begins, and when one that is not written in Python returns.
-    Generators are left out where they go on: one that is let go of does so a last time, in a
-    destructor, and what is raised there reaches nobody.
+    Left out is what may run in a destructor, where Python discards exceptions: generators that
+    continue, and finalizers.
 
     Args:
         moment: which of them; a block may have fewer. None: none of them, they are only counted.
@@ -44,7 +51,8 @@ def interrupted(moment: int | None, *, within_threading: bool = False) -> Iterat
         )
         if event in ("call", "c_return") and not goes_on and ours:
             moments.count += 1
-            if moments.count - 1 == moment:
+            reached = moment is not None and moments.count > moment
+            if reached and not moments.came and not _in_finalizer(frame):
                 moments.came = True
                 signal.raise_signal(signal.SIGINT)
 

@@ -37,6 +37,7 @@ class _Rows:
         versions: of the policy that acted.
         chooser: chooses the actions.
         action: chosen for the next step, which was cut short; None if it is still to be chosen.
+        stepped: what the step being made gave; None before that.
         made: the steps made.
     """
 
@@ -49,6 +50,7 @@ class _Rows:
     versions: np.ndarray[Any, Any]
     chooser: Chooser
     action: np.ndarray[Any, Any] | None = None
+    stepped: tuple[Any, ...] | None = None
     made: int = 0
 
 
@@ -102,9 +104,10 @@ class ArrayLoop:
             rows = self._rows = self._new_rows(steps, policy)
         while rows.made < rows.steps:
             self._step(rows, between_steps)
-        self._current = {key: seen[rows.steps].copy() for key, seen in rows.seen.items()}
-        self._rows = None
-        return self._gathered(rows)
+        gathered = self._gathered(rows)
+        current = {key: seen[rows.steps].copy() for key, seen in rows.seen.items()}
+        self._current, self._rows = current, None
+        return gathered
 
     def _step(self, rows: _Rows, between_steps: BetweenSteps) -> None:
         t = rows.made
@@ -116,12 +119,13 @@ class ArrayLoop:
             if t == 0:
                 self._check_action(action)
             rows.action = action
-        made = self._env.step_arrays(rows.action)
-        observation, rows.reward[t], rows.terminated[t], rows.truncated[t] = made
+        if rows.stepped is None:
+            rows.stepped = self._env.step_arrays(rows.action)
+        observation, rows.reward[t], rows.terminated[t], rows.truncated[t] = rows.stepped
         put_row(rows.following, t, observation)
         put_row(rows.seen, t + 1, observation)
         self._ended = rows.terminated[t] | rows.truncated[t]
-        rows.action, rows.made = None, t + 1
+        rows.action, rows.stepped, rows.made = None, None, t + 1
 
     def _check_action(self, action: np.ndarray[Any, Any]) -> None:
         """Raise `TypeError` unless there is one for each environment of the batch."""

@@ -107,9 +107,9 @@ class Host:
         """See `Rollout.set_seed`."""
         return self._built.set_seed(seed, static_seed)
 
-    def midway(self) -> bool:
+    def midway(self, number: int) -> bool:
         """See `Rollout.midway`."""
-        return self._built.midway()
+        return self._built.midway(number)
 
     def state_dict(self) -> dict[str, Any]:
         """What the worker's next batch depends on; see `Rollout.state_dict`."""

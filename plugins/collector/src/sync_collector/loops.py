@@ -63,13 +63,15 @@ class Loop(Protocol):
         """Go on there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Acted:
-    """A step whose action is chosen, and that is still to be made."""
+    """A step whose action is chosen, and that is still to be made or recorded."""
 
     tensordict: TensorDictBase
     root: Leaves
     version: int
+    #: What the environment gave for it, and the root of the next step, if it gave that too.
+    made: tuple[TensorDictBase, TensorDictBase | None] | None = None
 
 
 class TensorDictLoop:
@@ -153,14 +155,18 @@ class TensorDictLoop:
                 seen.pop(key, None)
             self._acted = _Acted(acted, self._copies.again(seen), version)
         acted = self._acted.tensordict
-        if self._step_and_reset is None:
-            stepped, root = self._env.step(acted), None
-        else:
-            stepped, root = self._step_and_reset(acted)
+        if self._acted.made is None:
+            if self._step_and_reset is None:
+                self._acted.made = self._env.step(acted), None
+            else:
+                self._acted.made = self._step_and_reset(acted)
+        stepped, root = self._acted.made
         outcome = self._copies.of(recorded_of(following_of(self._env, acted, stepped)))
-        frame = self._acted.root, outcome, self._acted.version
+        frame = ((self._acted.root, outcome, self._acted.version),)
+        end = len(self._frames)
+        # Nothing is called in these lines, so that Ctrl-C comes before or after both.
+        self._frames[end:] = frame
         self._acted, self._root, self._stepped = None, root, stepped
-        self._frames.append(frame)
 
     def _begin(self) -> TensorDictBase:
         if self._root is None:

@@ -10,11 +10,14 @@ class Order:
     """One batch.
 
     Args:
+        number: tells this batch from the one before it; the same where Ctrl-C came before that one
+            was delivered. None for a batch that is never asked for again.
         random: act at random, not by the policy.
         version: the version of the weights that it is to be made with, or a newer one.
         patience: how long these are waited for, in seconds.
     """
 
+    number: int | None = None
     random: bool = False
     version: int = 0
     patience: float = 0.0

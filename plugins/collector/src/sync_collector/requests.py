@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
@@ -73,6 +73,7 @@ class Requests:
         self.on_drop: list[Callable[[int], None]] = []
         #: Called, after that, with a worker that did not get the weights which its batch required.
         self.on_stale: list[Callable[[int], None]] = []
+        self._numbers: Counter[int] = Counter()
         # By how many, who do not know of each other.
         self._held: Counter[int] = Counter()
         self._postponed: set[int] = set()
@@ -96,11 +97,13 @@ class Requests:
             if self._held[worker_id]:
                 self._postponed.add(worker_id)
                 return
-            order = self._make_order(worker_id)
-            if version := self._required.get(worker_id, 0):
-                order = replace(order, version=version, patience=self._timeout)
-            self._expect(worker_id, self._crew.request(worker_id, Host.collect, order))
-            self._required.pop(worker_id, None)
+            # A worker without a thread of its own works in the call, and can be interrupted.
+            with uninterrupted() if self._crew.parallel else nullcontext():
+                self._ask(worker_id)
+
+    def number(self, worker_id: int) -> int:
+        """Return the number of the next batch that a worker is asked for."""
+        return self._numbers[worker_id]
 
     def require(self, worker_id: int, version: int) -> None:
         """Let a worker make the next batch that it is asked for with these weights, or newer.
@@ -258,10 +261,25 @@ class Requests:
                 self._ended.popleft()
         return delivered
 
+    def _ask(self, worker_id: int) -> None:
+        order = replace(self._make_order(worker_id), number=self._numbers[worker_id])
+        if version := self._required.get(worker_id, 0):
+            order = replace(order, version=version, patience=self._timeout)
+        try:
+            made = self._crew.request(worker_id, Host.collect, order)
+            self._expect(worker_id, made)
+        except BaseException:
+            if worker_id not in self._futures:
+                for callback in self.on_drop:
+                    callback(worker_id)
+            raise
+        self._required.pop(worker_id, None)
+
     def _expect(self, worker_id: int, future: Future[TensorDictBase | None]) -> None:
         # What is expected and never noted would be waited for.
         with uninterrupted():
             self._futures[worker_id] = future
+            self._numbers[worker_id] += 1
             future.add_done_callback(functools.partial(_note, self._ended, self._news, worker_id))
 
     def _made_by(

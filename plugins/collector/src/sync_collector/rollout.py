@@ -20,7 +20,7 @@ from sync_collector.envs.normal import Conventions
 from sync_collector.envs.protocol import Env, close_env, load_env, save_env, seed_env
 from sync_collector.exploration import acting
 from sync_collector.lazy import initialise, is_lazy
-from sync_collector.loops import Loop, TensorDictLoop
+from sync_collector.loops import Loop, Steps, TensorDictLoop
 from sync_collector.order import Order
 from sync_collector.policies import TensorDictPolicy, TensorPolicy, adapt
 from sync_collector.random_state import random_state, seed_process, set_random_state
@@ -87,6 +87,11 @@ class Rollout:
         self._ids = TrajectoryIds(seat)
         self._steps = math.ceil(options.frames_per_batch / max(1, env.batch_size.numel()))
         self._loop: Loop = ArrayLoop(env) if speaks_arrays(env) else TensorDictLoop(env)
+        # Kept because Ctrl-C comes to a worker that works in the driver's thread: the steps that no
+        # batch was made of yet, and how trajectories were numbered before them; and the batch that
+        # may not have been delivered, with the number of its order.
+        self._gathered: tuple[Steps, dict[str, Any]] | None = None
+        self._made: tuple[int, TensorDictBase] | None = None
         self._act = None if policy is None else self._adapt(policy)
         # Last, so that whoever cannot have a rollout still has the environment.
         self._close_env = release_with(self, close_env, env)
@@ -97,11 +102,29 @@ class Rollout:
 
     def collect(self, order: Order = _AS_USUAL) -> TensorDictBase:
         """The next batch; one that was cut short by an exception is gone on with."""
+        if self._made is not None and self._made[0] == order.number:
+            return self._made[1]
+        self._made = None
+        if self._gathered is None:
+            self._gather(order)
+        batch = self._finished()
+        kept = None if self._options.parallel or order.number is None else (order.number, batch)
+        self._made, self._gathered = kept, None
+        return batch
+
+    def _gather(self, order: Order) -> None:
         self.refresher.look()
-        act = None if order.random else self._act
+        act, ids = None if order.random else self._act, self._ids.state_dict()
         # Not inference_mode: tensors made in it could never be written to by an update.
         with torch.no_grad(), acting(self._options.exploration_type):
-            steps = self._loop.run(self._steps, act, self.refresher.between_steps)
+            # Stored within the block: Ctrl-C may come when it is left.
+            self._gathered = self._loop.run(self._steps, act, self.refresher.between_steps), ids
+
+    def _finished(self) -> TensorDictBase:
+        """Return what is delivered for the steps gathered."""
+        assert self._gathered is not None
+        steps, ids_before = self._gathered
+        self._ids.load_state_dict(ids_before)
         ids = self._ids.label(steps.ended)
         root = {**steps.root, ("collector", "traj_ids"): ids}
         following = dict(steps.next)
@@ -130,12 +153,14 @@ class Rollout:
         """
         if self._options.owns_process:
             seed_process(seed)
+        self._gathered = self._made = None
         self._begin_anew()
         return seed_env(self._env, seed, static_seed)
 
-    def midway(self) -> bool:
-        """Whether a batch was cut short."""
-        return self._loop.midway()
+    def midway(self, number: int) -> bool:
+        """Whether the batch that will be asked for with this number was cut short."""
+        undelivered = self._made is not None and self._made[0] == number
+        return self._loop.midway() or self._gathered is not None or undelivered
 
     def state_dict(self) -> dict[str, Any]:
         """What the next batch depends on, the policy apart; ``"env"`` is None if it is not saved.
@@ -155,6 +180,7 @@ class Rollout:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; with new episodes if the environment was not saved."""
         state = copy.deepcopy(state)
+        self._gathered = self._made = None
         self._ids.load_state_dict(state["ids"])
         if state["random"] is not None and self._options.owns_process:
             set_random_state(state["random"])
@@ -166,6 +192,7 @@ class Rollout:
 
     def start_over(self, seat: int) -> None:
         """Begin new episodes, with trajectory ids of another seat."""
+        self._gathered = self._made = None
         self._ids = TrajectoryIds(seat)
         self._loop.restart()
 

@@ -45,7 +45,8 @@ class State:
     def finish_batches(self) -> None:
         """Have those batches made that were cut short."""
         ids = self.crew.ids
-        midway = gather(self.crew.call_all(Host.midway), self.timeout, "finish its batch")
+        calls = {i: self.crew.request(i, Host.midway, self.requests.number(i)) for i in ids}
+        midway = gather(calls, self.timeout, "finish its batch")
         for worker_id in (i for i, cut_short in zip(ids, midway, strict=True) if cut_short):
             self.requests.ask(worker_id)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any, ClassVar
 
@@ -46,6 +48,22 @@ class Failing(CountingEnv):
         if self._steps.item() == 3:
             raise ValueError("the pole broke")
         return super().step(tensordict)
+
+
+class Interrupting(CountingEnv):
+    """Sends Ctrl-C to a process when it is closed.
+
+    Args:
+        process: the id of the process.
+    """
+
+    def __init__(self, process: int) -> None:
+        super().__init__(100)
+        self._process = process
+
+    def close(self) -> None:
+        super().close()
+        os.kill(self._process, signal.SIGINT)
 
 
 class FrameList:
@@ -226,6 +244,20 @@ class CollectorConformance(Conformance):
             with pytest.raises(RemoteCallError, match=r"(?s)worker 0: .*in step.*the pole broke"):
                 list(collector)
             assert list(collector) == []
+
+    def test_ctrl_c_while_workers_end_leaves_the_last_batch(self) -> None:
+        driver = os.getpid()
+        frames = 0
+        with self.collector(
+            lambda: Interrupting(driver), num_workers=1, total_frames=4
+        ) as collector:
+            while frames < 4:
+                try:
+                    frames += next(collector).numel()
+                except KeyboardInterrupt:
+                    assert collector.stats().frames == 0
+            assert collector.stats().frames == 4
+            assert collector.next() is None
 
     def test_an_environment_that_cannot_be_made(self) -> None:
         def broken() -> CountingEnv:
