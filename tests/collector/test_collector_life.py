@@ -27,8 +27,11 @@ from sync_collector.detached_copy import detached_copy
 from sync_collector.envs import CountingEnv
 from sync_collector.testing import Scale, long_episodes
 from sync_collector.trajectories import PER_WORKER
+from sync_collector.worker_options import WorkerOptions
 from sync_core import (
     ClosedError,
+    LayoutMismatchError,
+    OptionError,
     RemoteCallError,
     SendReport,
     SkipContext,
@@ -484,6 +487,55 @@ def test_add_collectors_gives_each_new_worker_several_environments() -> None:
         assert made.add_collectors([long_episodes, long_episodes], 2) == (1, 2)
         shapes = {tuple(next(made).shape) for _ in range(3)}
         assert shapes == {(4,), (2, 2)}
+
+
+class Twice(Scale):
+    """Acts with twice its weight."""
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return 2 * super().forward(observation)
+
+
+def test_add_collectors_with_a_policy_and_options_of_their_own() -> None:
+    with collector(policy=Scale(1.0), max_frames_per_traj=100) as made:
+        longest: list[WorkerOptions] = [{"max_frames_per_traj": 1}, {}]
+        environments = [long_episodes, long_episodes]
+        added = made.add_collectors(environments, policy=Twice(9.0), collector_kwargs=longest)
+        assert added == (1, 2)
+        batches = {seat(batch): batch for batch in (next(made) for _ in range(3))}
+        actions = {i: values(batch, "action")[0] for i, batch in batches.items()}
+        assert actions == {0: 1.0, 1: 2.0, 2: 2.0}
+        truncated = {i: batch["next", "truncated"].any().item() for i, batch in batches.items()}
+        assert truncated == {0: False, 1: True, 2: False}
+        made.update_policy_weights_(Scale(3.0))
+        batches = {seat(batch): batch for batch in (next(made) for _ in range(6))}
+        actions = {i: values(batch, "action")[0] for i, batch in batches.items()}
+        assert actions == {0: 3.0, 1: 6.0, 2: 6.0}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "error", "message"),
+    [
+        ("thread", {"policy": torch.nn.Linear(1, 2)}, LayoutMismatchError, "do not fit the model"),
+        ("thread", {"policy": Scale}, TypeError, "is the class Scale"),
+        ("none", {"policy": Scale()}, OptionError, "the trainer's own policy"),
+        ("thread", {"collector_kwargs": {"frames": 3}}, TypeError, "collector_kwargs got 'frames'"),
+        ("thread", {"collector_kwargs": [{}, {}]}, ValueError, "has 2 entries for 1 workers"),
+        (
+            "thread",
+            {"remote_configs": {"num_cpus": 1}},
+            OptionError,
+            "InlineGroup has no 'remote_configs'",
+        ),
+    ],
+)
+def test_add_collectors_refuses(
+    scheme: str, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with collector(policy=Scale(), scheme=scheme, workers="inline") as made:
+        with pytest.raises(error, match=message):
+            made.add_collectors(long_episodes, **options)
+        assert made.worker_ids == (0,)
 
 
 class InterruptsWhenClosed(CountingEnv):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -178,6 +179,11 @@ def test_who_joins_and_commits_by_itself_is_not_waited_for() -> None:
         collector.update_policy_weights_(worker_ids=0)
         collector.add_workers()
         assert next(collector)["policy_version"].unique().tolist() == [0, 1, 2]
+        configs = [{"num_cpus": 0, "runtime_env": {"env_vars": {"WHICH": name}}} for name in "ab"]
+        made = [long_episodes, long_episodes]
+        assert collector.add_collectors(made, remote_configs=configs) == (3, 4)
+        which = [collector._crew.call(i, lambda _: os.environ.get("WHICH")) for i in (2, 3, 4)]
+        assert [call.result(30) for call in which] == [None, "a", "b"]
 
 
 class Looked:

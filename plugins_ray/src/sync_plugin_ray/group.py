@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
+from functools import partial
 from typing import Any, ClassVar
 
 from sync_core import RemoteCallError
@@ -73,8 +74,20 @@ class RayGroup(LaunchedGroup[ActorWorker]):
         configs = check_configs(remote_configs, num_workers)
         self._cluster = Cluster(ray_init_config)
         self._shutdown_ray = shutdown_ray
-        launcher = _ActorLauncher(self._cluster, factory, configs)
+        launcher = self._actor_launcher = _ActorLauncher(self._cluster, factory, configs)
         super().__init__(launcher, num_workers, timeout=timeout)
+
+    def add(self, *, remote_configs: Mapping[str, Any] | None = None) -> int:
+        """Start one more worker; see `WorkerGroup.add`.
+
+        Args:
+            remote_configs: options of its actor; None for those of the last worker that the group
+                was made with.
+        """
+        if remote_configs is None:
+            return super().add()
+        (config,) = check_configs(remote_configs, 1)
+        return self.add_prepared(partial(self._actor_launcher.configure, config))
 
     def stop(self, timeout: float | None = None) -> None:
         super().stop(timeout)
@@ -92,6 +105,7 @@ class _ActorLauncher(Launcher[ActorWorker]):
         self._cluster = cluster
         self._factory = factory
         self._configs = configs
+        self._added: dict[int, Mapping[str, Any]] = {}
         # A worker that is restarted gets the options that it had.
         self._actors: weakref.WeakValueDictionary[int, ActorWorker] = weakref.WeakValueDictionary()
 
@@ -134,5 +148,11 @@ class _ActorLauncher(Launcher[ActorWorker]):
             message = f"was not started, its factory {name} cannot be pickled: {error}"
             raise RemoteCallError(worker_id, message) from error
 
+    def configure(self, config: Mapping[str, Any], worker_id: int) -> None:
+        """Launch a worker with these options."""
+        self._added[worker_id] = config
+
     def _config(self, worker_id: int) -> Mapping[str, Any]:
+        if worker_id in self._added:
+            return self._added[worker_id]
         return self._configs[min(worker_id, len(self._configs) - 1)] if self._configs else {}

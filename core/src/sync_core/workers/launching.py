@@ -147,11 +147,20 @@ class LaunchedGroup(WorkerGroup, Generic[Worker]):
             return self._find(worker_id).alive and not self._closed
 
     def add(self) -> int:
+        return self.add_prepared(lambda _: None)
+
+    def add_prepared(self, prepare: Callable[[int], None]) -> int:
+        """Start one more worker as `add` does; for a group whose ``add`` takes options.
+
+        Args:
+            prepare: called with the worker's id before the worker is launched.
+        """
         with self._changes:
             with self._lock:
                 self._check_open()
                 worker_id = self._next_id
                 self._next_id += 1
+            prepare(worker_id)
             self._admit(self._start([worker_id], self._launcher.end))
         return worker_id
 

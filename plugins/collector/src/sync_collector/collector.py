@@ -223,7 +223,7 @@ class Collector(Life, Updates):
         )
         recipes.check_policy()
         recipes.give_shapes()
-        self._timeout = timeout
+        self._timeout, self._recipes = timeout, recipes
         self._crew = Crew(group_class, recipes, num_workers, timeout, worker_options)
         try:
             warn_if_rounded(self._crew, recipes.options[0].frames_per_batch)

@@ -10,17 +10,21 @@ from typing import Any, Self, TypeVar
 from sync_collector.background import Background
 from sync_collector.delivery import Delivery
 from sync_collector.held import HeldModels
-from sync_collector.options import count_workers, factories
+from sync_collector.options import check_acts, count_workers, factories, per_worker
 from sync_collector.relay import Upstream
 from sync_collector.replacement import Replacement
 from sync_collector.requests import Requests
+from sync_collector.schemes import POLICY
 from sync_collector.several import SeveralModels
 from sync_collector.state import State
 from sync_collector.warmup import Warmup
 from sync_collector.weights import MOMENT, PolicyWeights
+from sync_collector.worker_options import WorkerOptions, changed_options
 from sync_collector.worker_pool import Crew
-from sync_core import ClosedError
+from sync_collector.worker_spec import Recipes
+from sync_core import ClosedError, Layout, OptionError
 from sync_core.checks import check_count, check_integer, check_seconds
+from sync_core.models import check_match, named_tensors
 from sync_core.workers import normalize
 
 Result = TypeVar("Result")
@@ -31,6 +35,7 @@ class Life:
 
     _timeout: float
     _crew: Crew
+    _recipes: Recipes
     _replacement: Replacement
     _requests: Requests
     _weights: PolicyWeights | SeveralModels
@@ -86,20 +91,66 @@ class Life:
         self,
         create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
         num_envs: int = 1,
+        policy: Any = None,
+        collector_kwargs: WorkerOptions | Sequence[WorkerOptions] | None = None,
+        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[int, ...]:
         """Start a worker for each function, as `add_workers` does; the name is that of TorchRL.
 
         Args:
             create_env_fn: makes an environment; or a list, one for each new worker.
             num_envs: the number of environments that each new worker makes and steps together.
+            policy: what the new workers act with, in place of a copy of the collector's policy. It
+                gets the weights that the other workers get, so that names, shapes and dtypes of
+                its own must be the same.
+            collector_kwargs: how the new workers make batches, as in `Collector`: a mapping, or a
+                list with one for each. What is left out is as with the first worker.
+            remote_configs: options of the new workers' actors, with ``workers="ray"``: a mapping,
+                or a list with one for each.
 
         Returns:
             The ids of the new workers.
+
+        Raises:
+            LayoutMismatchError: the policy's weights are others than those of the collector's.
+            OptionError: the worker group has no ``remote_configs``, or the workers act with the
+                trainer's own policy.
+            TypeError: something that cannot differ between workers.
+            ValueError: a list of another length.
         """
         self._check_working()
         num_envs = check_count(num_envs, "num_envs")
-        env_fns = factories(create_env_fn, count_workers(None, create_env_fn), "create_env_fn")
-        return tuple(self._crew.add(env_fn=env_fn, num_envs=num_envs) for env_fn in env_fns)
+        num_workers = count_workers(None, create_env_fn)
+        env_fns = factories(create_env_fn, num_workers, "create_env_fn")
+        configs = per_worker(remote_configs, num_workers, "remote_configs")
+        given = per_worker(collector_kwargs, num_workers, "collector_kwargs")
+        options = [changed_options(self._recipes.options[0], each or {}) for each in given]
+        changes: dict[str, Any] = {"num_envs": num_envs}
+        if policy is not None:
+            self._check_policy(policy)
+            changes |= {"policy": policy, "policy_fn": None}
+        return tuple(
+            self._crew.add(
+                {} if config is None else {"remote_configs": config},
+                env_fn=env_fn,
+                options=option,
+                **changes,
+            )
+            for env_fn, option, config in zip(env_fns, options, configs, strict=True)
+        )
+
+    def _check_policy(self, policy: Any) -> None:
+        """Raise unless a new worker may begin with this policy."""
+        check_acts(policy, "policy is")
+        if self._recipes.share_policy:
+            raise OptionError(
+                "workers act with the trainer's own policy, so new ones have no other; leave out "
+                "policy=, or use scheme='thread'"
+            )
+        own = self._weights.models.get(POLICY)
+        if own is not None:
+            layouts = (Layout.of(named_tensors(each, "tensordict")) for each in (own, policy))
+            check_match(*layouts)
 
     def remove_workers(self, worker_ids: int | Iterable[int]) -> None:
         """End some workers; what they have made and nobody has taken yet is lost, uncounted.

@@ -113,6 +113,23 @@ def options_of_workers(
     )
 
 
+def changed_options(base: RolloutOptions, given: Mapping[str, Any]) -> RolloutOptions:
+    """Return options of which one worker has some of its own.
+
+    Args:
+        base: what holds for all that is not given.
+        given: the worker's own; any device replaces all of them.
+
+    Raises:
+        TypeError: something that cannot differ between workers.
+    """
+    check_mapping(given, "collector_kwargs", "{'max_frames_per_traj': 100}")
+    _check_names(given)
+    longest = {"max_frames_per_traj": base.max_frames_per_traj}
+    changed = _options(base, {**longest, **given})
+    return changed if given.keys() & {*_DEVICES} else replace(changed, devices=base.devices)
+
+
 def check_arguments(given: Mapping[str, Any], owner: type) -> None:
     """Raise `TypeError` for an argument that neither a collector has nor its workers."""
     known = {*inspect.signature(owner).parameters, *WorkerOptions.__annotations__}

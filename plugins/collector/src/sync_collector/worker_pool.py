@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from sync_collector.collector_worker import Host, new_host
 from sync_collector.policies import policy_errors
 from sync_collector.worker_spec import WorkerRecipe
-from sync_core import UnknownWorkerError, WorkerLostError
+from sync_core import OptionError, UnknownWorkerError, WorkerLostError
 from sync_core.workers import WorkerGroup, gather
 
 Result = TypeVar("Result")
@@ -130,15 +131,23 @@ class Crew:
         """The same on every worker at once."""
         return {worker_id: self.request(worker_id, function, *args) for worker_id in self.ids}
 
-    def add(self, **changes: Any) -> int:
+    def add(self, group_options: Mapping[str, Any] | None = None, **changes: Any) -> int:
         """Start and build one more worker; its id, never used before.
 
         Args:
+            group_options: what the group's ``add`` gets.
             **changes: fields of its `WorkerRecipe` that replace those of the recipe.
 
-        Raises as the constructor does; the crew is then as before.
+        Raises as the constructor does, and `OptionError` for an option that the group's ``add``
+        does not have; the crew is then as before.
         """
-        worker_id = self._group.add()
+        options = group_options or {}
+        for name in options.keys() - inspect.signature(self._group.add).parameters.keys():
+            raise OptionError(
+                f"{type(self._group).__name__} has no {name!r} for a worker that is added; "
+                "leave it out, or use workers='ray'"
+            )
+        worker_id = self._group.add(**options)
         self._changes[worker_id] = changes
         try:
             self._join(worker_id)
