@@ -67,7 +67,7 @@ def test_identity_grad_and_optimiser_state_survive() -> None:
 
 def test_writing_twice_changes_nothing_more() -> None:
     source, target = filled(model(), 2.0), model()
-    binding = Binding(target)
+    binding = Binding(target, consolidate=True)
     binding.write(Binding(source).read())
     first = values(target)
     binding.write(Binding(source).read())
@@ -176,7 +176,7 @@ def test_a_model_that_was_made_in_inference_mode_in_part(
 
 def test_zero_copy_follows_a_model_and_updates_that_change() -> None:
     target = model()
-    binding = Binding(target)
+    binding = Binding(target, consolidate=True)
     binding.write(Binding(filled(model(), 2.0)).read(), zero_copy=True)
     target[0].weight = nn.Parameter(torch.zeros(4, 3))  # type: ignore[index]
     binding.write(Binding(filled(model(), 3.0)).read(), zero_copy=True)
@@ -227,7 +227,7 @@ def test_extra_state_that_raises_leaves_the_old_version_whole(strategy: Strategy
 
 def test_a_model_that_changes_is_found_again() -> None:
     target = nn.Sequential(nn.Linear(2, 2))
-    binding = Binding(target)
+    binding = Binding(target, consolidate=True)
     target[0].weight = nn.Parameter(torch.zeros(2, 2))
     source = filled(nn.Sequential(nn.Linear(2, 2)), 4.0)
     binding.write(Binding(source).read())
@@ -242,7 +242,7 @@ def test_a_tie_that_is_undone_is_noticed() -> None:
     shared = nn.Parameter(torch.zeros(2))
     other = nn.Parameter(shared.detach())
     target = nn.ParameterDict({"a": shared, "b": other})
-    binding = Binding(target)
+    binding = Binding(target, consolidate=True)
     assert binding.layout.aliases == (("b", "a"),)
     other.data = torch.zeros(2)
     assert not binding.layout.aliases
@@ -250,7 +250,7 @@ def test_a_tie_that_is_undone_is_noticed() -> None:
 
 def test_a_tie_that_was_made_since_is_noticed() -> None:
     target = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("a", "b")})
-    binding = Binding(target)
+    binding = Binding(target, consolidate=True)
     weights = Update.of({"a": torch.ones(2), "b": torch.full((2,), 2.0)})
     binding.write(weights)
     target["b"].data = target["a"].data
@@ -332,7 +332,7 @@ def large() -> nn.Module:
 
 def written_twice(target: nn.Module, source: nn.Module) -> Binding:
     """Write as a receiver does, from a payload's body."""
-    binding = Binding(target)
+    binding = Binding(target, consolidate=True)
     for _ in range(2):
         binding.write(received(source))
     return binding
@@ -464,7 +464,7 @@ def test_a_gathered_module_is_written_wherever_the_payload_lies_in_its_page(star
     begin = (start - memory.data_ptr()) % 4096
     block = Block(memory[begin : begin + len(data)])
     block.memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    binding = Binding(target)
+    binding = Binding(target, consolidate=True)
     for _ in range(2):
         filled(target, 0.0)
         binding.write(Update(block.read_layout(), block))
@@ -477,7 +477,7 @@ def test_a_gathered_module_is_written_from_several_stretches() -> None:
     memory = Block.of_bytes(Payload(1, layout, tensors).to_bytes()).memory
     cut = len(layout.header) + layout.specs[1].offset
     block = Block(memory[:cut].clone(), memory[cut:].clone())
-    binding = Binding(target)
+    binding = Binding(target, consolidate=True)
     for _ in range(2):
         filled(target, 0.0)
         binding.write(Update(block.read_layout(), block))
@@ -494,7 +494,7 @@ update = Binding(torch.nn.Linear(1024, 1024)).read()
 data = Payload(1, update.layout, update.tensors).to_bytes()
 payload = Payload.from_bytes(data, version=1)
 update = Update(payload.layout, payload.source)
-binding = Binding(target)
+binding = Binding(target, consolidate=True)
 for _ in range(2):
     binding.write(update)
 before = target.weight[0, 0].item()

@@ -205,7 +205,7 @@ def test_a_view_that_negates_is_sent_as_what_it_shows(values: torch.Tensor, view
 
 def test_what_a_relay_received_is_passed_on_as_bytes() -> None:
     source, relay = nn.Linear(600, 600), nn.Linear(600, 600)
-    binding, reading = Binding(relay), Binding(relay)
+    binding, reading = Binding(relay, consolidate=True), Binding(relay)
     binding.write(received(source))
     assert reading.read().bodies
     assert packed(reading.read()) == packed(Binding(source).read())
@@ -344,3 +344,17 @@ def test_a_module_moved_in_inference_mode_can_still_be_trained() -> None:
 def test_a_module_on_a_gpu() -> None:
     with pytest.raises(ModelError, match="only tensors of the CPU are moved"):
         consolidate(nn.Linear(2, 2, device="cuda"))
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_receiver_moves_a_module_unless_it_is_asked_not_to(moves: bool) -> None:
+    source, target = nn.Linear(600, 600), nn.Linear(600, 600)
+    before = addresses(target)
+    with (
+        Sender("thread", source, num_workers=1) as sender,
+        Receiver(sender.address(0), target, consolidate=moves) as receiver,
+    ):
+        sender.send_async()
+        receiver.receive()
+    assert (addresses(target) != before) is moves
+    assert torch.equal(target.weight, source.weight)

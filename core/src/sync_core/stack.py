@@ -86,10 +86,12 @@ class Defaults:
 
     Args:
         strategy: how the model is bound when weights are first applied to it.
+        consolidate: see `sync_core.models.Binding`.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, *, consolidate: bool = False) -> None:
         self._strategy = strategy
+        self._consolidate = consolidate
         self._binding: Binding | None = None
 
     @hookimpl
@@ -102,7 +104,7 @@ class Defaults:
     def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> bool:
         """Write the update into the model."""
         if self._binding is None or self._binding.model is not model:
-            self._binding = Binding(model, self._strategy)
+            self._binding = Binding(model, self._strategy, consolidate=self._consolidate)
         self._binding.write(
             update,
             partial=context.partial,

@@ -1,4 +1,4 @@
-"""Moves a model's tensors side by side in memory, so that whoever sends it packs bytes."""
+"""Reads a model's weights into updates, and writes them from updates."""
 
 from __future__ import annotations
 
@@ -37,12 +37,16 @@ class Binding:
         model: an `nn.Module`, a TensorDict or a state_dict, whose tensors are read and written
             in place; or a mapping from names to such models.
         strategy: ``"tensordict"`` or ``"state_dict"``; see `sync_core.models.extract.Strategy`.
+        consolidate: whether the first write of a large update may move the model's tensors into
+            one block; see `consolidate`.
 
     Raises:
         ModelError: the model has no tensors, or one that cannot travel.
     """
 
-    def __init__(self, model: Any, strategy: Strategy = "tensordict") -> None:
+    def __init__(
+        self, model: Any, strategy: Strategy = "tensordict", *, consolidate: bool = False
+    ) -> None:
         check_strategy(strategy)
         self.model = model
         self._strategy = strategy
@@ -54,7 +58,7 @@ class Binding:
         self._places = Places(())
         self._extra_state = False
         self._flat: Flat | None = None
-        self._tried_flat = False
+        self._may_consolidate = consolidate
         self._pointing: Pointing | None = None
         self._lent: Lent | None = None
         if not self.layout.specs:
@@ -125,9 +129,10 @@ class Binding:
                 is said once: the next write goes ahead.
         """
         self._check_lent()
-        if not zero_copy and self._strategy == "tensordict" and self._write_flat(update):
-            return
         mine, theirs = self.layout, update.layout
+        plain = not zero_copy and self._strategy == "tensordict"
+        if plain and mine == theirs and self._write_flat(update):
+            return
         if mine != theirs:
             check_match(theirs, mine, partial=partial)
         if zero_copy and not self._loads_state_dicts():
@@ -217,15 +222,14 @@ class Binding:
         _copy((mine, new) for name, mine, new in matched if not name.startswith(prefixes))
 
     def _write_flat(self, update: Update) -> bool:
-        """Load an update byte by byte, if the model still is as it was when it was gathered."""
-        if not update.bodies or any(body.device.type != "cpu" for body in update.bodies):
-            return False
-        if update.layout != self.layout:
+        """Copy the bytes of an update of the same layout, if the model lies in one block."""
+        bodies = update.bodies
+        if not bodies or any(body.device.type != "cpu" for body in bodies):
             return False
         flat = self._current_flat()
         if flat is None:
             return False
-        flat.write(update.bodies)
+        flat.write(bodies)
         return True
 
     def _current_flat(self) -> Flat | None:
@@ -236,8 +240,8 @@ class Binding:
 
     def _write_whole(self, update: Update) -> None:
         copy(_travelling(self._layout, self._named), update.tensors)
-        if update.bodies and not self._tried_flat and self._layout.body_nbytes >= _WORTHWHILE:
-            self._tried_flat = True
+        if update.bodies and self._may_consolidate and self._layout.body_nbytes >= _WORTHWHILE:
+            self._may_consolidate = False
             # What cannot be moved is written where it is.
             with suppress(ModelError):
                 self.consolidate()

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from sync_core.errors import ModelError
-from sync_core.weights import block as pages
-from sync_core.weights.block import Block
+from sync_core.weights.block import Block, allocate
 from sync_core.weights.layout import Layout
 
 # Past the caches, a copy is up to four times slower when its target lies so little after its source
@@ -113,7 +112,7 @@ _memories: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
 def _move(layout: Layout, named: Mapping[str, Tensor]) -> mmap.mmap:
     # With the header, as the tensors lie in their pages like those of a payload then; see
     # _TOO_CLOSE.
-    memory = pages.allocate(layout.nbytes)
+    memory = allocate(layout.nbytes)
     memory[: len(layout.header)] = layout.header
     for spec in layout.specs:
         if not spec.nbytes:
@@ -169,13 +168,21 @@ def _obstacle(tensor: Tensor) -> str | None:
     if tensor.is_shared() or tensor.is_pinned():
         return "it lies in shared or pinned memory"
     # An array made by DLPack holds the tensor itself, and not its storage.
-    used = tensor._use_count()  # type: ignore[attr-defined]
-    if used != 1 or _references(tensor) != _EXCLUSIVE:
+    if not _is_exclusive(tensor):
         return (
             "something else holds its memory, as a state_dict, a view, an array, or a backward "
             "pass that is still to come do"
         )
     return None
+
+
+def _is_exclusive(tensor: Tensor) -> bool:
+    """Whether nothing else holds the memory of a tensor; False where torch cannot tell."""
+    try:
+        used = tensor._use_count()  # type: ignore[attr-defined]
+        return bool(used == 1 and _references(tensor) == _EXCLUSIVE)
+    except AttributeError:  # private to torch, which may remove it
+        return False
 
 
 def _references(tensor: Tensor) -> tuple[int, int]:
@@ -187,4 +194,7 @@ def _references(tensor: Tensor) -> tuple[int, int]:
 
 
 # Of a tensor whose storage nobody else has; what the question itself adds depends on Python.
-_EXCLUSIVE = _references(torch.empty(1))
+try:
+    _EXCLUSIVE = _references(torch.empty(1))
+except AttributeError:  # see `_is_exclusive`
+    _EXCLUSIVE = (0, 0)

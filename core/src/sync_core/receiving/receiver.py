@@ -63,6 +63,10 @@ class Receiver(CollectorReference):
         on_commit: called with every version that was committed, before the sender is told that
             it was; should it raise, the sender is told that instead. It is for whoever passes
             weights on: nobody is told that they have arrived before they have.
+        consolidate: whether the first version of a megabyte or more may move a module's tensors
+            into one block of memory, in which later versions take one copy. That is done only
+            where reference counts, some of them private to torch, show that nothing else holds
+            the tensors' memory; False never moves anything.
 
     Raises:
         AddressError: not an address, or one that cannot be reached from here.
@@ -81,6 +85,7 @@ class Receiver(CollectorReference):
         timeout: float | None = None,
         background: bool = False,
         on_commit: Callable[[int], object] | None = None,
+        consolidate: bool = True,
     ) -> None:
         if not isinstance(address, Address):
             raise AddressError(f"{address!r} is no address; get one by sender.address(worker_id)")
@@ -88,6 +93,7 @@ class Receiver(CollectorReference):
             check_function(on_commit, "on_commit")
         self._address = address
         self._context = context
+        self._consolidate = consolidate
         self._timeout = address.timeout if timeout is None else check_seconds(timeout)
         self._on_commit = on_commit
         self._on_arrival: Callable[[], object] = _nothing
@@ -112,7 +118,7 @@ class Receiver(CollectorReference):
         """Find the layers, and check the model."""
         address = self._address
         layers = [registry.find("sync.layers", layer) for layer in address.layers]
-        defaults = Defaults(address.strategy)
+        defaults = Defaults(address.strategy, consolidate=self._consolidate)
         self._verification = Verification(address.verify, self._backend, layers, address.strategy)
         layers_used = self._verification.layers
         self._increments = address.partial and "same_object" not in self._backend.capabilities

@@ -57,6 +57,8 @@ class Block:
         self._layout: Layout | None = None
         self._written: Layout | None = None
         self._views: tuple[Tensor, ...] = ()
+        self._divided: Layout | None = None
+        self._bodies: tuple[Tensor, ...] = ()
 
     @classmethod
     def allocate(cls, nbytes: int) -> Block:
@@ -92,13 +94,16 @@ class Block:
 
     def bodies(self, layout: Layout) -> tuple[Tensor, ...]:
         """The bytes of the tensors of ``layout``, one stretch after the other."""
+        if self._divided is layout:
+            return self._bodies
         self.check_holds(layout)
         skipped, left, found = len(layout.header), layout.body_nbytes, []
         for stretch in self._stretches:
             body = stretch[skipped : skipped + left]
             skipped, left = max(0, skipped - stretch.numel()), left - body.numel()
             found.append(body)
-        return tuple(found)
+        self._bodies, self._divided = tuple(found), layout
+        return self._bodies
 
     def check_holds(self, layout: Layout) -> None:
         """Raise `PayloadError` where this memory is too small for ``layout``."""
