@@ -14,8 +14,8 @@ import torch
 
 from sync_collector import Collector
 from sync_collector import testing as collectors
+from sync_collector.auto_update import Freshness
 from sync_collector.envs import CountingEnv
-from sync_collector.freshness import Freshness
 from sync_core import (
     SendError,
     SendReport,

@@ -18,10 +18,10 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from sync_collector import Collector
+from sync_collector.batch_request import Order
 from sync_collector.collector_worker import Host
 from sync_collector.devices import Devices
 from sync_collector.envs import CountingEnv, GymEnv
-from sync_collector.order import Order
 from sync_collector.policy_module import module_of
 from sync_collector.requests import Requests
 from sync_collector.rollout import Rollout, RolloutOptions

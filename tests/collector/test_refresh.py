@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from sync_collector.refresh import Refresher
+from sync_collector.rollout import Refresher
 from sync_collector.testing import Scale
 from sync_core import (
     Payload,

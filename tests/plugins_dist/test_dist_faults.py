@@ -26,12 +26,11 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_core.testing.faults import few_descriptors
-from sync_core.testing.schemes.base import SchemeCases, Start
-from sync_core.testing.schemes.pool import Pool, Workers
+from sync_core.testing.schemes.pool import Pool, SchemeCases, Start, Workers
 from sync_core.testing.schemes.worker import Worker
 from sync_core.testing.worker_groups import count_threads, eventually
 from sync_core.transports import Block
-from sync_plugin_dist.wire import Link
+from sync_plugin_dist.process_group import Link
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,10 +14,10 @@ import torch
 from sync_core import Receiver, Sender
 from sync_core.testing.worker_groups import count_threads, eventually
 from sync_core.transports import SharedMemory
-from sync_plugin_dist.lane import Lane
-from sync_plugin_dist.memory_lane import MemoryLane
+from sync_plugin_dist.local import MemoryLane
+from sync_plugin_dist.process_group import Wire
 from sync_plugin_dist.rendezvous import Rendezvous
-from sync_plugin_dist.wire import Wire
+from sync_plugin_dist.stream import Lane
 
 pytestmark = pytest.mark.timeout(60)
 

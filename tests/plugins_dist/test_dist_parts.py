@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sync_core import Layout, Payload
 from sync_core.transports import Block
-from sync_plugin_dist.parts import cut, pack
+from sync_plugin_dist.chunks import cut, pack
 
 DTYPES = (
     torch.bool,

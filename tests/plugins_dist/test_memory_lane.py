@@ -20,8 +20,8 @@ from torch import Tensor
 from sync_core import Address, Answer, CapacityError, Receiver, Sender, SendError
 from sync_core.testing.faults import few_descriptors
 from sync_core.testing.worker_groups import eventually
-from sync_plugin_dist.lane import Lane
-from sync_plugin_dist.memory_lane import MemoryLane
+from sync_plugin_dist.local import MemoryLane
+from sync_plugin_dist.stream import Lane
 
 pytestmark = pytest.mark.timeout(60)
 

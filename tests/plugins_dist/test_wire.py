@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sync_core.transports import Message
+from sync_plugin_dist.process_group import Link, Wire
 from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
-from sync_plugin_dist.wire import Link, Wire
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -31,9 +31,9 @@ from sync_core import (
 )
 from sync_core.testing.worker_groups import eventually
 from sync_plugin_ray import take_calls
-from sync_plugin_ray.addressee import Addressee
+from sync_plugin_ray.inbox import Tray, hand, take_back
 from sync_plugin_ray.mailbox import Offer
-from sync_plugin_ray.tray import Tray, hand, take_back
+from sync_plugin_ray.pull_worker import Addressee
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,8 +11,7 @@ import ray
 import torch
 
 from sync_core import Payload, Update
-from sync_plugin_ray.pieces import Cutter, join
-from sync_plugin_ray.store import Store, read
+from sync_plugin_ray.store import Cutter, Store, join, read
 
 SIZES = [
     [10],

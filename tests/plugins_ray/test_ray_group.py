@@ -27,8 +27,7 @@ from sync_core import (
 )
 from sync_core.testing import WorkerGroupConformance, worker_groups
 from sync_core.testing.worker_groups import eventually, wait_for
-from sync_plugin_ray.group import RayGroup
-from sync_plugin_ray.resources import usual_options
+from sync_plugin_ray.group import RayGroup, usual_options
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,7 +13,7 @@ import torch
 
 from sync_core import Payload
 from sync_core.errors import PayloadError
-from sync_plugin_ray.agent import Order
+from sync_plugin_ray.actor_side import Order
 from sync_plugin_ray.mailbox import Event, Gone, Mailbox
 from sync_plugin_ray.store import read
 

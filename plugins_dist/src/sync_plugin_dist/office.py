@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sync_core.transports import Message, Peer, Publisher, Slot
+from sync_plugin_dist.process_group import Wire
 from sync_plugin_dist.rendezvous import Rendezvous
-from sync_plugin_dist.wire import Wire
 
 
 @dataclass(eq=False)

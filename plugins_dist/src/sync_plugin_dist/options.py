@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from sync_core import OptionError, TransportContext
-from sync_plugin_dist.wire import Link
+from sync_plugin_dist.process_group import Link
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ from sync_core import (
 )
 from sync_core.errors import PayloadError
 from sync_core.transports import Block, MappedSlots, Message, farewell, hello
-from sync_plugin_dist.connecting import connect
+from sync_plugin_dist.chunks import cut
+from sync_plugin_dist.control import Line, connect
 from sync_plugin_dist.descriptors import advice, enough_descriptors
-from sync_plugin_dist.line import Line
 from sync_plugin_dist.options import DistOptions
-from sync_plugin_dist.parts import cut
+from sync_plugin_dist.process_group import Wire
 from sync_plugin_dist.protocol import Farewell, Transfer
 from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
-from sync_plugin_dist.wire import Wire
 
 
 class DistReceiver(ReceiverTransport):

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from queue import SimpleQueue
 
 import torch
 from torch.distributed import rpc
 
 from sync_core.workers import CallOutcome, close_hosted
-from sync_plugin_dist.rpc_message import Message, pack, unpack
+
+#: A pickle, then the memory of each big array in it.
+Message = list[torch.Tensor]
+
+
+def pack(parts: Iterable[bytearray]) -> Message:
+    """Pickled parts as tensors over the same memory."""
+    return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+
+
+def unpack(message: Message) -> list[memoryview]:
+    """The parts of a message, in its own memory."""
+    return [part.numpy().data for part in message]
+
 
 _Reply = torch.futures.Future[Message]
 

@@ -17,14 +17,14 @@ from sync_core.transports import (
     Slot,
     uninterrupted,
 )
-from sync_plugin_dist.lane import Lane
-from sync_plugin_dist.memory_lane import MemoryLane
+from sync_plugin_dist.chunks import pack
+from sync_plugin_dist.local import MemoryLane
 from sync_plugin_dist.office import DistPeer, Office
 from sync_plugin_dist.options import DistOptions
-from sync_plugin_dist.parts import pack
+from sync_plugin_dist.process_group import Wire
 from sync_plugin_dist.protocol import Endpoint, listen
 from sync_plugin_dist.rendezvous import Rendezvous
-from sync_plugin_dist.wire import Wire
+from sync_plugin_dist.stream import Lane
 
 _DO_WITHOUT = "type shared_memory=False, and workers of this machine are sent weights as others are"
 

@@ -9,7 +9,7 @@ except ImportError as error:
         "sync-plugin-ray needs Ray, which is not installed; type: pip install 'ray>=2.50'"
     ) from error
 
-from sync_plugin_ray.tray import take_calls
+from sync_plugin_ray.inbox import take_calls
 
 __version__ = "0.1.0"
 

@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from sync_core.workers import close_hosted
-from sync_plugin_ray.tray import take_calls
+from sync_plugin_ray.inbox import take_calls
 
 #: Concurrency group of the methods that run beside a call: the one that `waits`, and `end`.
 BESIDE = "beside"

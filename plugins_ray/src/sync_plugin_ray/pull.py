@@ -23,10 +23,9 @@ from sync_core import (
     WorkerLostError,
 )
 from sync_core.transports import Notice
-from sync_plugin_ray.addressee import Addressee
 from sync_plugin_ray.cluster import Cluster
-from sync_plugin_ray.endpoint import Endpoint
-from sync_plugin_ray.mailbox import Event, Mailbox, Offer
+from sync_plugin_ray.mailbox import Endpoint, Event, Mailbox, Offer
+from sync_plugin_ray.pull_worker import Addressee
 from sync_plugin_ray.store import Publication, Store
 
 # A worker that has not answered for so long is asked whether it still lives.

@@ -25,7 +25,7 @@ from sync_core import (
     WorkerLostError,
 )
 from sync_core.transports import Notice
-from sync_plugin_ray.agent import Delivered, Order, deliver, forget
+from sync_plugin_ray.actor_side import Delivered, Order, deliver, forget
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.pull import PullSender
 from sync_plugin_ray.store import LOST, Publication, Store

@@ -16,9 +16,9 @@ import ray
 from sync_core import Answer, Payload, ReceiverTransport, SenderLostError, TransportContext
 from sync_core.errors import PayloadError
 from sync_plugin_ray.cluster import Cluster
+from sync_plugin_ray.inbox import Tray
 from sync_plugin_ray.mailbox import Event, Gone, Offer
 from sync_plugin_ray.store import LOST, read
-from sync_plugin_ray.tray import Tray
 
 # A call of the mailbox itself takes about a millisecond.
 _GRACE = 10.0

@@ -9,7 +9,7 @@ from typing import Any
 from sync_core import OptionError, ReceiverTransport, SenderTransport, TransportContext, hookimpl
 from sync_core.transports import Finding
 from sync_plugin_ray import findings
-from sync_plugin_ray.agent import Inbox
+from sync_plugin_ray.actor_side import Inbox
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.pull import PullSender
 from sync_plugin_ray.push import PushSender

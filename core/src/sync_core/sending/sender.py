@@ -24,8 +24,7 @@ from sync_core.report import SendReport
 from sync_core.sending.failure_policy import OnFailure, Remedies
 from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
-from sync_core.sending.pipeline import Outlet, Terms
-from sync_core.sending.source import Source
+from sync_core.sending.pipeline import Outlet, Source, Terms
 from sync_core.sending.updater import Updater
 from sync_core.sending.worker_state import WorkerStatus
 from sync_core.stack import Cadence

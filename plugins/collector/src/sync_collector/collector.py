@@ -10,12 +10,12 @@ from typing import Any, Self, Unpack
 import torch
 from tensordict import TensorDictBase
 
+from sync_collector.auto_update import Freshness, StaleWatch
 from sync_collector.background import Background
 from sync_collector.delivery import Delivery
-from sync_collector.feeds import make_weights
-from sync_collector.freshness import Freshness
-from sync_collector.held import HeldModels
 from sync_collector.life import Life, end
+from sync_collector.models_elsewhere import HeldModels
+from sync_collector.multi_model import make_weights
 from sync_collector.options import (
     check_buffer,
     check_on_worker_failure,
@@ -32,7 +32,6 @@ from sync_collector.requests import Requests
 from sync_collector.rollout import RolloutOptions
 from sync_collector.schedules import FirstReady, Synchronous
 from sync_collector.schemes import POLICY, copied, elsewhere, own, schemes_of
-from sync_collector.stale import StaleWatch
 from sync_collector.stats import CollectorStats
 from sync_collector.updates import Updates
 from sync_collector.warmup import Warmup

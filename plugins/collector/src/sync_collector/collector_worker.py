@@ -11,15 +11,21 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from sync_collector.batch_request import Order
 from sync_collector.detached_copy import detached_copy
 from sync_collector.envs.protocol import closed_on_error
-from sync_collector.joint import Joint, execute
-from sync_collector.order import Order
 from sync_collector.random_state import seed_process
 from sync_collector.rollout import Rollout
 from sync_collector.schemes import POLICY
+from sync_collector.worker_models import (
+    Joint,
+    check_models,
+    execute,
+    read_model,
+    read_models,
+    write_models,
+)
 from sync_collector.worker_spec import WorkerRecipe
-from sync_collector.worker_state import check_models, read_model, read_models, write_models
 from sync_core import Address, Receiver
 
 
@@ -94,7 +100,7 @@ class Host:
             self._built.refresher.restore(version, 0)
 
     def execute(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """See `sync_collector.joint.execute`."""
+        """See `sync_collector.worker_models.execute`."""
         with self._at_work:
             found = execute(self._parts, path, args, kwargs)
             return detached_copy(found) if self._copies else found

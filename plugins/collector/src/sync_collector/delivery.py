@@ -11,15 +11,14 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from sync_collector.freshness import Freshness
+from sync_collector.auto_update import Freshness, StaleWatch
+from sync_collector.multi_model import SeveralModels
 from sync_collector.output import Output
 from sync_collector.policies import PolicyError
+from sync_collector.policy_weights import MOMENT, PolicyWeights
 from sync_collector.requests import Delivered, Requests
 from sync_collector.schedules import Schedule
-from sync_collector.several import SeveralModels
-from sync_collector.stale import StaleWatch
 from sync_collector.stats import CollectorStats, Lag
-from sync_collector.weights import MOMENT, PolicyWeights
 from sync_collector.worker_pool import Crew
 from sync_core import ClosedError, RemoteCallError, WorkerLostError
 

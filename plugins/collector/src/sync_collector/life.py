@@ -9,16 +9,16 @@ from typing import Any, Self, TypeVar
 
 from sync_collector.background import Background
 from sync_collector.delivery import Delivery
-from sync_collector.held import HeldModels
+from sync_collector.models_elsewhere import HeldModels
+from sync_collector.multi_model import SeveralModels
 from sync_collector.options import check_acts, count_workers, factories, per_worker
+from sync_collector.policy_weights import MOMENT, PolicyWeights
 from sync_collector.relay import Upstream
 from sync_collector.replacement import Replacement
 from sync_collector.requests import Requests
 from sync_collector.schemes import POLICY
-from sync_collector.several import SeveralModels
 from sync_collector.state import State
 from sync_collector.warmup import Warmup
-from sync_collector.weights import MOMENT, PolicyWeights
 from sync_collector.worker_options import WorkerOptions, changed_options
 from sync_collector.worker_pool import Crew
 from sync_collector.worker_spec import Recipes

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from sync_collector.collector_worker import Host
+from sync_collector.multi_model import SeveralModels
+from sync_collector.policy_weights import PolicyWeights
 from sync_collector.replacement import Replacement
 from sync_collector.schemes import POLICY
-from sync_collector.several import SeveralModels
 from sync_collector.update_arguments import check_name
-from sync_collector.weights import PolicyWeights
 from sync_collector.worker_pool import Crew
 from sync_core import Address, ModelError, Receiver, SenderLostError, Update
 from sync_core.checks import check_mapping

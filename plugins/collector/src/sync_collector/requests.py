@@ -14,8 +14,8 @@ from queue import Empty, SimpleQueue
 
 from tensordict import TensorDictBase
 
+from sync_collector.batch_request import Order
 from sync_collector.collector_worker import Host
-from sync_collector.order import Order
 from sync_collector.policies import policy_errors
 from sync_collector.replacement import Replacement
 from sync_collector.worker_pool import Crew

@@ -11,10 +11,10 @@ from typing import Any
 
 from sync_collector.collector_worker import Host
 from sync_collector.delivery import Delivery
+from sync_collector.multi_model import SeveralModels
+from sync_collector.policy_weights import PolicyWeights
 from sync_collector.requests import Requests
-from sync_collector.several import SeveralModels
 from sync_collector.warmup import Warmup
-from sync_collector.weights import PolicyWeights
 from sync_collector.worker_pool import Crew
 from sync_core import RemoteCallError
 from sync_core.workers import gather

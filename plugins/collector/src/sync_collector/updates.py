@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Unpack, overload
 
 from sync_collector.collector_worker import Host
-from sync_collector.held import HeldModels
+from sync_collector.models_elsewhere import HeldModels
+from sync_collector.multi_model import SeveralModels
+from sync_collector.policy_weights import PolicyWeights
 from sync_collector.relay import Upstream
 from sync_collector.replacement import Replacement
 from sync_collector.schemes import POLICY
-from sync_collector.several import SeveralModels
 from sync_collector.update_arguments import Given, chosen
-from sync_collector.weights import PolicyWeights
 from sync_collector.worker_pool import Crew
 from sync_core import Address, PendingSend, Sender, SendReport
 from sync_core.checks import check_path, check_seconds

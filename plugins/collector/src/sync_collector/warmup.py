@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sync_collector.order import Order
+from sync_collector.batch_request import Order
 from sync_collector.worker_pool import Crew
 
 

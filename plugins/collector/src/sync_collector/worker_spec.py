@@ -8,9 +8,8 @@ from typing import Any
 
 from sync_collector.detached_copy import detached_copy
 from sync_collector.devices import Devices
-from sync_collector.envs.adapt import as_env
+from sync_collector.envs.adapt import as_env, stack_envs
 from sync_collector.envs.protocol import Env, closed_on_error
-from sync_collector.envs.stacked import stack_envs
 from sync_collector.lazy import is_lazy
 from sync_collector.options import check_acts
 from sync_collector.policies import check_takes_something

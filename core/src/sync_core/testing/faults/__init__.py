@@ -4,10 +4,16 @@ A fault strikes at a named point on the way of one version, in the process whose
 nothing patched: `Faulty` is a scheme around a scheme. See ``docs/how-to/faults.md``.
 """
 
-from sync_core.testing.faults.fault import POINTS, Fault, InjectedFaultError
-from sync_core.testing.faults.layer import Raising
-from sync_core.testing.faults.limits import few_descriptors, full, small_files
-from sync_core.testing.faults.process import execute, fork, kill, stop
+from sync_core.testing.faults.fault import POINTS, Fault, InjectedFaultError, Raising
+from sync_core.testing.faults.process import (
+    execute,
+    few_descriptors,
+    fork,
+    full,
+    kill,
+    small_files,
+    stop,
+)
 from sync_core.testing.faults.transport import Faulty
 
 __all__ = [

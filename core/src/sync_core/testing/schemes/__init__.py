@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from sync_core.testing.schemes.called import CalledSchemeConformance
-from sync_core.testing.schemes.company import CompanyCases
 from sync_core.testing.schemes.delivery import DeliveryCases
 from sync_core.testing.schemes.faults import FaultCases
-from sync_core.testing.schemes.isolation import IsolationCases
 from sync_core.testing.schemes.lifetime import LifetimeCases
-from sync_core.testing.schemes.protocol import ProtocolCases
-from sync_core.testing.schemes.values import ValueCases
+from sync_core.testing.schemes.protocol import CompanyCases, ProtocolCases
+from sync_core.testing.schemes.values import IsolationCases, ValueCases
 
 __all__ = ["CalledSchemeConformance", "SchemeConformance"]
 

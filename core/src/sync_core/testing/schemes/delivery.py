@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from sync_core import SendError, SkipContext, WorkerState, WorkerTimeoutError, hookimpl
-from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, fingerprints, make_policy
+from sync_core.testing.schemes.pool import SchemeCases, Start
 from sync_core.testing.schemes.worker import Worker
 from sync_core.testing.worker_groups import eventually
 

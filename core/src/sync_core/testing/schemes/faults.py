@@ -25,9 +25,8 @@ from sync_core import (
 )
 from sync_core.testing.faults.fault import gated
 from sync_core.testing.interrupts import interrupted
-from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, make_policy
-from sync_core.testing.schemes.pool import Pool
+from sync_core.testing.schemes.pool import Pool, SchemeCases, Start
 from sync_core.testing.schemes.worker import Worker
 
 # Sends that are interrupted in one case, spread over all moments of a send.

@@ -22,9 +22,8 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_core.testing.processes import descendants
-from sync_core.testing.schemes.base import SchemeCases, Start
 from sync_core.testing.schemes.models import fill, make_policy
-from sync_core.testing.schemes.pool import Pool, Workers
+from sync_core.testing.schemes.pool import Pool, SchemeCases, Start, Workers
 from sync_core.testing.schemes.worker import Worker
 from sync_core.testing.worker_groups import count_threads, eventually
 

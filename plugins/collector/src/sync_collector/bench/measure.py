@@ -2,24 +2,196 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from sync_collector import Collector
-from sync_collector.bench.by_hand import measure_by_hand
 from sync_collector.bench.training import BenchPolicy, torch_threads, train
 from sync_collector.envs import GymEnv
+from sync_core import Address, Receiver, Sender
 from sync_core.bench import check_measurable, measure
+from sync_core.workers import WorkerGroup, choose_group
+
+_WARM_UP = 2
+
+# Batch after batch, each with what sends weights to all workers and waits until they have them.
+_Updates = Generator[tuple[Tensor, Callable[[], object]], None, None]
+
+
+class HandWorker:
+    """Steps one environment with a policy, to whose receiver the trainer sends.
+
+    Args:
+        env: the environment's id.
+        worker_id: its seed.
+    """
+
+    def __init__(self, env: str, worker_id: int) -> None:
+        # Not before it is known that gymnasium is there.
+        import gymnasium
+
+        self._env = gymnasium.make(env)
+        self._discrete = isinstance(self._env.action_space, gymnasium.spaces.Discrete)
+        self._policy = BenchPolicy(env)
+        self._observation, _ = self._env.reset(seed=worker_id)
+        self._receiver: Receiver | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._batch: Tensor | None = None
+        self._made = threading.Condition()
+
+    def connect(self, address: Address) -> None:
+        """Connect to the sender."""
+        # As the workers of a collector do: one step is too little work to share out.
+        torch.set_num_threads(1)
+        self._receiver = Receiver(address, self._policy)
+
+    def collect(self, frames: int, *, looking: bool = False) -> Tensor:
+        """Make so many observations; look for weights before each, or not at all."""
+        observations = np.empty((frames, *self._observation.shape), np.float32)
+        for frame in observations:
+            if looking:
+                self.receive(0.0)
+            frame[:] = self._observation
+            self._step(frame)
+        return torch.from_numpy(observations)
+
+    def receive(self, timeout: float | None = None) -> int | None:
+        """Commit the newest weights, if there are newer ones in time."""
+        assert self._receiver is not None
+        return self._receiver.receive(timeout)
+
+    def begin(self, frames: int) -> None:
+        """Make batch after batch in a thread, looking for weights, until `end`."""
+        self._thread = threading.Thread(target=self._collect_all, args=(frames,), daemon=True)
+        self._thread.start()
+
+    def take(self) -> Tensor:
+        """The newest batch that nobody has taken, once there is one."""
+        with self._made:
+            self._made.wait_for(lambda: self._batch is not None)
+            batch, self._batch = self._batch, None
+        assert batch is not None
+        return batch
+
+    def end(self) -> None:
+        """Let the batch in progress be the last."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _collect_all(self, frames: int) -> None:
+        while not self._stopped.is_set():
+            batch = self.collect(frames, looking=True)
+            with self._made:
+                self._batch = batch
+                self._made.notify()
+
+    @torch.no_grad()
+    def _step(self, observation: Any) -> None:
+        action = self._policy(torch.from_numpy(observation))
+        chosen = action.argmax().item() if self._discrete else action.numpy()
+        self._observation, _, terminated, truncated, _ = self._env.step(chosen)
+        if terminated or truncated:
+            self._observation, _ = self._env.reset()
+
+
+def measure_by_hand(
+    env: str,
+    mode: str,
+    *,
+    scheme: str,
+    workers: int,
+    frames_per_batch: int,
+    rounds: int,
+    threads: int,
+) -> list[float]:
+    """Seconds of updates after training on batches, which end when all workers have committed.
+
+    The same environments, frames, policy and training as those that a collector is measured with,
+    and `Sender` and `Receiver` alone. Workers that make batches together wait for weights when they
+    have made one; those that make their own look for them at each step.
+
+    Args:
+        env: one of `sync_collector.bench.training.ENVS`.
+        mode: one of `sync_collector.bench.measure.MODES`.
+        scheme: the scheme's name.
+        workers: how many.
+        frames_per_batch: the frames of a batch.
+        rounds: how many updates count, after two that do not.
+        threads: of torch's in the trainer.
+    """
+    policy = BenchPolicy(env)
+    optimizer = torch.optim.Adam(policy.parameters())
+    seconds = []
+    with ExitStack() as stack:
+        sender = stack.enter_context(Sender(scheme, policy, num_workers=workers))
+        if mode == "single":
+            updates = _alone(HandWorker(env, 0), sender, frames_per_batch)
+        else:
+            group_type = choose_group([scheme], None)
+            group = stack.enter_context(group_type(partial(HandWorker, env), workers))
+            for i in group.worker_ids:
+                group.call(i, HandWorker.connect, sender.address(i)).result()
+            loop = _together if mode == "sync" else _each_its_own
+            updates = loop(group, sender, frames_per_batch)
+        stack.enter_context(closing(updates))
+        stack.enter_context(torch_threads(threads))
+        for _, (batch, update) in zip(range(_WARM_UP + rounds), updates, strict=False):
+            train(policy, optimizer, batch)
+            begin = time.perf_counter()
+            update()
+            seconds.append(time.perf_counter() - begin)
+    return seconds[_WARM_UP:]
+
+
+def _alone(worker: HandWorker, sender: Sender, frames: int) -> _Updates:
+    worker.connect(sender.address(0))
+
+    def update() -> None:
+        pending = sender.send_async()
+        worker.receive()
+        pending.wait()
+
+    while True:
+        yield worker.collect(frames), update
+
+
+def _together(group: WorkerGroup, sender: Sender, frames: int) -> _Updates:
+    ids = group.worker_ids
+    while True:
+        parts = [group.call(i, HandWorker.collect, frames // len(ids)) for i in ids]
+        commits = [group.call(i, HandWorker.receive) for i in ids]
+        yield torch.cat([part.result() for part in parts]), sender.send
+        for commit in commits:
+            commit.result()
+
+
+def _each_its_own(group: WorkerGroup, sender: Sender, frames: int) -> _Updates:
+    for i in group.worker_ids:
+        group.call(i, HandWorker.begin, frames).result()
+    try:
+        for i in cycle(group.worker_ids):
+            yield group.call(i, HandWorker.take).result(), sender.send
+    finally:
+        for i in group.worker_ids:
+            group.call(i, HandWorker.end).result()
+
 
 #: What workers do: one in the trainer's process, or several that make each batch together, or
 #: several that each make their own.
 MODES = ("single", "sync", "first-ready")
 
-_WARM_UP = 2
 _BATCHES = 3
 
 

@@ -1,13 +1,320 @@
-"""Whatever a user's function made, as an environment for a collector."""
+"""Makes environments for a collector: of Gymnasium's, of vectors, and of several as one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from gymnasium.vector import (
+    AsyncVectorEnv,
+    AutoresetMode,
+    SyncVectorEnv,
+    VectorEnv,
+    VectorWrapper,
+)
+from gymnasium.wrappers.vector import NormalizeObservation
+from tensordict import TensorDictBase, stack
 
-from sync_collector.envs.gym import GymEnv
-from sync_collector.envs.protocol import Env
+from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, put_row, speaks_arrays
+from sync_collector.envs.gym import GymEnv, next_seed, wrong_reward
+from sync_collector.envs.normal import Conventions
+from sync_collector.envs.protocol import (
+    Env,
+    close_env,
+    following_of,
+    load_env,
+    optional,
+    reset_env,
+    save_env,
+    seed_env,
+)
+from sync_collector.envs.random_actions import random_policy
+from sync_collector.envs.spaces import ObservationCodec, codec
+
+
+class VectorGymEnv(ArrayEnv):
+    """A Gymnasium vector environment, stepped as one batch; it may have any autoreset mode.
+
+    What an episode ended with is found under ``"next"``, and no frame is spent on a reset: where
+    the vector environment would reset with the next step, it is told to do so before that.
+
+    Args:
+        env: the vector environment.
+        categorical: see `GymEnv`.
+
+    Raises:
+        TypeError: it would reset with the next step and cannot be told to do so earlier, or cannot
+            reset a part.
+
+    Example:
+        >>> import gymnasium
+        >>> env = VectorGymEnv(gymnasium.make_vec("Pendulum-v1", num_envs=3))
+        >>> env.batch_size, env.reset()["observation"].shape
+        (torch.Size([3]), torch.Size([3, 3]))
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], *, categorical: bool = False) -> None:
+        self._env = env
+        self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self._resets_some = self._mode is AutoresetMode.DISABLED or _obeys_masks(env.unwrapped)
+        if self._mode is AutoresetMode.NEXT_STEP and not self._resets_some:
+            raise TypeError(
+                f"{env} resets an environment with the step after its last one, and by itself "
+                "only, so that this step's frame would be none; type gymnasium.make_vec(…, "
+                "vectorization_mode='sync'), or make it with autoreset_mode="
+                "gymnasium.vector.AutoresetMode.DISABLED or SAME_STEP"
+            )
+        if env.num_envs > 1 and _normalizes_all(env):
+            raise TypeError(
+                f"{env} normalizes the observations of all its environments together, and cannot "
+                "reset one and go on with another; let each normalize its own: type "
+                "gymnasium.make_vec(…, vectorization_mode='sync', "
+                "wrappers=[gymnasium.wrappers.NormalizeObservation])"
+            )
+        self.batch_size = torch.Size((env.num_envs,))
+        self.is_closed = False
+        self._action = codec(env.single_action_space, categorical=categorical)
+        self._codec = ObservationCodec(env.single_observation_space, categorical=categorical)
+        self.array_specs = self._codec.specs
+        # The observations after the last step, where it has reset what had ended, and where.
+        self._fresh: Arrays = {}
+        self._is_fresh = np.zeros(env.num_envs, np.bool_)
+
+    def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
+        """Begin an episode where the mask says, if the vector environment has not done so."""
+        if mask is None:
+            self._is_fresh[:] = False
+            return self._codec.encode_batch(self._env.reset()[0])
+        left = mask & ~self._is_fresh
+        if not left.any():
+            return self._fresh
+        if not self._resets_some:
+            raise RuntimeError(
+                f"{self._env} cannot reset one environment and go on with another, so leave out "
+                "max_frames_per_traj, or make it with autoreset_mode="
+                "gymnasium.vector.AutoresetMode.DISABLED"
+            )
+        made = self._codec.encode_batch(self._env.reset(options={"reset_mask": left})[0])
+        return {
+            key: _where(self._is_fresh, self._fresh.get(key, row), row) for key, row in made.items()
+        }
+
+    def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
+        """Act in all of them."""
+        made = self._env.step(self._action.decode_batch(action))
+        observation, reward, terminated, truncated, infos = made
+        self._check_reward(reward)
+        outcome: Arrays = self._codec.encode_batch(observation)
+        self._is_fresh[:] = False
+        if self._mode is AutoresetMode.SAME_STEP:
+            self._is_fresh = terminated | truncated
+            if self._is_fresh.any():
+                self._fresh = outcome
+                outcome = self._with_last(outcome, infos)
+        return outcome, reward, terminated, truncated
+
+    def sample_action(self) -> np.ndarray[Any, Any]:
+        """A random action of the vector environment's own stream; `set_seed` seeds it."""
+        samples = self._action.encode_batch(self._env.action_space.sample())
+        return np.array(samples, dtype=self._action.spec.dtype)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed by a reset; see `GymEnv.set_seed`."""
+        self._env.action_space.seed(seed)
+        seeds = [seed]
+        for _ in range(self._env.num_envs):
+            seeds.append(seed if static_seed else next_seed(seeds[-1]))
+        # Those that are made of single environments take a seed for each.
+        made_of_single = _obeys_masks(self._env.unwrapped)
+        first: Any = seeds[:-1] if made_of_single else seed
+        self._env.reset(seed=first)
+        return seeds[-1]
+
+    def close(self) -> None:
+        """Close the vector environment."""
+        self.is_closed = True
+        self._env.close()
+
+    def _check_reward(self, reward: Any) -> None:
+        """Raise `TypeError` unless there is one for each; numpy gives a single one to all."""
+        cause = None
+        try:
+            if np.shape(reward) == self.batch_size:
+                return
+        except ValueError as error:
+            cause = error
+        wanted = f"{self._env.num_envs} numbers, one for each environment"
+        raise wrong_reward(reward, self._env, wanted) from cause
+
+    def _with_last(self, outcome: Arrays, infos: Any) -> Arrays:
+        """What was observed, with what episodes ended with where they did."""
+        # Gymnasium's DictInfoToList gives the infos of each environment by itself.
+        of_each = isinstance(infos, list)
+        merged = {key: np.array(row) for key, row in outcome.items()}
+        for i in np.flatnonzero(self._is_fresh):
+            last = infos[i]["final_obs"] if of_each else infos["final_obs"][i]
+            for key, value in self._codec.encode(last).items():
+                merged[key][i] = value
+        return merged
+
+
+def _obeys_masks(env: Any) -> bool:
+    """Whether ``reset(options={"reset_mask": …})`` resets a part, and leaves no other reset due."""
+    if isinstance(env, AsyncVectorEnv):
+        # Its workers forget a reset that is due only where they share memory.
+        return bool(env.shared_memory)
+    return isinstance(env, SyncVectorEnv)
+
+
+def _normalizes_all(env: Any) -> bool:
+    """Whether one of the wrappers is Gymnasium's that refuses to reset a part."""
+    while isinstance(env, VectorWrapper):
+        if isinstance(env, NormalizeObservation):
+            return True
+        env = env.env
+    return False
+
+
+def _where(mask: np.ndarray[Any, Any], yes: Any, no: Any) -> Any:
+    return np.where(mask.reshape(mask.shape + (1,) * (np.ndim(no) - 1)), yes, no)
+
+
+def stack_envs(envs: Sequence[Env]) -> Env:
+    """One environment, whose batch has a dimension for those given before their own.
+
+    Args:
+        envs: one or more, all of one kind.
+
+    Raises:
+        ValueError: their batches or observations differ.
+
+    Example:
+        >>> from sync_collector.envs import CountingEnv
+        >>> stack_envs([CountingEnv(), CountingEnv()]).reset()["observation"]
+        tensor([[0.],
+                [0.]])
+    """
+    if len({tuple(env.batch_size) for env in envs}) > 1:
+        raise ValueError(
+            f"environments of one worker have the batch sizes "
+            f"{[list(env.batch_size) for env in envs]}; make them alike"
+        )
+    arrays = [env for env in envs if speaks_arrays(env)]
+    if len(arrays) == len(envs):
+        return _ArrayStack(arrays)
+    return _TensorDictStack(envs)
+
+
+class _Members:
+    """What any stack does with each of its environments."""
+
+    _envs: Sequence[Env]
+    is_closed = False
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed one after the other, each with the seed that the one before it gave."""
+        for env in self._envs:
+            seed = seed_env(env, seed, static_seed)
+        return seed
+
+    def save_state(self) -> list[Any] | None:
+        """The states of all of them; None if one cannot be saved."""
+        states = [save_env(env) for env in self._envs]
+        return None if any(state is None for state in states) else states
+
+    def load_state(self, states: list[Any]) -> None:
+        """Let each go on from its own."""
+        for env, state in zip(self._envs, states, strict=True):
+            load_env(env, state)
+
+    def close(self) -> None:
+        """Close all of them."""
+        self.is_closed = True
+        for env in self._envs:
+            close_env(env)
+
+
+class _ArrayStack(_Members, ArrayEnv):
+    def __init__(self, envs: Sequence[ArrayEnv]) -> None:
+        specs = envs[0].array_specs
+        for env in envs:
+            if env.array_specs != specs:
+                raise ValueError(
+                    f"environments of one worker observe {dict(specs)} and "
+                    f"{dict(env.array_specs)}; make them alike"
+                )
+        self._envs = self._members = envs
+        self.array_specs = specs
+        self.batch_size = torch.Size((len(envs), *envs[0].batch_size))
+
+    def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
+        rows = self._rows()
+        for i, env in enumerate(self._members):
+            where = None if mask is None else np.asarray(mask[i])
+            if where is None or where.all():
+                put_row(rows, i, env.reset_arrays())
+            elif where.any():
+                put_row(rows, i, env.reset_arrays(where))
+        return rows
+
+    def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
+        rows = self._rows()
+        reward = np.empty(self.batch_size, np.float32)
+        terminated, truncated = np.empty((2, *self.batch_size), np.bool_)
+        for i, env in enumerate(self._members):
+            observation, reward[i], terminated[i], truncated[i] = env.step_arrays(action[i])
+            put_row(rows, i, observation)
+        return rows, reward, terminated, truncated
+
+    def sample_action(self) -> np.ndarray[Any, Any]:
+        return np.stack([env.sample_action() for env in self._members])
+
+    def _rows(self) -> dict[Any, np.ndarray[Any, Any]]:
+        return {
+            key: np.empty((*self.batch_size, *spec.shape), spec.dtype)
+            for key, spec in self.array_specs.items()
+        }
+
+
+class _TensorDictStack(_Members):
+    def __init__(self, envs: Sequence[Env]) -> None:
+        self._envs = envs
+        self.batch_size = torch.Size((len(envs), *envs[0].batch_size))
+        self.action_keys = optional(envs[0], "action_keys")
+        self.reward_keys = optional(envs[0], "reward_keys")
+        self.done_keys = optional(envs[0], "done_keys")
+        self._conventions = Conventions(self)
+
+    def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
+        where = None if tensordict is None else self._conventions.to_reset(tensordict)
+        if tensordict is None or where is None:
+            return self._stack([reset_env(env) for env in self._envs])
+        which = where.flatten(1).any(1).tolist() if where.ndim > 1 else where.tolist()
+        parts = tensordict.unbind(0)
+        roots = {
+            i: reset_env(env, parts[i]) if self.batch_size[1:] else reset_env(env)
+            for i, env in enumerate(self._envs)
+            if which[i]
+        }
+        keys = list(next(iter(roots.values())).keys(include_nested=True, leaves_only=True))
+        return self._stack([roots.get(i, part).select(*keys) for i, part in enumerate(parts)])
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        pairs = zip(self._envs, tensordict.unbind(0), strict=True)
+        followings = [following_of(env, part, env.step(part)) for env, part in pairs]
+        return tensordict.set("next", self._stack(followings))
+
+    def rand_action(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        keys = self._conventions.action_keys
+        pairs = zip(self._envs, tensordict.unbind(0), strict=True)
+        actions = [random_policy(env, keys[0])(part).select(*keys) for env, part in pairs]
+        return tensordict.update(self._stack(actions))
+
+    def _stack(self, parts: Sequence[TensorDictBase]) -> TensorDictBase:
+        together: TensorDictBase = stack(list(parts))
+        return together
 
 
 def as_env(made: Any) -> Env:
@@ -49,7 +356,6 @@ def _adapted(made: Any) -> Env:
         return env
     if hasattr(made, "single_action_space"):
         # It imports gymnasium, which nobody needs without such an environment.
-        from sync_collector.envs.vector import VectorGymEnv
 
         return VectorGymEnv(made)
     if hasattr(made, "action_space") and hasattr(made, "observation_space"):

@@ -1,11 +1,348 @@
-"""Makes either side of a transport over a store."""
+"""Both sides of a transport over a store."""
 
 from __future__ import annotations
 
-from sync_core import ReceiverTransport, SenderTransport, TransportContext
-from sync_plugin_std.stores.receiver import StoreReceiver
-from sync_plugin_std.stores.sender import StoreSender
-from sync_plugin_std.stores.store import Store, StoreOptions
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sync_core import (
+    Answer,
+    ClosedError,
+    Delivery,
+    Payload,
+    ReceiverTransport,
+    SenderLostError,
+    SenderTransport,
+    TransportContext,
+    WorkerError,
+    WorkerLostError,
+)
+from sync_core.transports import Block, Notice
+from sync_plugin_std.stores.store import (
+    SENDER,
+    SIGNS,
+    Pulse,
+    Records,
+    Store,
+    StoreOptions,
+    Watch,
+    worker_record,
+)
+
+_log = logging.getLogger("sync_core")
+
+
+class StoreReceiver(ReceiverTransport):
+    """Reads whole versions, so that a newer one may appear meanwhile.
+
+    Args:
+        context: what the core knows.
+        store: where versions and records stand.
+        options: how often to look, and how long to wait for a sign of life.
+    """
+
+    def __init__(self, context: TransportContext, store: Store, options: StoreOptions) -> None:
+        self._records = Records(store, context.token, context.model_id)
+        self._worker_id = context.worker_id
+        self._record = worker_record(context.worker_id)
+        self._poll = options.poll
+        self._seen = 0
+        self._owner = secrets.token_hex(8)
+        self._answer: dict[str, Any] | None = None
+        self._beats = 0
+        self._replaced = False
+        self._left = "closed its receiver"
+        self._closed = False
+        self._woken = threading.Event()
+        self._lock = threading.RLock()
+        self._sender = Watch(options.lost_after)
+        if self._records.read(SENDER) is None:
+            raise SenderLostError("the sender is gone, or the address is not one of its own")
+        self._write()
+        self._pulse = Pulse(self._beat, options.lost_after / SIGNS)
+
+    def receive(self, timeout: float) -> Payload | None:
+        """The newest version that this worker has not seen."""
+        deadline = time.monotonic() + timeout
+        while True:
+            payload = self._look()
+            left = deadline - time.monotonic()
+            if payload is not None or left <= 0 or self._woken.wait(min(self._poll, left)):
+                return payload
+
+    def acknowledge(self, answer: Answer) -> None:
+        """Tell the sender that a version was committed, or why it was not."""
+        with self._lock:
+            self._answer = answer.to_message()
+            if not self._rewrite():
+                raise SenderLostError("the sender was closed, or has another receiver here")
+
+    def leave(self, reason: str) -> None:
+        """Have `close` say why."""
+        self._left = reason
+
+    def wake(self) -> None:
+        """Look once more at most."""
+        self._woken.set()
+
+    def close(self) -> None:
+        """Leave, and say so."""
+        self._pulse.end()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._rewrite()
+            except Exception as error:
+                _log.warning("worker %d cannot say that it leaves: %r", self._worker_id, error)
+
+    def _look(self) -> Payload | None:
+        wanted = self._wanted()
+        if wanted <= self._seen:
+            return None
+        began = time.perf_counter()
+        data = self._records.read_version(wanted)
+        if data is None:
+            return None  # a newer one has just taken its place
+        self._seen = wanted
+        return Payload.unpack(Block.of_bytes(data), wanted, since=began)
+
+    def _wanted(self) -> int:
+        with self._lock:
+            record = self._records.read(SENDER)
+            if record is None:
+                raise SenderLostError("the sender was closed")
+            if not self._sender.lives(record["beats"]):
+                raise SenderLostError("the sender gives no sign of life")
+        if self._replaced:
+            raise SenderLostError("another receiver was given the same address")
+        wanted: dict[str, int] = record["wanted"]
+        if str(self._worker_id) not in wanted:
+            raise SenderLostError(f"worker {self._worker_id} was removed from the sender")
+        return wanted[str(self._worker_id)]
+
+    def _beat(self) -> None:
+        with self._lock:
+            self._beats += 1
+            if self._rewrite():
+                # Between two calls of receive() too, so that the next knows how long it is dead.
+                record = self._records.read(SENDER)
+                if record is not None:
+                    self._sender.lives(record["beats"])
+
+    def _rewrite(self) -> bool:
+        """Write, unless another has taken the place or the sender has closed; whether it did."""
+        standing = self._records.read(self._record)
+        if standing is None or standing["owner"] != self._owner:
+            self._replaced = True
+            return False
+        self._write()
+        return True
+
+    def _write(self) -> None:
+        record = {
+            "owner": self._owner,
+            "process": os.getpid(),
+            "host": socket.gethostname(),
+            "beats": -1 if self._closed else self._beats,
+            "answer": self._answer,
+            "left": self._left if self._closed else None,
+        }
+        self._records.write(self._record, record)
+        # Its own may have been removed just before, by a sender that closes.
+        if self._records.read(SENDER) is None:
+            self._records.delete(self._record)
+
+
+@dataclass(eq=False)
+class _Place:
+    watch: Watch
+    wanted: int = 0
+    delivery: Delivery | None = None
+    owner: str | None = None
+    answer: dict[str, Any] | None = None
+    lost: bool = False
+
+    @property
+    def waits(self) -> bool:
+        return self.delivery is not None and not self.delivery.wait(0)
+
+
+class StoreSender(SenderTransport):
+    """Tells by one record which version each worker is to have, and lives by rewriting it.
+
+    Args:
+        context: what the core knows.
+        store: where versions and records stand.
+        options: how often to look, and how long to wait for a sign of life.
+    """
+
+    def __init__(self, context: TransportContext, store: Store, options: StoreOptions) -> None:
+        self._records = Records(store, context.token, context.model_id)
+        self._notify = context.notify
+        self._options = options
+        self._beats = 0
+        self._newest = 0
+        self._written: list[int] = []
+        self._served = set(context.worker_ids)
+        self._places = {i: self._new_place() for i in context.worker_ids}
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._closed = False
+        self._publish()
+        self._pulse = Pulse(self._publish, options.lost_after / SIGNS)
+        self._thread = threading.Thread(target=self._watch, name="sync-store", daemon=True)
+        self._thread.start()
+
+    def address(self, worker_id: int) -> None:
+        """Nothing: the token, which every address has, leads to the records."""
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        """Put the weights once, then tell whom they are for."""
+        self._records.write_version(payload.version, payload.to_bytes())
+        deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
+        with self._lock:
+            if self._closed:
+                self._records.delete_version(payload.version)
+                raise ClosedError("the sender is closed")
+            self._written.append(payload.version)
+            for worker_id, delivery in deliveries.items():
+                place = self._places[worker_id]
+                place.wanted, place.delivery = payload.version, delivery
+            if len(deliveries) == len(self._places):
+                self._newest = payload.version
+            self._publish()
+            self._remove_old()
+            self._changed.notify()
+        return deliveries
+
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more worker, which wants what went to all."""
+        del worker
+        with self._lock:
+            # One that had this id may have left its record, which says nothing of the new one.
+            self._records.delete(worker_record(worker_id))
+            self._served.add(worker_id)
+            self._places[worker_id] = self._new_place()
+            self._publish()
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget a worker, which learns it by the record."""
+        with self._lock:
+            place = self._places.pop(worker_id)
+            self._publish()
+        if place.delivery is not None:
+            place.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+
+    def close(self) -> None:
+        """End the threads, and remove all that stands in the store."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for worker_id, place in self._places.items():
+                if place.delivery is not None:
+                    place.delivery.fail(WorkerError(worker_id, "the sender was closed"))
+            self._changed.notify()
+        self._pulse.end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        # First, so that no worker leaves a record after its own was removed.
+        self._records.delete(SENDER)
+        for worker_id in self._served:
+            self._records.delete(worker_record(worker_id))
+        for version in self._written:
+            self._records.delete_version(version)
+
+    def _new_place(self) -> _Place:
+        return _Place(Watch(self._options.lost_after), wanted=self._newest)
+
+    def _publish(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._beats += 1
+            wanted = {str(i): place.wanted for i, place in self._places.items()}
+            self._records.write(SENDER, {"beats": self._beats, "wanted": wanted})
+
+    def _remove_old(self) -> None:
+        needed = {self._newest, *(place.wanted for place in self._places.values())}
+        for version in self._written[: -self._options.keep]:
+            if version not in needed:
+                # Whoever comes too late to read it finds a newer one.
+                self._records.delete_version(version)
+                self._written.remove(version)
+
+    def _watch(self) -> None:
+        due = 0.0
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                places = dict(self._places)
+            if everybody := time.monotonic() >= due:
+                due = time.monotonic() + self._options.lost_after / SIGNS
+            for worker_id, place in places.items():
+                if everybody or place.waits:
+                    self._look(worker_id, place)
+            with self._lock:
+                # A send may have begun, or all have ended, since the places were looked at.
+                if not self._closed:
+                    waits = any(place.waits for place in self._places.values())
+                    self._changed.wait(
+                        self._options.poll if waits else max(0.0, due - time.monotonic())
+                    )
+
+    def _look(self, worker_id: int, place: _Place) -> None:
+        try:
+            record = self._records.read(worker_record(worker_id))
+        except Exception as error:
+            _log.warning("worker %d cannot be seen in the store: %r", worker_id, error)
+            return
+        if record is None and place.owner is None:
+            return  # it has not come yet
+        reason = self._reason(place, record)
+        if record is not None and reason is None and record["owner"] != place.owner:
+            place.owner, place.answer = record["owner"], None
+            self._notify(worker_id, Notice("connected"))
+        if record is not None:
+            self._hear(worker_id, place, record["answer"])
+        if reason is None:
+            place.lost = False
+            return
+        if not place.lost:
+            place.lost = True
+            self._notify(worker_id, Notice("lost", reason=reason))
+        if place.delivery is not None:
+            place.delivery.fail(WorkerLostError(worker_id, reason))
+
+    def _reason(self, place: _Place, record: dict[str, Any] | None) -> str | None:
+        """Why the worker counts as lost; None where it does not."""
+        if record is None:
+            return "its record is gone from the store, or not whole"
+        who = f"its process {record['process']} on {record['host']}"
+        if record["beats"] < 0:
+            return f"{who} {record['left']}"
+        if not place.watch.lives((record["owner"], record["beats"])):
+            return f"{who} has given no sign of life for {self._options.lost_after:g} s"
+        return None
+
+    def _hear(self, worker_id: int, place: _Place, answer: dict[str, Any] | None) -> None:
+        if answer is None or answer == place.answer:
+            return
+        place.answer = answer
+        if place.delivery is not None and place.delivery.version == answer["version"]:
+            place.delivery.settle(answer)
+        elif answer["error"] is None:
+            self._notify(worker_id, Notice("acknowledged", answer["version"]))
 
 
 def store_transport(

@@ -12,9 +12,9 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from sync_core import Delivery, WorkerLostError
+from sync_plugin_ray.inbox import hand, take_back
 from sync_plugin_ray.mailbox import Event, Offer
 from sync_plugin_ray.store import Publication
-from sync_plugin_ray.tray import hand, take_back
 
 # How long a call waits in the actor for the receiver to answer, in seconds. A receiver that looks
 # later finds the version in the mailbox.

@@ -1,0 +1,406 @@
+"""Workers that are served at once: when they get a version, and what if one fails meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sync_core.transports import Message, Slot
+from sync_plugin_dist.chunks import cut
+from sync_plugin_dist.descriptors import advice, enough_descriptors
+from sync_plugin_dist.office import DistPeer, Office
+from sync_plugin_dist.process_group import Wire
+from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
+
+
+class LockedTimer:
+    """At most one action at a time waits for its moment.
+
+    Args:
+        lock: held during every call, and during the action.
+        seconds: how long an action waits.
+    """
+
+    def __init__(self, lock: AbstractContextManager[Any], seconds: float) -> None:
+        self._lock = lock
+        self._seconds = seconds
+        self._timer: threading.Timer | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether an action waits."""
+        return self._timer is not None
+
+    def start(self, action: Callable[[], None]) -> None:
+        """Do something later."""
+        timer = threading.Timer(self._seconds, lambda: self._ring(timer, action))
+        timer.daemon = True
+        self._timer = timer
+        timer.start()
+
+    def stop(self) -> None:
+        """Do nothing, then; not even if the moment has come, and the lock is waited for."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ring(self, timer: threading.Timer, action: Callable[[], None]) -> None:
+        with self._lock:
+            if self._timer is timer:
+                self._timer = None
+                action()
+
+
+@dataclass(eq=False)
+class Shipment:
+    """Which parts have gone, and who has not got all of them.
+
+    Args:
+        slot: where the version lies.
+        parts: as it is sent.
+        missing: who has not received all of it.
+    """
+
+    slot: Slot
+    parts: list[Tensor]
+    missing: set[DistPeer]
+    _sent: int = 0
+    _bytes_sent: int = 0
+    _reached: tuple[int, ...] = ()
+
+    def announcement(self, number: int, part_nbytes: int) -> Message:
+        """What tells a worker that this follows over the wire ``number``."""
+        return {
+            "type": "data",
+            "number": number,
+            "version": self.slot.version,
+            "digest": self.slot.digest,
+            "nbytes": self.slot.nbytes,
+            "part": part_nbytes,
+        }
+
+    def pump(self, wire: Wire, ready: int) -> None:
+        """Send the parts that lie within the first ``ready`` bytes and have not gone.
+
+        Raises:
+            RuntimeError: the wire does not work.
+        """
+        while self._sent < len(self.parts):
+            part = self.parts[self._sent]
+            if self._bytes_sent + part.nbytes > ready:
+                return
+            wire.send(part)
+            self._sent += 1
+            self._bytes_sent += part.nbytes
+            if self._sent == len(self.parts):
+                wire.finish(self.slot.version)
+
+    def gets_on(self, wire: Wire) -> bool:
+        """Whether anything has moved since this was last asked."""
+        before = self._reached
+        self._reached = (self._sent, wire.progress(), -len(self.missing))
+        return self._reached != before
+
+
+_log = logging.getLogger("sync_core")
+# How often a process without descriptors looks whether it has some, in seconds.
+_PAUSE = 0.05
+# gloo has each end tell one.
+_MAX_KEYS = 8
+
+
+class Junction:
+    """At most one wire at a time. The publisher's lock is held during every call.
+
+    Args:
+        office: the sender.
+        opened: called when the wire is there, or could not be made, unless it was given up.
+    """
+
+    def __init__(self, office: Office, opened: Callable[[], None]) -> None:
+        self._office = office
+        self._opened = opened
+        self._rendezvous: Rendezvous | None = None
+        self._told: Counter[DistPeer] = Counter()
+        #: The number of the wire that is there, or is being made; 0 for none.
+        self.number = 0
+        #: Who is at its other ends.
+        self.members: tuple[DistPeer, ...] = ()
+        #: The wire, once it is there.
+        self.wire: Wire | None = None
+
+    @property
+    def connecting(self) -> bool:
+        """Whether a wire is being made."""
+        return self._rendezvous is not None
+
+    def connect(self, members: tuple[DistPeer, ...]) -> None:
+        """Make a wire to these workers, in place of the one that there is."""
+        self.end()
+        number = self._office.next_number()
+        rendezvous = Rendezvous(
+            number,
+            self._tell,
+            lambda seconds: self._wait(number, seconds),
+            timeout=self._office.timeout,
+            lock=self._office.publisher.lock,
+        )
+        self.number, self.members, self._rendezvous = number, members, rendezvous
+        size = len(members) + 1
+        for rank, peer in enumerate(members, 1):
+            invitation = {"type": "wire", "number": number, "rank": rank, "size": size}
+            self._office.tell(peer, invitation)
+            if self.number != number:
+                return  # that one is gone, and so is this wire
+        threading.Thread(
+            target=self._open, args=(rendezvous, size), name="sync-dist-connect", daemon=True
+        ).start()
+
+    def hear(self, peer: DistPeer, message: Message) -> None:
+        """A worker tells a key, which is for the others too.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if message["number"] != self.number or peer not in self.members:
+            return
+        self._told[peer] += 1
+        if self._told[peer] > _MAX_KEYS:
+            raise ValueError("it tells more keys than any wire has")
+        if self._rendezvous is not None:
+            self._rendezvous.put(message)
+            self._office.publisher.changed.notify_all()
+        self._tell(message, peer)
+
+    def drop(self, peer: DistPeer) -> None:
+        """The worker is gone, and the wire of no use to the others."""
+        self.members = tuple(member for member in self.members if member is not peer)
+
+    def end(self) -> None:
+        """Close the wire, or give up making it."""
+        self.number, self.members, self._rendezvous = 0, (), None
+        self._told.clear()
+        self._office.publisher.changed.notify_all()
+        if self.wire is not None:
+            self.wire.close()
+            self.wire = None
+
+    def _tell(self, message: Message, teller: DistPeer | None = None) -> None:
+        with self._office.publisher.lock:
+            for peer in self.members:
+                if message["number"] != self.number:
+                    return
+                if peer is not teller:
+                    self._office.tell(peer, message)
+
+    def _wait(self, number: int, seconds: float) -> None:
+        if self.number != number:
+            raise BrokenWireError("it was given up")
+        self._office.publisher.changed.wait(seconds)
+
+    def _open(self, rendezvous: Rendezvous, size: int) -> None:
+        if not enough_descriptors(size):
+            _log.warning(advice(size))
+        while not enough_descriptors(size):
+            # Until the workers give it up, at the latest.
+            if rendezvous is not self._rendezvous:
+                return
+            time.sleep(_PAUSE)
+        try:
+            wire = self._office.open_wire(rendezvous, size)
+        except BrokenWireError:
+            wire = None
+        with self._office.publisher.lock:
+            if rendezvous is self._rendezvous:
+                self._rendezvous, self.wire = None, wire
+                self._opened()
+                return
+        if wire is not None:
+            wire.close()
+
+
+class Lane:
+    """Serves one worker, or all of a collective, over one wire.
+
+    It waits until those who shall get a version ask for it, makes a wire to just them unless it
+    has that already, and sends. Whatever fails meanwhile ends the wire; those that have not got
+    the version are asked to begin again, and get it over a new wire, without the one that is gone
+    or does not move. The publisher's lock is held during every call.
+    """
+
+    def __init__(self, office: Office) -> None:
+        self._office = office
+        self._asking: dict[DistPeer, None] = {}
+        self._junction = Junction(office, self._opened)
+        self._shipment: Shipment | None = None
+        self._timer = LockedTimer(office.publisher.lock, office.patience)
+        self._waited_enough = False
+        self._beginning_again = False
+
+    def ask(self, peer: DistPeer) -> None:
+        """The worker waits for the newest version."""
+        if self._shipment is not None and peer in self._shipment.missing:
+            return  # it had asked already, before it was told to begin again
+        self._asking[peer] = None
+        self._advance()
+
+    def hear(self, peer: DistPeer, message: Message) -> None:
+        """The worker tells the other ends of the wire how to find it."""
+        self._junction.hear(peer, message)
+
+    def received(self, peer: DistPeer) -> None:
+        """The worker has all that it was sent."""
+        shipment = self._shipment
+        if shipment is None or peer not in shipment.missing:
+            return
+        shipment.missing.discard(peer)
+        if not shipment.missing:
+            self._finish()
+
+    def broken(self, number: int) -> None:
+        """A worker found that the wire does not work."""
+        if number == self._junction.number:
+            self._begin_again()
+
+    def left(self, peer: DistPeer) -> None:
+        """The worker is not served any more."""
+        self._asking.pop(peer, None)
+        if peer in self._junction.members:
+            self._junction.drop(peer)
+            self._begin_again()
+        elif self._asking:
+            self._advance()
+
+    def pump(self) -> None:
+        """Send what was packed in the meantime."""
+        shipment, wire = self._shipment, self._junction.wire
+        if shipment is None or wire is None:
+            return
+        try:
+            shipment.pump(wire, self._office.packed(shipment.slot))
+        except RuntimeError:
+            self._begin_again()
+
+    def revoke(self) -> None:
+        """Give up sending a version in whose place there is another one, or none."""
+        shipment = self._shipment
+        if shipment is None:
+            return
+        wanted = {self._office.publisher.newest(peer.id) for peer in shipment.missing}
+        if shipment.slot.version not in wanted:
+            self._begin_again()
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._timer.stop()
+        self._junction.end()
+        self._asking.clear()
+        self._shipment = None
+
+    def _advance(self) -> None:
+        if self._beginning_again or self._junction.connecting or self._shipment is not None:
+            return
+        publisher = self._office.publisher
+        for peer in tuple(self._asking):
+            if publisher.newest(peer.id) <= peer.seen:
+                del self._asking[peer]
+                self._office.tell(peer, {"type": "nothing"})
+        if not self._asking or self._must_wait():
+            return
+        version = publisher.newest(next(iter(self._asking)).id)
+        asking = (peer for peer in self._asking if publisher.newest(peer.id) == version)
+        members = tuple(sorted(asking, key=lambda peer: peer.id))
+        if self._junction.wire is not None and members == self._junction.members:
+            self._start(members)
+        else:
+            self._timer.stop()
+            self._junction.connect(members)
+
+    def _must_wait(self) -> bool:
+        if not self._office.collective or self._waited_enough:
+            return False
+        if self._office.expected() <= {peer.id for peer in self._asking}:
+            return False
+        if not self._timer.running:
+            self._timer.start(self._stop_waiting)
+        return True
+
+    def _stop_waiting(self) -> None:
+        self._waited_enough = True
+        asking = sorted(peer.id for peer in self._asking)
+        if asking:
+            remark = f"the group was made without it, for workers: {', '.join(map(str, asking))}"
+            for worker_id in self._office.expected().difference(asking):
+                self._office.publisher.remark(worker_id, remark)
+        self._advance()
+
+    def _opened(self) -> None:
+        if self._junction.wire is None:
+            self._begin_again()
+        else:
+            self._advance()
+
+    def _start(self, members: tuple[DistPeer, ...]) -> None:
+        self._timer.stop()
+        self._waited_enough = False
+        publisher, slot = self._office.publisher, None
+        for peer in members:
+            slot = publisher.lend(peer.id, peer.seen, peer, peer.name)
+            del self._asking[peer]
+        assert slot is not None
+        parts = cut(slot.block, slot.nbytes, self._office.part_nbytes)
+        shipment = self._shipment = Shipment(slot, parts, set(members))
+        announcement = shipment.announcement(self._junction.number, self._office.part_nbytes)
+        for peer in members:
+            self._office.tell(peer, announcement)
+            if self._shipment is not shipment:
+                return  # that one is gone, and the others begin again
+        if self._office.collective:
+            self._timer.start(self._look_after)
+        self.pump()
+
+    def _look_after(self) -> None:
+        """Begin again when a transfer has not got on since the last time."""
+        shipment, wire = self._shipment, self._junction.wire
+        if shipment is None or wire is None:
+            return
+        if shipment.gets_on(wire):
+            self._timer.start(self._look_after)
+        else:
+            self._begin_again()
+
+    def _finish(self) -> None:
+        assert self._junction.wire is not None
+        self._timer.stop()
+        self._shipment = None
+        try:
+            self._junction.wire.settle()
+        except BrokenWireError:
+            self._junction.end()
+        self._advance()
+
+    def _begin_again(self) -> None:
+        self._timer.stop()
+        shipment, self._shipment = self._shipment, None
+        members = self._junction.members
+        self._junction.end()
+        self._waited_enough = False
+        # Another may be found gone meanwhile; nothing is to begin before all have been told.
+        self._beginning_again = True
+        for peer in members:
+            if shipment is not None:
+                self._office.publisher.take_back(peer, shipment.slot)
+            self._asking.pop(peer, None)
+            if self._office.tell(peer, {"type": "again"}):
+                peer.offered = 0
+                self._office.offer(peer)
+        self._beginning_again = False
+        self._advance()
