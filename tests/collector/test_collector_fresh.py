@@ -14,7 +14,7 @@ import torch
 
 from sync_collector import Collector
 from sync_collector import testing as collectors
-from sync_collector.auto_update import Freshness
+from sync_collector.auto_update import AutoUpdate
 from sync_collector.envs import CountingEnv
 from sync_core import (
     SendError,
@@ -107,18 +107,18 @@ class Refused:
 )
 def test_who_died_and_was_replaced_since_is_no_failure(error: WorkerError, raises: bool) -> None:
     alive: Any = lambda worker_id: True  # noqa: E731
-    crew: Any = SimpleNamespace(ids=(0,), alive=alive, on_join=[], lock=threading.RLock())
+    pool: Any = SimpleNamespace(ids=(0,), alive=alive, on_join=[], lock=threading.RLock())
     released: list[int] = []
     requests: Any = SimpleNamespace(
         hold=lambda _: None, require=lambda *_: None, release=released.append, on_stale=[]
     )
     weights: Any = Refused(error)
-    freshness = Freshness(1, crew, requests, weights)
-    freshness.delivered(0)
-    freshness.refresh()
+    auto_update = AutoUpdate(1, pool, requests, weights)
+    auto_update.delivered(0)
+    auto_update.refresh()
     assert released == [0]
     with pytest.raises(SendError) if raises else nullcontext():
-        freshness.settle()
+        auto_update.settle()
 
 
 @pytest.mark.parametrize("interval", [1, 3])

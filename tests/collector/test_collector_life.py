@@ -279,7 +279,7 @@ def test_a_version_that_is_counted_while_a_worker_joins(models: dict[str, Any]) 
             counting.start()
             counting.join(0.2)
 
-        made._crew.on_join.append(count)
+        made._pool.on_join.append(count)
         made.add_workers()
         counting.join()
         assert set(versions(next(made))) == {made.stats().version} == {1}
@@ -380,7 +380,7 @@ def test_an_update_while_the_place_of_a_worker_is_taken(models: dict[str, Any]) 
         made.start()
         made.update_policy_weights_()
         kill(made, 1)
-        until(lambda: 1 in made._crew._restarting and made._crew.alive(1))
+        until(lambda: 1 in made._pool._restarting and made._pool.alive(1))
         assert made.update_policy_weights_(Scale(2.0)).updated == (0, 1)
         assert made.cascade_execute("policy.weight.item") == [2.0, 2.0]
         assert goes_on(made, batches)
@@ -619,9 +619,9 @@ def test_a_worker_that_is_removed_while_its_place_is_taken(models: dict[str, Any
         made.start()
         made.update_policy_weights_()
         kill(made, 1)
-        until(lambda: 1 in made._crew._restarting and made._crew.alive(1))
+        until(lambda: 1 in made._pool._restarting and made._pool.alive(1))
         made.remove_workers(1)
-        until(lambda: not made._crew._restarting)
+        until(lambda: not made._pool._restarting)
         assert made.worker_ids == (0, 2)
         assert goes_on(made, batches)
         made.add_workers()
@@ -638,14 +638,14 @@ def test_a_worker_that_hangs_is_removed(
     with collector(Pid, Scale(), on_worker_failure=on_worker_failure, **options) as made:
         made.start()
         made.update_policy_weights_()
-        remove = made._crew.remove
+        remove = made._pool.remove
 
         def remove_and_linger(worker_id: int) -> None:
             remove(worker_id)
             time.sleep(0.5)
 
         # The thread that collects learns at once that the worker has ended.
-        monkeypatch.setattr(made._crew, "remove", remove_and_linger)
+        monkeypatch.setattr(made._pool, "remove", remove_and_linger)
         os.kill(made.cascade_execute("env.pid")[1], signal.SIGSTOP)
         made_before = len(batches)
         until(lambda: len(batches) > made_before + 20)
@@ -658,7 +658,7 @@ def test_a_worker_that_cannot_join_is_served_no_longer(monkeypatch: pytest.Monke
         raise RuntimeError(f"worker {worker_id} is not welcome")
 
     with collector(policy=Scale(), num_workers=2) as made:
-        monkeypatch.setattr(made._crew, "on_join", [*made._crew.on_join, failing])
+        monkeypatch.setattr(made._pool, "on_join", [*made._pool.on_join, failing])
         with pytest.raises(RuntimeError, match="not welcome"):
             made.add_workers()
         assert made.update_policy_weights_().updated == (0, 1)
@@ -757,7 +757,7 @@ def test_what_a_worker_that_is_being_removed_has_made_is_not_saved() -> None:
     with collector(workers="thread", num_workers=2) as made:
         next(made)
         assert len(made.state_dict()["made"]) == 2
-        made._crew.remove(0)
+        made._pool.remove(0)
         assert [position for position, _ in made.state_dict()["made"]] == [0]
 
 
@@ -899,7 +899,7 @@ def test_an_environment_that_cannot_be_closed_is_told(tmp_path: Path) -> None:
             super().close()
             raise OSError("no more")
 
-    raised = r"worker [01]: Host\.close raised OSError: no more\n"
+    raised = r"worker [01]: CollectorWorker\.close raised OSError: no more\n"
     with (
         pytest.warns(UserWarning, match=raised) as warned,
         pytest.raises(ZeroDivisionError),

@@ -329,7 +329,7 @@ def test_a_batch_is_saved_as_it_was_about_to_be_handed_over() -> None:
 
     options: dict[str, Any] = {"num_workers": 1, "postproc": double, "total_frames": 4}
     with collector(**options) as made:
-        with mock.patch.object(made._crew, "dismiss", side_effect=KeyboardInterrupt):
+        with mock.patch.object(made._pool, "dismiss", side_effect=KeyboardInterrupt):
             with pytest.raises(KeyboardInterrupt):
                 next(made)
             state = made.state_dict()

@@ -18,8 +18,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from sync_collector import Collector
-from sync_collector.batch_request import Order
-from sync_collector.collector_worker import Host
+from sync_collector.batch_request import BatchRequest
+from sync_collector.collector_worker import CollectorWorker
 from sync_collector.devices import Devices
 from sync_collector.envs import CountingEnv, GymEnv
 from sync_collector.policy_module import module_of
@@ -28,8 +28,8 @@ from sync_collector.rollout import Rollout, RolloutOptions
 from sync_collector.schedules import FirstReady, Synchronous
 from sync_collector.testing import Scale, long_episodes
 from sync_collector.trajectories import PER_WORKER
-from sync_collector.worker_pool import Crew
-from sync_collector.worker_spec import WorkerRecipe
+from sync_collector.worker_pool import WorkerPool
+from sync_collector.worker_spec import WorkerSpec
 from sync_core import (
     ApplyContext,
     ModelError,
@@ -72,13 +72,13 @@ def group_class(name: str) -> Any:
     return registry.find(registry.WORKERS, name).object
 
 
-def crew(group: str = "inline", env_fn: Any = long_episodes, num_workers: int = 2) -> Crew:
+def pool(group: str = "inline", env_fn: Any = long_episodes, num_workers: int = 2) -> WorkerPool:
     options = RolloutOptions(frames_per_batch=2, owns_process=group == "process")
 
-    def recipe(worker_id: int, seat: int) -> WorkerRecipe:
-        return WorkerRecipe(seat=seat, env_fn=env_fn, policy=Scale(), options=options)
+    def spec(worker_id: int, seat: int) -> WorkerSpec:
+        return WorkerSpec(seat=seat, env_fn=env_fn, policy=Scale(), options=options)
 
-    return Crew(group_class(group), recipe, num_workers, 30.0)
+    return WorkerPool(group_class(group), spec, num_workers, 30.0)
 
 
 def with_interruption(env: Any, method: str) -> Any:
@@ -136,7 +136,7 @@ def test_a_new_seed_drops_a_batch_that_was_cut_short() -> None:
 def test_random_actions_by_order() -> None:
     made = Rollout(long_episodes(), Scale(7.0), 0, RolloutOptions(frames_per_batch=3))
     assert values(made.collect(), "action") == [7.0] * 3
-    assert 7.0 not in values(made.collect(Order(random=True)), "action")
+    assert 7.0 not in values(made.collect(BatchRequest(random=True)), "action")
 
 
 def env_of(step: Callable[[], dict[Any, Any]], **attributes: Any) -> Any:
@@ -227,7 +227,7 @@ def test_an_environment_without_flags() -> None:
 
 @pytest.mark.parametrize("group", ["inline", "thread", "process"])
 def test_seats_are_never_used_again(group: str) -> None:
-    workers = crew(group)
+    workers = pool(group)
     joined: list[int] = []
     workers.on_join.append(joined.append)
     try:
@@ -236,7 +236,7 @@ def test_seats_are_never_used_again(group: str) -> None:
         workers.remove(0)
         assert workers.ids == (1, 2)
         assert joined == [1, 2]
-        calls: dict[int, Future[Any]] = workers.call_all(Host.collect, Order())
+        calls: dict[int, Future[Any]] = workers.call_all(CollectorWorker.collect, BatchRequest())
         seats = {
             i: call.result(30)["collector", "traj_ids"][0].item() // PER_WORKER
             for i, call in calls.items()
@@ -251,18 +251,18 @@ def test_a_worker_that_took_a_place_and_could_not_join_does_not_work(group: str)
     def refuse(worker_id: int) -> None:
         raise ValueError(f"no weights for {worker_id}")
 
-    workers = crew(group)
+    workers = pool(group)
     workers.on_join.append(refuse)
     try:
         with pytest.raises(ValueError, match="no weights for 1"):
             workers.restart(1)
         assert (workers.alive(0), workers.alive(1)) == (True, False)
         with pytest.raises(WorkerLostError, match=r"could not join: no weights for 1"):
-            workers.call(1, Host.collect, Order()).result(30)
+            workers.call(1, CollectorWorker.collect, BatchRequest()).result(30)
         workers.on_join.clear()
         workers.restart(1)
         assert workers.alive(1)
-        call: Future[Any] = workers.call(1, Host.collect, Order())
+        call: Future[Any] = workers.call(1, CollectorWorker.collect, BatchRequest())
         assert values(call.result(30), "observation") == [0, 1]
     finally:
         workers.stop()
@@ -270,15 +270,17 @@ def test_a_worker_that_took_a_place_and_could_not_join_does_not_work(group: str)
 
 @pytest.mark.parametrize("group", ["inline", "process"])
 def test_a_worker_that_takes_a_place_is_not_among_all_before_it_has_joined(group: str) -> None:
-    workers = crew(group)
+    workers = pool(group)
     calls: dict[int, Future[bool]] = {}
-    workers.on_join.append(lambda _: calls.update(workers.call_all(Host.midway, 0)))
+    workers.on_join.append(lambda _: calls.update(workers.call_all(CollectorWorker.midway, 0)))
     try:
         workers.restart(1)
         assert not calls[0].result(30)
         with pytest.raises(WorkerLostError, match="worker 1: is being replaced"):
             calls[1].result(30)
-        assert not any(call.result(30) for call in workers.call_all(Host.midway, 0).values())
+        assert not any(
+            call.result(30) for call in workers.call_all(CollectorWorker.midway, 0).values()
+        )
     finally:
         workers.stop()
 
@@ -289,11 +291,11 @@ def test_what_cannot_be_built(group: str) -> None:
         raise ValueError("no pole")
 
     with pytest.raises(RemoteCallError) as caught:
-        crew(group, broken)
+        pool(group, broken)
     message = str(caught.value)
-    assert message.startswith("worker 0: Host.build raised ValueError: no pole\n")
+    assert message.startswith("worker 0: CollectorWorker.build raised ValueError: no pole\n")
     assert "in broken" in message
-    assert "WorkerRecipe" not in message.splitlines()[0]
+    assert "WorkerSpec" not in message.splitlines()[0]
 
 
 def test_a_worker_that_cannot_be_added() -> None:
@@ -302,7 +304,7 @@ def test_a_worker_that_cannot_be_added() -> None:
     def made() -> Any:
         return envs.pop(0)()
 
-    workers = crew("inline", made)
+    workers = pool("inline", made)
     with pytest.raises(RemoteCallError, match="raised TypeError"):
         workers.add()
     assert workers.ids == (0, 1)
@@ -311,19 +313,19 @@ def test_a_worker_that_cannot_be_added() -> None:
 
 def test_the_text_of_a_recipe_is_short() -> None:
     options = RolloutOptions(frames_per_batch=1)
-    assert repr(WorkerRecipe(seat=3, env_fn=CountingEnv, options=options)) == "WorkerRecipe(seat=3)"
+    assert repr(WorkerSpec(seat=3, env_fn=CountingEnv, options=options)) == "WorkerSpec(seat=3)"
 
 
 def test_a_policy_from_another_process_is_not_copied_again() -> None:
     policy = Scale()
     for owns_process, copied in ((True, False), (False, True)):
         options = RolloutOptions(frames_per_batch=1, owns_process=owns_process)
-        recipe = WorkerRecipe(seat=0, env_fn=CountingEnv, policy=policy, options=options)
-        assert (recipe.make_models()[0] is not policy) == copied
+        spec = WorkerSpec(seat=0, env_fn=CountingEnv, policy=policy, options=options)
+        assert (spec.make_models()[0] is not policy) == copied
 
 
 def test_a_worker_that_is_held_back() -> None:
-    workers = crew("thread", num_workers=1)
+    workers = pool("thread", num_workers=1)
     requests = Requests(workers, 1.0)
     requests.hold(0)
     requests.ask(0)
@@ -347,11 +349,11 @@ def test_a_batch_that_is_dropped_while_it_is_waited_for() -> None:
             may_step.wait(30)
             return super().step(tensordict)
 
-    workers = crew("thread", Waiting)
+    workers = pool("thread", Waiting)
     requests = Requests(workers, 30.0)
     schedule = FirstReady(workers, requests)
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(schedule.next_batch, 2)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(schedule.next_batch, 2)
         _until(lambda: len(requests) == 1)
         requests.drop(0)
         may_step.set()
@@ -375,12 +377,12 @@ def test_parts_that_do_not_fit_are_kept() -> None:
 
 
 def test_parts_on_several_devices() -> None:
-    def recipe(worker_id: int, seat: int) -> WorkerRecipe:
+    def spec(worker_id: int, seat: int) -> WorkerSpec:
         devices = Devices.of(storing=("cpu", "meta")[worker_id])
         options = RolloutOptions(frames_per_batch=4, devices=devices)
-        return WorkerRecipe(seat=seat, env_fn=long_episodes, options=options)
+        return WorkerSpec(seat=seat, env_fn=long_episodes, options=options)
 
-    workers = Crew(group_class("inline"), recipe, 2, 30.0)
+    workers = WorkerPool(group_class("inline"), spec, 2, 30.0)
     with pytest.raises(ValueError, match=r"on cpu for worker 0 and .* on meta for worker 1"):
         Synchronous(workers, Requests(workers, 1.0)).next_batch(None)
     workers.stop()
@@ -523,8 +525,8 @@ def test_workers_that_join_get_the_newest_weights() -> None:
     with Collector(long_episodes, policy, sync=True, **options) as collector:
         collector.increment_version()
         collector.update_policy_weights_(Scale(3.0))
-        collector._crew.restart(0)
-        collector._crew.add()
+        collector._pool.restart(0)
+        collector._pool.add()
         batch = next(collector)
         assert values(batch, "action") == [[3.0] * 2] * 3
         assert batch["policy_version"].unique().tolist() == [2]

@@ -149,7 +149,7 @@ def test_who_takes_a_place_has_the_newest_weights_and_is_not_refreshed() -> None
     sent: list[tuple[int, ...]] = []
     with collector(Scale()) as made:
         made._weights.on_update.append(lambda ids: sent.append(tuple(ids)))
-        made._crew.restart(owner(next(made)))
+        made._pool.restart(owner(next(made)))
         next(made)
         assert sent == []
 

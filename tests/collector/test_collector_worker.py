@@ -26,8 +26,8 @@ from sync_collector.rollout import Rollout, RolloutOptions
 from sync_collector.testing import Scale, long_episodes
 from sync_collector.warmup import Warmup
 from sync_collector.worker_options import options_of_workers
-from sync_collector.worker_pool import Crew
-from sync_collector.worker_spec import WorkerRecipe
+from sync_collector.worker_pool import WorkerPool
+from sync_collector.worker_spec import WorkerSpec
 from sync_core import ModelError, OptionError, RemoteCallError
 from sync_core.registry import WORKERS, find
 
@@ -136,24 +136,24 @@ def test_parts_of_a_batch_are_random_together() -> None:
 
 
 def test_random_frames_that_a_lost_worker_was_asked_for() -> None:
-    crew = Crew(find(WORKERS, "inline").object, recipe, 2, 10.0)
-    warmup = Warmup(crew, 8, together=False)
+    pool = WorkerPool(find(WORKERS, "inline").object, spec, 2, 10.0)
+    warmup = Warmup(pool, 8, together=False)
     assert [warmup.order(i).random for i in (0, 1, 0)] == [True, True, False]
     warmup.take_back(1)
     assert [warmup.order(i).random for i in (1, 0)] == [True, False]
-    together = Warmup(crew, 5, together=True)
+    together = Warmup(pool, 5, together=True)
     assert [together.order(i).random for i in (0, 1, 0)] == [True, True, False]
     together.take_back(1)
     assert [together.order(i).random for i in (1, 1, 0)] == [False, False, False]
-    first, second = (Warmup(crew, 3, together=True) for _ in range(2))
+    first, second = (Warmup(pool, 3, together=True) for _ in range(2))
     assert first.order(0).random
     second.load_state_dict(first.state_dict())
     assert [second.order(i).random for i in (1, 0)] == [True, False]
-    crew.stop()
+    pool.stop()
 
 
-def recipe(worker_id: int, seat: int) -> WorkerRecipe:
-    return WorkerRecipe(seat=seat, env_fn=long_episodes, options=RolloutOptions(frames_per_batch=4))
+def spec(worker_id: int, seat: int) -> WorkerSpec:
+    return WorkerSpec(seat=seat, env_fn=long_episodes, options=RolloutOptions(frames_per_batch=4))
 
 
 def test_policies_draw_unless_told_otherwise() -> None:
@@ -298,7 +298,7 @@ def test_devices() -> None:
 
 def test_an_environment_is_moved() -> None:
     options = RolloutOptions(frames_per_batch=4, devices=Devices.of(env="cpu"))
-    env: Any = WorkerRecipe(seat=0, env_fn=Movable, options=options).make_env()
+    env: Any = WorkerSpec(seat=0, env_fn=Movable, options=options).make_env()
     assert env.moved == torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""Forms: any change of a tensor but that of its values or its place is noticed."""
+"""TensorSignatures: any change of a tensor but that of its values or its place is noticed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_core.models import finder as forms
-from sync_core.models.finder import Forms
+from sync_core.models.finder import TensorSignatures
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "type": lambda tensor: nn.Parameter(tensor, requires_grad=False),
@@ -39,43 +39,43 @@ def tensors() -> list[Tensor]:
 
 
 def test_other_values_in_another_place_fit() -> None:
-    assert Forms(tensors()).fit([tensor + 1 for tensor in tensors()])
+    assert TensorSignatures(tensors()).fit([tensor + 1 for tensor in tensors()])
 
 
 @pytest.mark.filterwarnings("ignore:.*(nested|CSR) tensor:UserWarning")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_whatever_else_changes_is_noticed(change: Callable[[Tensor], Tensor]) -> None:
     first, *others = tensors()
-    known = Forms([first, *others])
+    known = TensorSignatures([first, *others])
     assert not known.fit([change(first), *others])
     assert known.fit([first, *others])
 
 
 def test_what_lies_otherwise_in_memory_is_noticed() -> None:
     plain = torch.ones(2, 4)
-    assert not Forms([plain]).fit([plain.to_mkldnn()])
+    assert not TensorSignatures([plain]).fit([plain.to_mkldnn()])
 
 
 def test_a_view_that_negates_is_noticed() -> None:
     negated = torch.ones(3, dtype=torch.complex64).conj().imag
-    assert not Forms([negated]).fit([negated.resolve_neg()])
+    assert not TensorSignatures([negated]).fit([negated.resolve_neg()])
 
 
 def test_a_parameter_that_is_given_other_data_is_noticed() -> None:
     parameter = nn.Parameter(torch.ones(2, 3))
-    known = Forms([parameter])
+    known = TensorSignatures([parameter])
     parameter.data = parameter.data.half()
     assert not known.fit([parameter])
 
 
 def test_another_number_of_tensors_does_not_fit() -> None:
-    assert not Forms(tensors()).fit(tensors()[:2])
-    assert not Forms(()).fit(tensors())
+    assert not TensorSignatures(tensors()).fit(tensors()[:2])
+    assert not TensorSignatures(()).fit(tensors())
 
 
 def test_a_tensor_in_the_place_of_another_like_it_fits() -> None:
     one, other = torch.ones(2), torch.ones(2)
-    assert Forms([one, other]).fit([one, one])
+    assert TensorSignatures([one, other]).fit([one, one])
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_tensor_in_the_place_of_another_like_it_fits() -> None:
 )
 def test_a_frozen_parameter_fits_in_any_mode(mode: Callable[[], object]) -> None:
     parameter = nn.Parameter(torch.ones(2))
-    known = Forms([parameter])
+    known = TensorSignatures([parameter])
     with mode():  # type: ignore[attr-defined]
         assert known.fit([parameter])
     parameter.requires_grad_(False)

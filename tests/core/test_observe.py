@@ -229,4 +229,4 @@ def test_the_trace_is_a_line_for_each_hook_call() -> None:
 def test_without_being_asked_no_call_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SYNC_TRACE", raising=False)
     with Sender("thread", nn.Linear(2, 2), num_workers=1) as sender:
-        assert sender._outlet.stack._manager._inner_hookexec.__name__ == "_multicall"
+        assert sender._pipeline.stack._manager._inner_hookexec.__name__ == "_multicall"

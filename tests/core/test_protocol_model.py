@@ -29,7 +29,7 @@ from sync_core import (
     WorkerLostError,
 )
 from sync_core.sending import membership
-from sync_core.sending.failure_policy import Remedies
+from sync_core.sending.failure_policy import FailurePolicy
 from sync_core.sending.membership import Membership
 from sync_core.sending.pending import PendingSend
 from sync_core.sending.worker_state import WorkerState, WorkerStatus, acknowledged
@@ -157,7 +157,7 @@ class Search:
         self.versions = versions
         self.mistakes = mistakes
         self.members = Membership((), timeout=1.0, clock=lambda: 0.0)
-        self.remedies = Remedies("quarantine", None, None, called=False, timeout=1.0)
+        self.remedies = FailurePolicy("quarantine", None, None, called=False, timeout=1.0)
 
     def start(self) -> World:
         members = Membership(IDS, timeout=1.0, clock=lambda: 0.0)

@@ -151,7 +151,7 @@ def test_signs_that_stop_mean_death(sender: Sender) -> None:
 
 def test_a_sender_without_signs_is_lost(sender: Sender) -> None:
     receiver = join(sender, 0)
-    transport: Any = sender._outlet.transport
+    transport: Any = sender._pipeline.transport
     transport._pulse.end()
     with pytest.raises(SenderLostError, match="gives no sign of life"):
         receiver.receive(5.0)
@@ -189,7 +189,7 @@ def test_a_store_that_fails_for_a_while(sender: Sender, memory: Memory) -> None:
 
 
 def test_closing_while_a_version_is_put_there(sender: Sender, memory: Memory) -> None:
-    transport: Any = sender._outlet.transport
+    transport: Any = sender._pipeline.transport
     memory.on_version = transport.close
     with pytest.raises(ClosedError):
         sender.send_async()

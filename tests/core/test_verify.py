@@ -220,7 +220,7 @@ def test_a_bit_that_flips_in_a_slot(scheme: str, zero_copy: bool) -> None:
         with torch.no_grad():
             model.weight.add_(1)
         pending = sender.send_async()
-        publisher: Publisher = cast("Any", sender._outlet.transport)._publisher
+        publisher: Publisher = cast("Any", sender._pipeline.transport)._publisher
         (slot,) = [slot for slot in publisher.slots if slot.version == 2]
         header = int.from_bytes(bytes(slot.block.memory[:8].tolist()), "little")
         slot.block.memory[8 + header] ^= 1
@@ -348,7 +348,7 @@ def test_a_failed_readback_leaves_no_model_in_memory_that_is_lent_to_nobody() ->
             receiver.receive()
         with pytest.raises(SendError):
             pending.wait()
-        publisher: Publisher = cast("Any", sender._outlet.transport)._publisher
+        publisher: Publisher = cast("Any", sender._pipeline.transport)._publisher
         assert not any(slot.readers for slot in publisher.slots)
         memory = [slot.block.memory.untyped_storage().data_ptr() for slot in publisher.slots]
         assert copy.weight.untyped_storage().data_ptr() not in memory

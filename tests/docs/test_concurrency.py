@@ -2,7 +2,7 @@
 
 A name is that of a class or function and of what it makes (`Publisher.changed`,
 `_copy_pieces.helper`), so that it stays the same where code moves to another module. What is made
-at the top of a module is named after any class or function that uses it (`Turn._PATIENCE`).
+at the top of a module is named after any class or function that uses it (`Exclusive._PATIENCE`).
 """
 
 from __future__ import annotations

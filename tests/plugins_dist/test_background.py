@@ -21,7 +21,7 @@ from sync_core import (
     Sender,
     SenderLostError,
 )
-from sync_core.receiving.background import Background
+from sync_core.receiving.background import BackgroundReceiver
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -178,7 +178,7 @@ class Still(ReceiverTransport):
 
 def test_closing_does_not_wait_for_what_does_not_come() -> None:
     transport = Still()
-    background = Background(transport)
+    background = BackgroundReceiver(transport)
     assert transport.begun.wait(10)
     begin = time.monotonic()
     background.close()

@@ -14,10 +14,10 @@ import torch
 from sync_core import Receiver, Sender
 from sync_core.testing.worker_groups import count_threads, eventually
 from sync_core.transports import SharedMemory
-from sync_plugin_dist.local import MemoryLane
-from sync_plugin_dist.process_group import Wire
+from sync_plugin_dist.local import LocalReaders
+from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.rendezvous import Rendezvous
-from sync_plugin_dist.stream import Lane
+from sync_plugin_dist.stream import Stream
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -36,7 +36,7 @@ def exchange():
     assert pending.wait().updated == (0,)
 
 def hold():
-    with sender._outlet.transport.publisher.lock:
+    with sender._pipeline.transport.publisher.lock:
         held.set()
         over.wait()
 
@@ -122,6 +122,6 @@ def no_more_than(before: tuple[int, ...]) -> bool:
 def held() -> tuple[int, ...]:
     """How many there are of what a worker takes."""
     gc.collect()
-    kinds = (Lane, MemoryLane, SharedMemory, Wire, Rendezvous)
+    kinds = (Stream, LocalReaders, SharedMemory, TensorGroup, Rendezvous)
     objects = [sum(type(o) is kind for o in gc.get_objects()) for kind in kinds]
     return *objects, count_threads(), psutil.Process().num_fds()

@@ -20,8 +20,8 @@ from torch import Tensor
 from sync_core import Address, Answer, CapacityError, Receiver, Sender, SendError
 from sync_core.testing.faults import few_descriptors
 from sync_core.testing.worker_groups import eventually
-from sync_plugin_dist.local import MemoryLane
-from sync_plugin_dist.stream import Lane
+from sync_plugin_dist.local import LocalReaders
+from sync_plugin_dist.stream import Stream
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -36,13 +36,13 @@ def elsewhere(address: Address, local: str = "\0no such socket") -> Address:
 
 
 def lanes(sender: Sender) -> list[type[Any]]:
-    transport: Any = sender._outlet.transport
+    transport: Any = sender._pipeline.transport
     return [type(transport._lanes[worker_id]) for worker_id in sorted(transport._lanes)]
 
 
 def readers(sender: Sender) -> dict[int, int]:
     """How many read each of the versions that lie in slots."""
-    slots = sender._outlet.transport.publisher.slots  # type: ignore[union-attr]
+    slots = sender._pipeline.transport.publisher.slots  # type: ignore[union-attr]
     return {slot.version: len(slot.readers) for slot in slots if slot.version}
 
 
@@ -69,13 +69,17 @@ def test_each_gets_a_version_in_its_own_way(zero_copy: bool) -> None:
             deliver(sender, value, here, there, nowhere)
             for target in targets:
                 assert all((tensor == value).all() for tensor in target.values())
-        assert lanes(sender) == [MemoryLane, Lane, Lane]
+        assert lanes(sender) == [LocalReaders, Stream, Stream]
 
 
 def test_a_worker_that_comes_back_from_another_machine() -> None:
     with Sender("dist", weights_of(1.0), num_workers=1, timeout=20) as sender:
         address = sender.address(0)
-        for way, lane in ((address, MemoryLane), (elsewhere(address), Lane), (address, MemoryLane)):
+        for way, lane in (
+            (address, LocalReaders),
+            (elsewhere(address), Stream),
+            (address, LocalReaders),
+        ):
             target = weights_of(0.0)
             with Receiver(way, target) as receiver:
                 deliver(sender, 5.0, receiver)
@@ -192,14 +196,14 @@ def waiting() -> Iterator[tuple[Sender, Receiver]]:
 
 
 def peer_of(sender: Sender) -> Any:
-    transport: Any = sender._outlet.transport
+    transport: Any = sender._pipeline.transport
     return transport._peers[0]
 
 
 @contextmanager
 def busy(sender: Sender) -> Iterator[None]:
     """Let the sender's own thread hear nothing in this block."""
-    transport: Any = sender._outlet.transport
+    transport: Any = sender._pipeline.transport
     with transport.publisher.lock:
         yield
 
@@ -207,7 +211,7 @@ def busy(sender: Sender) -> Iterator[None]:
 @contextmanager
 def idle(sender: Sender) -> Iterator[None]:
     """Let it hear in this block, inside one of `busy`."""
-    transport: Any = sender._outlet.transport
+    transport: Any = sender._pipeline.transport
     transport.publisher.lock.release()
     try:
         yield
@@ -271,9 +275,9 @@ def test_one_that_was_interrupted_while_it_waited_finds_the_newest() -> None:
 def test_a_slot_that_was_shown_is_not_packed_again_after_ctrl_c(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    show = MemoryLane.pump
+    show = LocalReaders.pump
 
-    def show_and_interrupt(lane: MemoryLane) -> None:
+    def show_and_interrupt(lane: LocalReaders) -> None:
         promised = lane._promised is not None
         show(lane)
         shown = promised and lane._promised is None
@@ -284,7 +288,7 @@ def test_a_slot_that_was_shown_is_not_packed_again_after_ctrl_c(
         target = weights_of(0.0)
         with Receiver(sender.address(0), target) as receiver, ThreadPoolExecutor(1) as pool:
             staging = pool.submit(receiver.stage, 10.0)
-            monkeypatch.setattr(MemoryLane, "pump", show_and_interrupt)
+            monkeypatch.setattr(LocalReaders, "pump", show_and_interrupt)
             while not staging.done():
                 with suppress(KeyboardInterrupt):
                     sender.send_async(weights_of(1.0)).abandon()

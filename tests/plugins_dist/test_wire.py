@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sync_core.transports import Message
-from sync_plugin_dist.process_group import Link, Wire
-from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
+from sync_plugin_dist.process_group import Link, TensorGroup
+from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,7 +41,7 @@ class Ends:
             del seconds
             time.sleep(0.01)
             if leave:
-                raise BrokenWireError("it has left")
+                raise BrokenGroupError("it has left")
             while self._told[1 - rank]:
                 known.put(self._told[1 - rank].pop(0))
 
@@ -57,9 +57,9 @@ def beside(function: Callable[[], object]) -> threading.Thread:
 
 def test_parts_may_take_as_long_as_was_agreed() -> None:
     ends = Ends()
-    wires: dict[int, Wire] = {}
-    made = beside(lambda: wires.update({0: Wire(LINK, ends.rendezvous(0), 0, 2)}))
-    wires[1] = Wire(LINK, ends.rendezvous(1), 1, 2)
+    wires: dict[int, TensorGroup] = {}
+    made = beside(lambda: wires.update({0: TensorGroup(LINK, ends.rendezvous(0), 0, 2)}))
+    wires[1] = TensorGroup(LINK, ends.rendezvous(1), 1, 2)
     made.join()
     part, place = torch.arange(5.0), torch.zeros(5)
 
@@ -80,9 +80,9 @@ def test_parts_may_take_as_long_as_was_agreed() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_other_end_has_gone_when_they_connect(rank: int) -> None:
     ends = Ends()
-    with pytest.raises(BrokenWireError, match="it has left"):
-        Wire(LINK, ends.rendezvous(1 - rank, leave=True), 1 - rank, 2)
+    with pytest.raises(BrokenGroupError, match="it has left"):
+        TensorGroup(LINK, ends.rendezvous(1 - rank, leave=True), 1 - rank, 2)
     begin = time.monotonic()
-    with pytest.raises(BrokenWireError):
-        Wire(LINK, ends.rendezvous(rank), rank, 2)
+    with pytest.raises(BrokenGroupError):
+        TensorGroup(LINK, ends.rendezvous(rank), rank, 2)
     assert time.monotonic() - begin < 2 * LINK.timeout

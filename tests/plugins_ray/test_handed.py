@@ -31,9 +31,9 @@ from sync_core import (
 )
 from sync_core.testing.worker_groups import eventually
 from sync_plugin_ray import take_calls
-from sync_plugin_ray.inbox import Tray, hand, take_back
+from sync_plugin_ray.inbox import Inbox, hand, take_back
 from sync_plugin_ray.mailbox import Offer
-from sync_plugin_ray.pull_worker import Addressee
+from sync_plugin_ray.pull_worker import PullWorker
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -125,7 +125,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sender], list[int]]:
 
     def note(sender: Sender) -> list[int]:
         versions: list[int] = []
-        transport: Any = sender._outlet.transport
+        transport: Any = sender._pipeline.transport
         update = transport._update_mailbox
 
         def noted() -> Any:
@@ -206,7 +206,7 @@ def test_who_does_not_look_in_time_finds_the_newest_in_the_mailbox(
 
 
 def test_what_is_taken_back_before_it_came_is_not_found() -> None:
-    tray = Tray("reader")
+    tray = Inbox("reader")
     # Ray runs the later of two calls first, now and then.
     take_back("reader", 2, None)
     begin = time.monotonic()
@@ -216,7 +216,7 @@ def test_what_is_taken_back_before_it_came_is_not_found() -> None:
 
 
 def test_what_is_brought_after_something_newer_is_not_found() -> None:
-    tray = Tray("reader")
+    tray = Inbox("reader")
     newer = Offer(2, "", [b""]), time.time(), 20.0
     bringing = threading.Thread(target=lambda: hand("reader", *newer, None))
     bringing.start()
@@ -232,7 +232,7 @@ def test_what_is_brought_after_something_newer_is_not_found() -> None:
 
 
 def test_what_should_be_taken_away_by_now_is_not_found() -> None:
-    tray = Tray("reader")
+    tray = Inbox("reader")
     offer = Offer(1, "", [b""])
     bringing = threading.Thread(target=lambda: hand("reader", offer, time.time(), 1.0, None))
     bringing.start()
@@ -338,13 +338,13 @@ def test_from_whoever_has_come_since_nothing_is_taken_back(
     pool: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[Any] = []
-    call_of = Addressee._call
+    call_of = PullWorker._call
 
-    def noted(worker: Addressee, function: Callable[..., Any], *args: Any) -> Any:
+    def noted(worker: PullWorker, function: Callable[..., Any], *args: Any) -> Any:
         called.append(function)
         return call_of(worker, function, *args)
 
-    monkeypatch.setattr(Addressee, "_call", noted)
+    monkeypatch.setattr(PullWorker, "_call", noted)
     with Sender("ray", weights(0.0), num_workers=1) as sender:
         ray.get(pool[0].connect.remote(sender.address(0)))
         sender.send_async(weights(1)).abandon()
@@ -433,7 +433,7 @@ def test_an_actor_that_declared_nothing_asks_the_mailbox(
 
 @pytest.mark.parametrize("skew", [0.0, 30.0, -30.0])
 def test_what_comes_late_is_not_kept_whatever_the_clocks_say(skew: float) -> None:
-    tray = Tray("reader")
+    tray = Inbox("reader")
     # Of clocks that differ the first one says by how much.
     assert tray._is_fresh(skew) == (skew == 0.0)
     assert tray._is_fresh(skew + 0.001)

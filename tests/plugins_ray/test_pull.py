@@ -243,7 +243,7 @@ def test_a_lost_object_is_put_again(lost: Any, size: int) -> None:
     weights = {name: torch.ones(size) for name in "ab"}
     model = {name: torch.zeros(size) for name in "ab"}
     with Sender("ray", weights, num_workers=1) as sender:
-        store = cast("Any", sender._outlet.transport)._store
+        store = cast("Any", sender._pipeline.transport)._store
         put, store.put = store.put, put_and_lose
         with Receiver(sender.address(0), model) as receiver:
             pending = sender.send_async()

@@ -326,7 +326,7 @@ def test_a_lost_object_is_put_again(pool: list[Any], lost: Any, size: int) -> No
         return publication
 
     with Sender("ray", pair(2.0, size), workers=pool) as sender:
-        store = cast("Any", sender._outlet.transport)._store
+        store = cast("Any", sender._pipeline.transport)._store
         put, store.put = store.put, put_and_lose
         assert sender.send(timeout=30).updated == (0, 1, 2)
     assert ray.get([actor.hosted.remote() for actor in pool]) == [{2.0}] * 3

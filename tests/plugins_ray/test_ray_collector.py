@@ -182,7 +182,7 @@ def test_who_joins_and_commits_by_itself_is_not_waited_for() -> None:
         configs = [{"num_cpus": 0, "runtime_env": {"env_vars": {"WHICH": name}}} for name in "ab"]
         made = [long_episodes, long_episodes]
         assert collector.add_collectors(made, remote_configs=configs) == (3, 4)
-        which = [collector._crew.call(i, lambda _: os.environ.get("WHICH")) for i in (2, 3, 4)]
+        which = [collector._pool.call(i, lambda _: os.environ.get("WHICH")) for i in (2, 3, 4)]
         assert [call.result(30) for call in which] == [None, "a", "b"]
 
 

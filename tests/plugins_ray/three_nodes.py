@@ -56,7 +56,7 @@ def main() -> None:
     with Sender("ray", policy(1.0), workers=actors, timeout=60) as sender:
         report = sender.send()
         assert report.updated == (0, 1, 2, 3), report
-        transport: Any = sender._outlet.transport
+        transport: Any = sender._pipeline.transport
         (location,) = get_object_locations(transport._newest_for_all.data).values()
         say("workers", len(actors), "copies", len(location["node_ids"]))
         assert len(location["node_ids"]) == 3

@@ -81,7 +81,7 @@ class KeepsVersions(SchemeConformance):
             self.sender(policy, 3, zero_copy=views, timeout=2.0) as sender,
             ExitStack() as stack,
         ):
-            slots = sender._outlet.transport._publisher.slots  # type: ignore[union-attr]
+            slots = sender._pipeline.transport._publisher.slots  # type: ignore[union-attr]
             receivers = [
                 stack.enter_context(Receiver(sender.address(i), model))
                 for i, model in enumerate(models)
@@ -166,7 +166,7 @@ class TestThread(KeepsVersions):
                 with pytest.raises(SendError):
                     sender.send_async().wait(0)
                 receiver.stage()
-            publisher = sender._outlet.transport._publisher  # type: ignore[union-attr]
+            publisher = sender._pipeline.transport._publisher  # type: ignore[union-attr]
             monkeypatch.setattr(publisher, "_allocate", refuse_memory)
             with pytest.raises(CapacityError, match=r"worker 2 read all 3 .* no more can be made"):
                 sender.send_async()

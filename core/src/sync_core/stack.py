@@ -276,7 +276,7 @@ def _kind(result: object) -> str:
     return "None" if result is None else f"a {type(result).__name__}"
 
 
-class Cadence:
+class PushCounter:
     """Counts, for each worker, the pushes since one last reached it."""
 
     def __init__(self, stack: Stack, model_id: str) -> None:

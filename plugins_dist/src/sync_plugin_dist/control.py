@@ -50,7 +50,7 @@ def _connect_over_tcp(context: TransportContext) -> socket.socket:
 _BEGINS_AGAIN = ("again", "gone")
 
 
-class Line:
+class ControlChannel:
     """Messages to and from a sender; a wire's `Control`.
 
     Args:

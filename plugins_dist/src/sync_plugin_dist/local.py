@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from sync_core.transports import SharedSlots, Slot
-from sync_plugin_dist.office import DistPeer, Office
+from sync_plugin_dist.stream_owner import DistPeer, StreamOwner
 
 
-class MemoryLane:
+class LocalReaders:
     """Shows one worker after the other the slots of the sender.
 
     Nothing is on its way, so nothing has to begin again: what a worker was shown stays lent until
@@ -14,7 +14,7 @@ class MemoryLane:
     every call.
     """
 
-    def __init__(self, office: Office, slots: SharedSlots) -> None:
+    def __init__(self, office: StreamOwner, slots: SharedSlots) -> None:
         self._office = office
         self._slots = slots
         # Lent, and not packed entirely.

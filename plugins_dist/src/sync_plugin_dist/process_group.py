@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from sync_core.transports import Block
-from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
+from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous
 
 # How often it is looked whether the collectives of a group have ended, in seconds.
 _LOOKING = 0.1
@@ -135,7 +135,7 @@ class Control(Protocol):
         """Read it, and say whether the transfer is over because of it."""
 
 
-class Wire:
+class TensorGroup:
     """One end of a process group, known to nobody but us.
 
     Args:
@@ -145,7 +145,7 @@ class Wire:
         size: how many ends there are.
 
     Raises:
-        BrokenWireError: not all came within the timeout.
+        BrokenGroupError: not all came within the timeout.
     """
 
     def __init__(self, link: Link, rendezvous: Rendezvous, rank: int, size: int) -> None:
@@ -158,7 +158,7 @@ class Wire:
         try:
             self._group = _connect(link, rendezvous, rank, size)
         except (RuntimeError, ValueError) as error:
-            raise BrokenWireError(f"no connection: {error}") from error
+            raise BrokenGroupError(f"no connection: {error}") from error
         _wires.add(self)
 
     def send(self, part: Tensor) -> None:
@@ -177,7 +177,7 @@ class Wire:
         """Wait for the little that may be left to do when everybody has received everything.
 
         Raises:
-            BrokenWireError: that was not so.
+            BrokenGroupError: that was not so.
         """
         self._wait_for_all(time.monotonic() + _SETTLING)
 
@@ -194,7 +194,7 @@ class Wire:
             control: may end the transfer of what is broadcast.
 
         Raises:
-            BrokenWireError: it did not come, or another did.
+            BrokenGroupError: it did not come, or another did.
         """
         deadline = time.monotonic() + self._link.timeout
         places = [*parts, self._tail]
@@ -207,15 +207,15 @@ class Wire:
                 # Of an end that dies, gloo tells who waits for any part but the one on its way.
                 self._works.pop().wait(timedelta(seconds=self._link.timeout))
         except RuntimeError as error:
-            raise BrokenWireError(str(error)) from error
+            raise BrokenGroupError(str(error)) from error
         self._wait_for_all(deadline)
         if self._link.collective and control.interrupts():
             # What a sender gave up may be overwritten while it is still being broadcast.
-            raise BrokenWireError("the sender begins again")
+            raise BrokenGroupError("the sender begins again")
         if self._link.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         if int(self._tail.item()) != version:
-            raise BrokenWireError(f"version {int(self._tail.item())} came, and not {version}")
+            raise BrokenGroupError(f"version {int(self._tail.item())} came, and not {version}")
 
     def close(self) -> None:
         """Leave the group; what is on its way does not arrive, or not whole."""
@@ -238,16 +238,16 @@ class Wire:
             poll.register(alarm.reader, select.POLLIN)
             poll.register(control.fileno(), select.POLLIN)
             if control.interrupts():  # which may have been read already, along with the rest
-                raise BrokenWireError("the sender begins again")
+                raise BrokenGroupError("the sender begins again")
             while missing:
                 ready = poll.poll(self._link.timeout * 1000)
                 if not ready:
-                    raise BrokenWireError(f"nothing came for {self._link.timeout:g} s")
+                    raise BrokenGroupError(f"nothing came for {self._link.timeout:g} s")
                 for descriptor, _ in ready:
                     if descriptor == alarm.reader:
                         os.read(alarm.reader, 4096)
                     elif control.interrupts():
-                        raise BrokenWireError("the sender begins again")
+                        raise BrokenGroupError("the sender begins again")
                 while missing and missing[0].done():
                     missing.popleft().wait()
         finally:
@@ -260,7 +260,7 @@ class Wire:
                 self._works[0].wait(timedelta(seconds=left))
                 self._works.popleft()
         except RuntimeError as error:
-            raise BrokenWireError(str(error)) from error
+            raise BrokenGroupError(str(error)) from error
 
 
 def _connect(link: Link, rendezvous: Rendezvous, rank: int, size: int) -> Any:
@@ -308,7 +308,7 @@ class _Alarm:
 
 
 # A group that is freed waits for its threads, and in a process forked from this one there are none.
-_wires: weakref.WeakSet[Wire] = weakref.WeakSet()
+_wires: weakref.WeakSet[TensorGroup] = weakref.WeakSet()
 
 
 def _never_free() -> None:

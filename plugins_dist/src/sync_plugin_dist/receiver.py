@@ -19,12 +19,12 @@ from sync_core import (
 from sync_core.errors import PayloadError
 from sync_core.transports import Block, MappedSlots, Message, farewell, hello
 from sync_plugin_dist.chunks import cut
-from sync_plugin_dist.control import Line, connect
+from sync_plugin_dist.control import ControlChannel, connect
 from sync_plugin_dist.descriptors import advice, enough_descriptors
 from sync_plugin_dist.options import DistOptions
-from sync_plugin_dist.process_group import Wire
+from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.protocol import Farewell, Transfer
-from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
+from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous
 
 
 class DistReceiver(ReceiverTransport):
@@ -44,7 +44,7 @@ class DistReceiver(ReceiverTransport):
         self._blocks: list[Block] = []
         self._layout = context.layout
         self._model_nbytes = 0 if context.layout is None else context.layout.nbytes
-        self._wire: Wire | None = None
+        self._wire: TensorGroup | None = None
         self._rendezvous: Rendezvous | None = None
         self._offered = 0
         self._seen = 0
@@ -57,7 +57,7 @@ class DistReceiver(ReceiverTransport):
         # The slots that the sender was last told are read.
         self._told: list[int] = []
         connection = connect(context)
-        self._line = Line(connection, self._put_key)
+        self._line = ControlChannel(connection, self._put_key)
         # What comes over a wire is in no slot.
         self._slots = MappedSlots()
         interface = context.endpoint.host if self._line.local else connection.getsockname()[0]
@@ -239,13 +239,13 @@ class DistReceiver(ReceiverTransport):
             number, self._line.send, self._hear_keys, timeout=self._link.timeout
         )
         try:
-            self._wire = Wire(self._link, self._rendezvous, message["rank"], message["size"])
-        except BrokenWireError:
+            self._wire = TensorGroup(self._link, self._rendezvous, message["rank"], message["size"])
+        except BrokenGroupError:
             self._line.send({"type": "broken", "number": number})
 
     def _hear_keys(self, seconds: float) -> None:
         if self._line.begins_again():
-            raise BrokenWireError("the sender begins again")
+            raise BrokenGroupError("the sender begins again")
         self._line.read_one(seconds)
 
     def _put_key(self, message: Message) -> None:
@@ -260,7 +260,7 @@ class DistReceiver(ReceiverTransport):
         block = self._take_block(transfer.nbytes)
         try:
             wire.receive(cut(block, transfer.nbytes, transfer.part), version, self._line)
-        except BrokenWireError:
+        except BrokenGroupError:
             # The block is used no more: a collective that is given up may go on writing to it.
             self._end_wire()
             self._line.send({"type": "broken", "number": transfer.number})

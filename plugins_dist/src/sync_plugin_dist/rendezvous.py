@@ -21,7 +21,7 @@ from sync_core.transports import Message
 _MAX_VALUE = 1 << 16
 
 
-class BrokenWireError(Exception):
+class BrokenGroupError(Exception):
     """A transfer did not begin, or did not come to its end; the wire is of no use any more."""
 
 
@@ -32,7 +32,7 @@ class Rendezvous(Store):
         number: of the wire.
         tell: sends a message to the other ends.
         hear: waits at most so many seconds for what they tell, and hands it to `put`. It raises
-            `BrokenWireError` when the wire is given up.
+            `BrokenGroupError` when the wire is given up.
         timeout: how long to wait, in seconds; what torch says is for one attempt to connect.
         lock: held while this waits, and during `put`.
     """
@@ -84,7 +84,7 @@ class Rendezvous(Store):
         """Return when all of these were told.
 
         Raises:
-            BrokenWireError: they were not in time, or the wire is given up.
+            BrokenGroupError: they were not in time, or the wire is given up.
         """
         del timeout
         deadline = time.monotonic() + self._timeout
@@ -92,5 +92,5 @@ class Rendezvous(Store):
             while not self.check(keys):
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise BrokenWireError(f"not all have come together within {self._timeout:g} s")
+                    raise BrokenGroupError(f"not all have come together within {self._timeout:g} s")
                 self._hear(left)

@@ -18,18 +18,18 @@ from sync_core.transports import (
     uninterrupted,
 )
 from sync_plugin_dist.chunks import pack
-from sync_plugin_dist.local import MemoryLane
-from sync_plugin_dist.office import DistPeer, Office
+from sync_plugin_dist.local import LocalReaders
 from sync_plugin_dist.options import DistOptions
-from sync_plugin_dist.process_group import Wire
+from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.protocol import Endpoint, listen
 from sync_plugin_dist.rendezvous import Rendezvous
-from sync_plugin_dist.stream import Lane
+from sync_plugin_dist.stream import Stream
+from sync_plugin_dist.stream_owner import DistPeer, StreamOwner
 
 _DO_WITHOUT = "type shared_memory=False, and workers of this machine are sent weights as others are"
 
 
-class DistSender(ServingTransport[DistPeer], Office):
+class DistSender(ServingTransport[DistPeer], StreamOwner):
     """Serves workers over process groups of its own, or in memory; see `sync_plugin_dist.protocol`.
 
     Args:
@@ -51,7 +51,7 @@ class DistSender(ServingTransport[DistPeer], Office):
         # The bytes packed so far, of slots that are not packed entirely.
         self._packed: dict[Slot, int] = {}
         self._slots = SharedSlots(remedy=_DO_WITHOUT) if options.shares_memory else None
-        self._lanes: dict[int, Lane | MemoryLane] = {}
+        self._lanes: dict[int, Stream | LocalReaders] = {}
         with ExitStack() as opened:
             listeners = [opened.enter_context(_listen(options.host, options.port))]
             host, port = listeners[0].getsockname()[:2]
@@ -74,7 +74,7 @@ class DistSender(ServingTransport[DistPeer], Office):
                 notify=context.notify,
                 revoke=self._revoke_old,
             )
-            self._common_lane = Lane(self) if self.collective else None
+            self._common_lane = Stream(self) if self.collective else None
             super().__init__(context.token, self.publisher, DistPeer, listeners)
             self._opened = opened.pop_all()
 
@@ -150,13 +150,15 @@ class DistSender(ServingTransport[DistPeer], Office):
             # Otherwise another receiver has its place.
             self._handle_transfer(self._lane(peer), peer, message)
 
-    def _handle_transfer(self, lane: Lane | MemoryLane, peer: DistPeer, message: Message) -> None:
+    def _handle_transfer(
+        self, lane: Stream | LocalReaders, peer: DistPeer, message: Message
+    ) -> None:
         kind = message["type"]
         if kind == "take":
             lane.ask(peer)
         elif kind == "lacks":
             peer.knows.discard(int(message["index"]))
-        elif isinstance(lane, MemoryLane):
+        elif isinstance(lane, LocalReaders):
             if kind not in ("wait", "enough"):
                 raise ValueError(f"{kind!r} is no message")
             (lane.wait if kind == "wait" else lane.enough)(peer)
@@ -213,9 +215,9 @@ class DistSender(ServingTransport[DistPeer], Office):
         """A number for a wire."""
         return next(self._numbers)
 
-    def open_wire(self, rendezvous: Rendezvous, size: int) -> Wire:
+    def open_wire(self, rendezvous: Rendezvous, size: int) -> TensorGroup:
         """The sender's end of a wire."""
-        return Wire(self._link, rendezvous, 0, size)
+        return TensorGroup(self._link, rendezvous, 0, size)
 
     def expected(self) -> set[int]:
         """The workers that are connected, and have not the newest version meant for them."""
@@ -223,7 +225,7 @@ class DistSender(ServingTransport[DistPeer], Office):
 
     def _pack(self, payload: Payload, slot: Slot) -> Iterator[int]:
         with self.publisher.lock:
-            in_parts = any(isinstance(lane, Lane) for lane in self._all_lanes())
+            in_parts = any(isinstance(lane, Stream) for lane in self._all_lanes())
         if in_parts:
             yield from pack(payload, slot.block, self.part_nbytes)
         else:
@@ -231,15 +233,15 @@ class DistSender(ServingTransport[DistPeer], Office):
             payload.pack(slot.block)
             yield slot.nbytes
 
-    def _new_lane(self, peer: DistPeer) -> Lane | MemoryLane:
+    def _new_lane(self, peer: DistPeer) -> Stream | LocalReaders:
         if self._slots is not None and peer.channel.passes_descriptors:
-            return MemoryLane(self, self._slots)
-        return Lane(self)
+            return LocalReaders(self, self._slots)
+        return Stream(self)
 
-    def _lane(self, peer: DistPeer) -> Lane | MemoryLane:
+    def _lane(self, peer: DistPeer) -> Stream | LocalReaders:
         return self._common_lane or self._lanes[peer.id]
 
-    def _all_lanes(self) -> Sequence[Lane | MemoryLane]:
+    def _all_lanes(self) -> Sequence[Stream | LocalReaders]:
         if self._common_lane is not None:
             return [self._common_lane]
         return list(self._lanes.values())

@@ -16,9 +16,9 @@ from torch import Tensor
 from sync_core.transports import Message, Slot
 from sync_plugin_dist.chunks import cut
 from sync_plugin_dist.descriptors import advice, enough_descriptors
-from sync_plugin_dist.office import DistPeer, Office
-from sync_plugin_dist.process_group import Wire
-from sync_plugin_dist.rendezvous import BrokenWireError, Rendezvous
+from sync_plugin_dist.process_group import TensorGroup
+from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous
+from sync_plugin_dist.stream_owner import DistPeer, StreamOwner
 
 
 class LockedTimer:
@@ -60,7 +60,7 @@ class LockedTimer:
 
 
 @dataclass(eq=False)
-class Shipment:
+class Transfer:
     """Which parts have gone, and who has not got all of them.
 
     Args:
@@ -87,7 +87,7 @@ class Shipment:
             "part": part_nbytes,
         }
 
-    def pump(self, wire: Wire, ready: int) -> None:
+    def pump(self, wire: TensorGroup, ready: int) -> None:
         """Send the parts that lie within the first ``ready`` bytes and have not gone.
 
         Raises:
@@ -103,7 +103,7 @@ class Shipment:
             if self._sent == len(self.parts):
                 wire.finish(self.slot.version)
 
-    def gets_on(self, wire: Wire) -> bool:
+    def gets_on(self, wire: TensorGroup) -> bool:
         """Whether anything has moved since this was last asked."""
         before = self._reached
         self._reached = (self._sent, wire.progress(), -len(self.missing))
@@ -117,7 +117,7 @@ _PAUSE = 0.05
 _MAX_KEYS = 8
 
 
-class Junction:
+class StreamConnection:
     """At most one wire at a time. The publisher's lock is held during every call.
 
     Args:
@@ -125,7 +125,7 @@ class Junction:
         opened: called when the wire is there, or could not be made, unless it was given up.
     """
 
-    def __init__(self, office: Office, opened: Callable[[], None]) -> None:
+    def __init__(self, office: StreamOwner, opened: Callable[[], None]) -> None:
         self._office = office
         self._opened = opened
         self._rendezvous: Rendezvous | None = None
@@ -135,7 +135,7 @@ class Junction:
         #: Who is at its other ends.
         self.members: tuple[DistPeer, ...] = ()
         #: The wire, once it is there.
-        self.wire: Wire | None = None
+        self.wire: TensorGroup | None = None
 
     @property
     def connecting(self) -> bool:
@@ -203,7 +203,7 @@ class Junction:
 
     def _wait(self, number: int, seconds: float) -> None:
         if self.number != number:
-            raise BrokenWireError("it was given up")
+            raise BrokenGroupError("it was given up")
         self._office.publisher.changed.wait(seconds)
 
     def _open(self, rendezvous: Rendezvous, size: int) -> None:
@@ -216,7 +216,7 @@ class Junction:
             time.sleep(_PAUSE)
         try:
             wire = self._office.open_wire(rendezvous, size)
-        except BrokenWireError:
+        except BrokenGroupError:
             wire = None
         with self._office.publisher.lock:
             if rendezvous is self._rendezvous:
@@ -227,7 +227,7 @@ class Junction:
             wire.close()
 
 
-class Lane:
+class Stream:
     """Serves one worker, or all of a collective, over one wire.
 
     It waits until those who shall get a version ask for it, makes a wire to just them unless it
@@ -236,11 +236,11 @@ class Lane:
     or does not move. The publisher's lock is held during every call.
     """
 
-    def __init__(self, office: Office) -> None:
+    def __init__(self, office: StreamOwner) -> None:
         self._office = office
         self._asking: dict[DistPeer, None] = {}
-        self._junction = Junction(office, self._opened)
-        self._shipment: Shipment | None = None
+        self._junction = StreamConnection(office, self._opened)
+        self._shipment: Transfer | None = None
         self._timer = LockedTimer(office.publisher.lock, office.patience)
         self._waited_enough = False
         self._beginning_again = False
@@ -357,7 +357,7 @@ class Lane:
             del self._asking[peer]
         assert slot is not None
         parts = cut(slot.block, slot.nbytes, self._office.part_nbytes)
-        shipment = self._shipment = Shipment(slot, parts, set(members))
+        shipment = self._shipment = Transfer(slot, parts, set(members))
         announcement = shipment.announcement(self._junction.number, self._office.part_nbytes)
         for peer in members:
             self._office.tell(peer, announcement)
@@ -383,7 +383,7 @@ class Lane:
         self._shipment = None
         try:
             self._junction.wire.settle()
-        except BrokenWireError:
+        except BrokenGroupError:
             self._junction.end()
         self._advance()
 

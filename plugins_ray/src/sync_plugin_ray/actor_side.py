@@ -59,7 +59,7 @@ class Delivered:
         return self.answer is not None and self.answer.get("error") is None
 
 
-class Inbox(ReceiverTransport):
+class ActorTransport(ReceiverTransport):
     """A transport that is handed its payloads in the process itself."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class _Kept:
 
     token: str = ""
     receiver: Receiver | None = None
-    inbox: Inbox = field(default_factory=Inbox)
+    inbox: ActorTransport = field(default_factory=ActorTransport)
     layout: Layout | None = None
     replaced: set[str] = field(default_factory=set)
 
@@ -114,7 +114,7 @@ class _Kept:
         context, model = instance, {name: name for name in order.models} or order.model_id
         if order.model_getter is not None:
             context, model = _getter(instance, order.model_getter), "model"
-        self.inbox = Inbox()
+        self.inbox = ActorTransport()
         assert order.address is not None
         address = replace(order.address, endpoint=self.inbox)
         self.receiver = Receiver(address, model, context=context)

@@ -16,7 +16,7 @@ from sync_plugin_ray.mailbox import Offer
 _FRESH = 0.05
 
 # Trays by the secret names of their readers.
-_trays: weakref.WeakValueDictionary[str, Tray] = weakref.WeakValueDictionary()
+_trays: weakref.WeakValueDictionary[str, Inbox] = weakref.WeakValueDictionary()
 
 
 def take_calls(concurrency_group: str) -> None:
@@ -38,10 +38,10 @@ def take_calls(concurrency_group: str) -> None:
     Example:
         >>> take_calls("weights")  # doctest: +SKIP
     """
-    Tray.group = "" if _in_an_event_loop() else concurrency_group
+    Inbox.group = "" if _in_an_event_loop() else concurrency_group
 
 
-class Tray:
+class Inbox:
     """Holds at most one version for one receiver.
 
     Args:

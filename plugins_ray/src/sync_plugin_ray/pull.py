@@ -25,7 +25,7 @@ from sync_core import (
 from sync_core.transports import Notice
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.mailbox import Endpoint, Event, Mailbox, Offer
-from sync_plugin_ray.pull_worker import Addressee
+from sync_plugin_ray.pull_worker import PullWorker
 from sync_plugin_ray.store import Publication, Store
 
 # A worker that has not answered for so long is asked whether it still lives.
@@ -67,7 +67,7 @@ class PullSender(SenderTransport):
         self._store = store
         self._lock = threading.Lock()
         self._lost: str | None = None
-        self._workers = {worker_id: Addressee() for worker_id in context.worker_ids}
+        self._workers = {worker_id: PullWorker() for worker_id in context.worker_ids}
         self._newest_for_all: Publication | None = None
         self._recent: deque[Publication] = deque()
         self._updates = 0
@@ -122,7 +122,7 @@ class PullSender(SenderTransport):
         del worker
         self._cluster.check()
         with self._lock:
-            self._workers[worker_id] = Addressee(wanted=self._newest_for_all)
+            self._workers[worker_id] = PullWorker(wanted=self._newest_for_all)
         # Its receiver must find the mailbox informed.
         ray.get(self._update_mailbox(), timeout=self._timeout)
 
@@ -251,7 +251,7 @@ class PullSender(SenderTransport):
         elif event.kind == "answered" and event.answer and event.answer.get("error") is None:
             self._notify(event.worker_id, Notice("acknowledged", event.version))
 
-    def _left(self, worker: Addressee, event: Event) -> None:
+    def _left(self, worker: PullWorker, event: Event) -> None:
         """Fail what the worker has not answered; its receiver was closed."""
         delivery = worker.delivery
         if delivery is not None and event.answer is not None:
@@ -311,7 +311,7 @@ class PullSender(SenderTransport):
             message = f"the object with version {event.version} was lost: {reason}"
             delivery.fail(WorkerError(event.worker_id, message))
 
-    def _silent(self) -> list[tuple[int, Addressee]]:
+    def _silent(self) -> list[tuple[int, PullWorker]]:
         with self._lock:
             return [
                 (worker_id, worker)
@@ -343,7 +343,7 @@ class PullSender(SenderTransport):
                 )
             )
 
-    def _probed(self, worker_id: int, worker: Addressee, actor: Any, future: Future[Any]) -> None:
+    def _probed(self, worker_id: int, worker: PullWorker, actor: Any, future: Future[Any]) -> None:
         if worker.actor is not actor:
             return
         worker.probed = False

@@ -22,7 +22,7 @@ _PATIENCE = 0.25
 
 
 @dataclass(eq=False)
-class Addressee:
+class PullWorker:
     """One worker.
 
     Args:

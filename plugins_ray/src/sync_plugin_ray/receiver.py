@@ -16,7 +16,7 @@ import ray
 from sync_core import Answer, Payload, ReceiverTransport, SenderLostError, TransportContext
 from sync_core.errors import PayloadError
 from sync_plugin_ray.cluster import Cluster
-from sync_plugin_ray.inbox import Tray
+from sync_plugin_ray.inbox import Inbox
 from sync_plugin_ray.mailbox import Event, Gone, Offer
 from sync_plugin_ray.store import LOST, read
 
@@ -49,8 +49,8 @@ class MailboxReceiver(ReceiverTransport):
         self._answered: Answer | None = None
         self._layout = context.layout
         self._watch: _Watch | None = None
-        self._tray = Tray(self._reader)
-        self._group = Tray.group
+        self._tray = Inbox(self._reader)
+        self._group = Inbox.group
         self._actor = _this_actor()
         self._cluster = Cluster()
         try:

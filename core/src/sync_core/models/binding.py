@@ -11,13 +11,13 @@ from torch import Tensor
 from sync_core.errors import ModelError
 from sync_core.models import commit
 from sync_core.models.aliasing import Places, check_held, check_writable
-from sync_core.models.contiguous import Flat
+from sync_core.models.contiguous import ContiguousTensors
 from sync_core.models.extra_state import is_extra_state, is_json
 from sync_core.models.extract import Strategy, check_strategy, named_tensors
-from sync_core.models.finder import Forms, finder
+from sync_core.models.finder import TensorSignatures, finder
 from sync_core.models.match import check_match
 from sync_core.models.multi_model import modules_in
-from sync_core.models.zero_copy import Lent, Pointing, lend
+from sync_core.models.zero_copy import ParameterViews, WriteGuard, lend
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.payload import Update
@@ -53,14 +53,14 @@ class Binding:
         self._find = finder(model, strategy)
         self._named: dict[str, Tensor] = {}
         self._layout = Layout(())
-        self._forms = Forms(())
+        self._forms = TensorSignatures(())
         self._modules: commit.Modules = ()
         self._places = Places(())
         self._extra_state = False
-        self._flat: Flat | None = None
+        self._flat: ContiguousTensors | None = None
         self._may_consolidate = consolidate
-        self._pointing: Pointing | None = None
-        self._lent: Lent | None = None
+        self._pointing: ParameterViews | None = None
+        self._lent: WriteGuard | None = None
         if not self.layout.specs:
             raise ModelError(
                 f"{type(model).__name__} has no tensors, so there is nothing to synchronise"
@@ -90,7 +90,7 @@ class Binding:
         return Update(layout, _travelling(layout, self._named))
 
     def consolidate(self) -> None:
-        """Move the model's tensors side by side, laid out like a payload; see `Flat.gather`.
+        """Move the model's tensors into one block, laid out like a payload.
 
         Raises:
             ModelError: that cannot be done, or somebody would notice; nothing was moved.
@@ -102,7 +102,7 @@ class Binding:
             if not name.startswith(prefixes):
                 raise ModelError(f"{name!r} is no module's; only modules are moved")
         if not self._current_flat():
-            self._flat = Flat.gather(layout, self._named)
+            self._flat = ContiguousTensors.gather(layout, self._named)
 
     def write(
         self,
@@ -171,7 +171,7 @@ class Binding:
 
     def _lay_out(self, named: dict[str, Tensor]) -> None:
         self._layout = Layout.of(named)
-        self._forms = Forms(_travelling(self._layout, named))
+        self._forms = TensorSignatures(_travelling(self._layout, named))
         self._places = Places(())
         self._extra_state = any(map(is_extra_state, named))
 
@@ -196,7 +196,7 @@ class Binding:
         _check_memory(self._named)
         if self._pointing is None or not self._pointing.is_for(self._named, layout):
             self._check_writable(self._named)
-            self._pointing = Pointing(self._named, layout, self._module_prefixes())
+            self._pointing = ParameterViews(self._named, layout, self._module_prefixes())
 
     def _check_writable(self, named: Mapping[str, Tensor]) -> None:
         check_writable(named)
@@ -232,10 +232,10 @@ class Binding:
         flat.write(bodies)
         return True
 
-    def _current_flat(self) -> Flat | None:
+    def _current_flat(self) -> ContiguousTensors | None:
         """Where the model's tensors lie side by side, if they do."""
         if self._flat is None or not self._flat.holds(self._layout, self._named):
-            self._flat = Flat.find(self._layout, self._named)
+            self._flat = ContiguousTensors.find(self._layout, self._named)
         return self._flat
 
     def _write_whole(self, update: Update) -> None:

@@ -22,7 +22,7 @@ from sync_core.weights.layout import Layout
 _TOO_CLOSE = 704
 
 
-class Flat:
+class ContiguousTensors:
     """The memory that some tensors were moved to: a payload of them, header and body.
 
     A C library copies hundreds of megabytes in one go past the caches, which is up to twice as

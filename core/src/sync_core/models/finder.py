@@ -32,7 +32,7 @@ except ImportError:
 _is_nested = operator.attrgetter("is_nested")
 
 
-class Forms:
+class TensorSignatures:
     """The types, dtypes, devices, shapes and strides of tensors, and whether they negate.
 
     Not where they lie. A tensor costs a tenth of a microsecond; in Python, a microsecond and more.
@@ -41,7 +41,7 @@ class Forms:
         tensors: such as can travel, no one of them twice.
 
     Example:
-        >>> forms = Forms([torch.zeros(2, 3)])
+        >>> forms = TensorSignatures([torch.zeros(2, 3)])
         >>> forms.fit([torch.ones(2, 3)]), forms.fit([torch.ones(3, 2)])
         (True, False)
     """

@@ -17,15 +17,15 @@ from sync_core.weights.layout import Layout
 _writes = operator.attrgetter("_version")
 
 
-def lend(named: Mapping[str, Tensor], version: int) -> Lent:
+def lend(named: Mapping[str, Tensor], version: int) -> WriteGuard:
     """Note that the memory of tensors is lent; those that torch does not count are left out."""
     try:
-        return Lent(named, version)
+        return WriteGuard(named, version)
     except RuntimeError:
-        return Lent({name: t for name, t in named.items() if _is_counted(t)}, version)
+        return WriteGuard({name: t for name, t in named.items() if _is_counted(t)}, version)
 
 
-class Lent:
+class WriteGuard:
     """Tensors whose memory is lent, and how often each had been written to when it was.
 
     torch has no read-only tensors, but counts the in-place changes of each, those by views and
@@ -75,7 +75,7 @@ def _is_counted(tensor: Tensor) -> bool:
 _device = operator.attrgetter("device")
 
 
-class Pointing:
+class ParameterViews:
     """Which of a model's tensors zero-copy points at an update's, and which it copies into.
 
     That is found once for a model and a layout, so that a commit costs no Python code per tensor.

@@ -13,7 +13,7 @@ _TICK = 0.1
 _PATIENCE = 2.0
 
 
-class Background(ReceiverTransport):
+class BackgroundReceiver(ReceiverTransport):
     """Stages the newest version, and leaves the commit to whoever calls `receive`.
 
     Args:

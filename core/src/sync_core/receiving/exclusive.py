@@ -18,7 +18,7 @@ from sync_core.weights.payload import Payload
 _PATIENCE = 2.0
 
 
-class Turn:
+class Exclusive:
     """For ``with``: what one thread does at a time, and may do again inside that."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Turn:
 
 
 # Those of this process.
-_turns: weakref.WeakSet[Turn] = weakref.WeakSet()
+_turns: weakref.WeakSet[Exclusive] = weakref.WeakSet()
 
 
 def _forget_threads() -> None:

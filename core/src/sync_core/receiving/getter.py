@@ -13,7 +13,7 @@ from sync_core.errors import OptionError
 from sync_core.hooks import SendContext, TransportContext, hookimpl
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, named_tensors
-from sync_core.stack import Cadence, Defaults, Stack
+from sync_core.stack import Defaults, PushCounter, Stack
 from sync_core.transports.transport import Answer, ReceiverTransport
 from sync_core.weights.payload import Payload, Update
 
@@ -73,7 +73,7 @@ class _GetterTransport(ReceiverTransport):
     def __init__(self, scheme: GetterScheme, stack: Stack) -> None:
         self._scheme = scheme
         self._stack = stack
-        self._cadence = Cadence(stack, _MODEL_ID)
+        self._cadence = PushCounter(stack, _MODEL_ID)
         self._version = 0
 
     def receive(self, timeout: float) -> Payload | None:

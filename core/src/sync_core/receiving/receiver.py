@@ -33,8 +33,8 @@ from sync_core.models.extract import Strategy, named_tensors
 from sync_core.models.match import check_match
 from sync_core.models.multi_model import look_up, refers
 from sync_core.models.shared_model_check import check_own
-from sync_core.receiving.background import Background
-from sync_core.receiving.exclusive import Lease, Turn, vacate
+from sync_core.receiving.background import BackgroundReceiver
+from sync_core.receiving.exclusive import Exclusive, Lease, vacate
 from sync_core.receiving.getter import address_of
 from sync_core.registry import Plugin
 from sync_core.stack import Defaults, Stack
@@ -107,7 +107,7 @@ class Receiver(CollectorReference):
             address.transport_context(self._backend.name, self._timeout)
         )
         staged = background and "background" in self._backend.capabilities
-        self._transport = Background(transport) if staged else transport
+        self._transport = BackgroundReceiver(transport) if staged else transport
         self._reasons: list[str] = []
         self._leave = weakref.finalize(
             self, _leave, self._transport, self._lease, self._reasons, os.getpid()
@@ -139,7 +139,7 @@ class Receiver(CollectorReference):
         self._lease = Lease()
         self._closed = False
         # Nobody else may close what a thread waits for.
-        self._turn = Turn()
+        self._exclusive = Exclusive()
         if model is not None:
             self.register_model(model)
 
@@ -230,7 +230,7 @@ class Receiver(CollectorReference):
                 it was a layer or ``on_commit`` that raised after they were loaded: see `version`.
                 The sender is told which.
         """
-        with self._turn:
+        with self._exclusive:
             if self.stage(timeout) is None:
                 return None
             try:
@@ -248,7 +248,7 @@ class Receiver(CollectorReference):
         Returns:
             The version that is staged now, or None when there was no newer one in time.
         """
-        with self._turn:
+        with self._exclusive:
             self._check_open()
             seconds = self._timeout if timeout is None else check_seconds(timeout)
             self.reject(SyncError("a newer version was asked for before this one was committed"))
@@ -411,7 +411,7 @@ class Receiver(CollectorReference):
     def _close(self, reason: str) -> None:
         self._closed = True
         self._reasons.append(reason)
-        with self._turn.last(self._transport.wake):
+        with self._exclusive.last(self._transport.wake):
             if self._staged is not None:
                 self._staged.release()
                 self._staged = None
@@ -433,7 +433,7 @@ class Receiver(CollectorReference):
     def _next(self, deadline: float) -> Payload | None:
         try:
             # What a transport allocates may become the memory of parameters, or of later versions.
-            with torch.inference_mode(mode=False), self._turn.waiting():
+            with torch.inference_mode(mode=False), self._exclusive.waiting():
                 return self._transport.receive(max(0.0, deadline - time.monotonic()))
         except SenderLostError as error:
             if self._closed:

@@ -48,7 +48,7 @@ class WorkerFailure:
     status: WorkerStatus
 
 
-class Remedies:
+class FailurePolicy:
     """Chooses what is done about failures, and does it.
 
     Args:

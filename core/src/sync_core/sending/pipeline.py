@@ -187,7 +187,7 @@ class Terms:
         )
 
 
-class Outlet:
+class Pipeline:
     """Layers change an update here, and the transport takes it away.
 
     Args:

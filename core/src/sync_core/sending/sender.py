@@ -21,13 +21,13 @@ from sync_core.models.multi_model import either
 from sync_core.models.paths import resolve
 from sync_core.models.shared_model_check import register_owner
 from sync_core.report import SendReport
-from sync_core.sending.failure_policy import OnFailure, Remedies
+from sync_core.sending.failure_policy import FailurePolicy, OnFailure
 from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
-from sync_core.sending.pipeline import Outlet, Source, Terms
+from sync_core.sending.pipeline import Pipeline, Source, Terms
 from sync_core.sending.updater import Updater
 from sync_core.sending.worker_state import WorkerStatus
-from sync_core.stack import Cadence
+from sync_core.stack import PushCounter
 from sync_core.verify import Verify
 from sync_core.weights.payload import Update
 from sync_core.workers.worker_group import WorkerGroup
@@ -140,20 +140,20 @@ class Sender(Updater):
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)
         self._handles = dict(enumerate(workers or ()))
         self._context = context
-        self._remedies = Remedies(
+        self._failure_policy = FailurePolicy(
             on_failure, group, on_restart, called=bool(workers), timeout=timeout
         )
-        self._outlet = Outlet(self._terms)
-        self._reporters: list[Callable[[SendReport], object]] = [*self._outlet.reporters]
+        self._pipeline = Pipeline(self._terms)
+        self._reporters: list[Callable[[SendReport], object]] = [*self._pipeline.reporters]
         if on_report is not None:
             self._reporters.append(on_report)
         self._source = Source(
-            context, strategy, partial=partial, moves_nothing=self._outlet.moves_nothing
+            context, strategy, partial=partial, moves_nothing=self._pipeline.moves_nothing
         )
-        if self._outlet.moves_nothing is not None:
+        if self._pipeline.moves_nothing is not None:
             register_owner(self._terms.token, self._source)
         self._increments = Increments()
-        self._cadence = Cadence(self._outlet.stack, model_id)
+        self._cadence = PushCounter(self._pipeline.stack, model_id)
         self._version = 0
         self._starting = threading.Lock()
         self._pending: PendingSend | None = None
@@ -211,7 +211,7 @@ class Sender(Updater):
         """
         worker_id = normalize_one(worker_id, self._members.ids)
         self._check_open()
-        return self._outlet.address(worker_id)
+        return self._pipeline.address(worker_id)
 
     def send(
         self,
@@ -288,11 +288,11 @@ class Sender(Updater):
             due = addressed if counted else self._cadence.due(addressed, self._version)
             update, base = self._complete(given, update, due)
             if due:
-                update = self._outlet.prepare(update, self._version + 1, due, base)
+                update = self._pipeline.prepare(update, self._version + 1, due, base)
                 self._version += 1
             prepared = time.perf_counter()
             packing = Stopwatch()
-            deliveries = self._outlet.send(update, self._version, due, packing) if due else {}
+            deliveries = self._pipeline.send(update, self._version, due, packing) if due else {}
             self._pending = pending = PendingSend(
                 self._version,
                 deliveries,
@@ -352,9 +352,9 @@ class Sender(Updater):
         if worker_id in self._members:
             raise ValueError(f"there is a worker {worker_id} already")
         self._members.add(worker_id)
-        if self._outlet.transport is not None:
+        if self._pipeline.transport is not None:
             try:
-                self._outlet.transport.add_worker(worker_id, self._find_worker(worker))
+                self._pipeline.transport.add_worker(worker_id, self._find_worker(worker))
             except BaseException:
                 self._members.remove(worker_id)
                 raise
@@ -373,8 +373,8 @@ class Sender(Updater):
         self._members.remove(worker_id)
         self._cadence.forget(worker_id)
         self._handles.pop(worker_id, None)
-        if self._outlet.transport is not None:
-            self._outlet.transport.remove_worker(worker_id)
+        if self._pipeline.transport is not None:
+            self._pipeline.transport.remove_worker(worker_id)
 
     def close(self) -> None:
         """End a pending send and release everything; receivers learn that the sender is gone.
@@ -388,7 +388,7 @@ class Sender(Updater):
         if pending is not None:
             pending.abandon(_CLOSED)
         self._close_members()
-        self._outlet.close()
+        self._pipeline.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -422,13 +422,13 @@ class Sender(Updater):
             raise PendingSendError("a send is pending; call wait_async() before the next one")
 
     def _open(self, update: Update, model: Any) -> None:
-        if self._outlet.transport is None:
+        if self._pipeline.transport is None:
             workers, members = map(self._find_worker, self._handles.values()), self._members
-            self._outlet.open(update, model, members.ids, tuple(workers), members.notify)
+            self._pipeline.open(update, model, members.ids, tuple(workers), members.notify)
 
     def _find_worker(self, handle: Any) -> Any:
         """The handle itself, or what a path leads to in the context."""
-        if not isinstance(handle, str) or not self._outlet.takes_worker_paths:
+        if not isinstance(handle, str) or not self._pipeline.takes_worker_paths:
             return handle
         if self._context is None:
             raise OptionError(
@@ -440,7 +440,7 @@ class Sender(Updater):
     def _complete(self, given: Any, update: Update, due: tuple[int, ...]) -> tuple[Update, int]:
         """Add what the workers lack to a partial update; return it and the version it builds on."""
         layout = self._source.layout
-        if not self._outlet.increments or layout is None:
+        if not self._pipeline.increments or layout is None:
             return update, 0
         if given is None and update.layout is layout:
             self._increments.record(None, layout, {}, self._version + 1)
@@ -455,7 +455,7 @@ class Sender(Updater):
         return update, 0 if whole else base
 
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
-        report = replace(report, scheme=self._outlet.scheme, model_id=self.model_id)
+        report = replace(report, scheme=self._pipeline.scheme, model_id=self.model_id)
         report = self._finish(report, waited=waited)
         tell(report, self._reporters)
         return report
@@ -466,7 +466,9 @@ class Sender(Updater):
             self._pending = None
         self._cadence.reached(report.updated)
         if report.failed and waited and not self._closed:
-            report = self._remedies.apply(report, self._members, self.remove_worker, self.address)
+            report = self._failure_policy.apply(
+                report, self._members, self.remove_worker, self.address
+            )
         if returned := self._members.take_returned(report.updated):
             report = report.with_returned(returned)
         if not report.failed:

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from sync_collector.multi_model import SeveralModels
+from sync_collector.multi_model import MultiModelWeights
 from sync_collector.policy_weights import PolicyWeights
 from sync_collector.requests import Requests
-from sync_collector.worker_pool import Crew
+from sync_collector.worker_pool import WorkerPool
 from sync_core import PendingSend, SendError, WorkerLostError
 
 
@@ -28,7 +28,9 @@ class StaleWatch:
         models: the trainer's models of which workers have copies.
     """
 
-    def __init__(self, weights: PolicyWeights | SeveralModels, models: Mapping[str, Any]) -> None:
+    def __init__(
+        self, weights: PolicyWeights | MultiModelWeights, models: Mapping[str, Any]
+    ) -> None:
         self._models = models
         self._known: list[tuple[int, int]] | None = _state(self._models)
         weights.on_update.append(self._updated)
@@ -68,7 +70,7 @@ def _state(models: Mapping[str, Any]) -> list[tuple[int, int]]:
     ]
 
 
-class Freshness:
+class AutoUpdate:
     """Counts each worker's batches since it was last sent weights.
 
     A worker with enough of them begins no other batch before it has the newest weights, which are
@@ -76,17 +78,21 @@ class Freshness:
 
     Args:
         interval: after how many batches a worker is refreshed, 0 being like 1; -1 for never.
-        crew: the workers.
+        pool: the workers.
         requests: by which they are asked for batches.
         weights: by which they are refreshed.
     """
 
     def __init__(
-        self, interval: int, crew: Crew, requests: Requests, weights: PolicyWeights | SeveralModels
+        self,
+        interval: int,
+        pool: WorkerPool,
+        requests: Requests,
+        weights: PolicyWeights | MultiModelWeights,
     ) -> None:
         self._interval = interval
         self._enough = max(1, interval)
-        self._crew = crew
+        self._pool = pool
         self._requests = requests
         self._weights = weights
         #: The batches that each worker has made since it was last sent weights.
@@ -95,7 +101,7 @@ class Freshness:
         self._under_way: PendingSend | None = None
         requests.on_stale.append(lambda _: self.settle())
         weights.on_update.append(self._sent)
-        crew.on_join.append(self._joined)
+        pool.on_join.append(self._joined)
 
     @property
     def by_itself(self) -> bool:
@@ -108,7 +114,7 @@ class Freshness:
         Args:
             worker_id: whose it is; None if all workers made it.
         """
-        self.batches.update(self._crew.ids if worker_id is None else (worker_id,))
+        self.batches.update(self._pool.ids if worker_id is None else (worker_id,))
         self._hold_due()
 
     def refresh(self) -> None:
@@ -143,7 +149,7 @@ class Freshness:
                 self._requests.require(worker_id, 0)
             # One that was lost lives again where another thread has restarted it meanwhile.
             if any(
-                self._crew.alive(worker_id) and not isinstance(result.error, WorkerLostError)
+                self._pool.alive(worker_id) and not isinstance(result.error, WorkerLostError)
                 for worker_id, result in error.report.failed.items()
             ):
                 raise
@@ -168,7 +174,7 @@ class Freshness:
 
     def _send(self) -> None:
         # Nobody is removed meanwhile.
-        with self._crew.lock:
+        with self._pool.lock:
             due = {worker_id: self.batches[worker_id] for worker_id in self._due()}
             if not due:
                 return
@@ -195,8 +201,8 @@ class Freshness:
     def _due(self) -> list[int]:
         if not self.by_itself:
             return []
-        enough = (i for i in self._crew.ids if self.batches[i] >= self._enough)
-        return [worker_id for worker_id in enough if self._crew.alive(worker_id)]
+        enough = (i for i in self._pool.ids if self.batches[i] >= self._enough)
+        return [worker_id for worker_id in enough if self._pool.alive(worker_id)]
 
     def _joined(self, worker_id: int) -> None:
         """Who takes a place has the newest weights, and has made no batch."""

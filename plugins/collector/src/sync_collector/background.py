@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sync_collector.delivery import Delivery
+from sync_collector.delivery import BatchDelivery
 from sync_core import WorkerTimeoutError
 
 
-class Background:
+class BackgroundCollection:
     """A thread that makes batch after batch until it is halted; then it brings in what is left.
 
     Args:
@@ -19,7 +19,7 @@ class Background:
         look: called before each of them.
     """
 
-    def __init__(self, delivery: Delivery, look: Callable[[], object]) -> None:
+    def __init__(self, delivery: BatchDelivery, look: Callable[[], object]) -> None:
         self._delivery = delivery
         self._look = look
         self._lock = threading.RLock()

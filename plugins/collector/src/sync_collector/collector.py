@@ -10,11 +10,11 @@ from typing import Any, Self, Unpack
 import torch
 from tensordict import TensorDictBase
 
-from sync_collector.auto_update import Freshness, StaleWatch
-from sync_collector.background import Background
-from sync_collector.delivery import Delivery
+from sync_collector.auto_update import AutoUpdate, StaleWatch
+from sync_collector.background import BackgroundCollection
+from sync_collector.delivery import BatchDelivery
 from sync_collector.life import Life, end
-from sync_collector.models_elsewhere import HeldModels
+from sync_collector.models_elsewhere import ModelsElsewhere
 from sync_collector.multi_model import make_weights
 from sync_collector.options import (
     check_buffer,
@@ -26,7 +26,7 @@ from sync_collector.options import (
     refresh_interval,
 )
 from sync_collector.output import Output, ReplayBuffer
-from sync_collector.relay import Upstream
+from sync_collector.relay import Relay
 from sync_collector.replacement import OnWorkerFailure, Replacement
 from sync_collector.requests import Requests
 from sync_collector.rollout import RolloutOptions
@@ -36,8 +36,8 @@ from sync_collector.stats import CollectorStats
 from sync_collector.updates import Updates
 from sync_collector.warmup import Warmup
 from sync_collector.worker_options import WorkerOptions, check_arguments, options_of_workers
-from sync_collector.worker_pool import Crew, warn_if_rounded
-from sync_collector.worker_spec import Recipes
+from sync_collector.worker_pool import WorkerPool, warn_if_rounded
+from sync_collector.worker_spec import WorkerSpecs
 from sync_core import Address
 from sync_core.checks import check_count, check_function, check_mapping, check_seconds
 from sync_core.workers import (
@@ -196,7 +196,7 @@ class Collector(Life, Updates):
             replay_buffer=replay_buffer,
             extend_in_workers=extend_in_workers,
         )
-        recipes = Recipes(
+        specs = WorkerSpecs(
             env_fns=factories(create_env_fn, num_workers, "create_env_fn"),
             policy=policy,
             policy_fns=(None,)
@@ -220,18 +220,18 @@ class Collector(Life, Updates):
                 collector_kwargs,
             ),
         )
-        recipes.check_policy()
-        recipes.give_shapes()
-        self._timeout, self._recipes = timeout, recipes
-        self._crew = Crew(group_class, recipes, num_workers, timeout, worker_options)
+        specs.check_policy()
+        specs.give_shapes()
+        self._timeout, self._specs = timeout, specs
+        self._pool = WorkerPool(group_class, specs, num_workers, timeout, worker_options)
         try:
-            warn_if_rounded(self._crew, recipes.options[0].frames_per_batch)
-            self._replacement = Replacement(self._crew, on_worker_failure)
-            self._warmup = Warmup(self._crew, random_frames, together=sync)
-            self._requests = Requests(self._crew, timeout, self._warmup.order, self._replacement)
+            warn_if_rounded(self._pool, specs.options[0].frames_per_batch)
+            self._replacement = Replacement(self._pool, on_worker_failure)
+            self._warmup = Warmup(self._pool, random_frames, together=sync)
+            self._requests = Requests(self._pool, timeout, self._warmup.order, self._replacement)
             self._requests.on_drop.append(self._warmup.take_back)
             self._weights = make_weights(
-                self._crew,
+                self._pool,
                 self._requests,
                 schemes,
                 collector=weakref.ref(self),
@@ -240,20 +240,22 @@ class Collector(Life, Updates):
                 made_by_workers=policy_factory is not None,
                 timeout=timeout,
             )
-            self._held = HeldModels(held, known, collector=weakref.ref(self), timeout=timeout)
+            self._elsewhere = ModelsElsewhere(
+                held, known, collector=weakref.ref(self), timeout=timeout
+            )
         except BaseException:
-            self._crew.stop()
+            self._pool.stop()
             raise
-        self._close = release_with(self, end, self._crew, self._weights, self._held)
-        freshness = Freshness(interval, self._crew, self._requests, self._weights)
-        self._delivery = Delivery(
-            crew=self._crew,
-            schedule=Synchronous(self._crew, self._requests)
+        self._close = release_with(self, end, self._pool, self._weights, self._elsewhere)
+        auto_update = AutoUpdate(interval, self._pool, self._requests, self._weights)
+        self._delivery = BatchDelivery(
+            pool=self._pool,
+            schedule=Synchronous(self._pool, self._requests)
             if sync
-            else FirstReady(self._crew, self._requests),
+            else FirstReady(self._pool, self._requests),
             requests=self._requests,
             weights=self._weights,
-            freshness=freshness,
+            auto_update=auto_update,
             stale=StaleWatch(
                 self._weights, {} if shared or interval >= 0 else self._weights.models
             ),
@@ -261,8 +263,8 @@ class Collector(Life, Updates):
             total_frames=total_frames,
             close=self._close,
         )
-        self._upstream = Upstream(self._weights, self._crew, self._replacement, timeout)
-        self._background = Background(self._delivery, self._upstream.look)
+        self._relay = Relay(self._weights, self._pool, self._replacement, timeout)
+        self._background = BackgroundCollection(self._delivery, self._relay.look)
         try:
             self.register_scheme_receiver(weight_recv_schemes or {})
         except BaseException:
@@ -280,7 +282,7 @@ class Collector(Life, Updates):
     # Not Optional: every batch is a TensorDict where there is no replay buffer.
     def __next__(self) -> TensorDictBase | Any:
         self._background.check(idle=True)
-        self._upstream.look()
+        self._relay.look()
         if self._delivery.wanted == 0:
             self.shutdown()
         return self._delivery.next_batch()

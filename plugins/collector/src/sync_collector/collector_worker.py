@@ -1,4 +1,4 @@
-"""What a collector's workers host: at first nothing, then what a recipe says."""
+"""What a collector's workers host: at first nothing, then what a spec says."""
 
 from __future__ import annotations
 
@@ -11,61 +11,61 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from sync_collector.batch_request import Order
+from sync_collector.batch_request import BatchRequest
 from sync_collector.detached_copy import detached_copy
 from sync_collector.envs.protocol import closed_on_error
 from sync_collector.random_state import seed_process
 from sync_collector.rollout import Rollout
 from sync_collector.schemes import POLICY
 from sync_collector.worker_models import (
-    Joint,
+    ModelReceivers,
     check_models,
     execute,
     read_model,
     read_models,
     write_models,
 )
-from sync_collector.worker_spec import WorkerRecipe
+from sync_collector.worker_spec import WorkerSpec
 from sync_core import Address, Receiver
 
 
-class Host:
+class CollectorWorker:
     """A rollout, once it is built; every method is called from the driver, by its worker group."""
 
     def __init__(self) -> None:
         self._rollout: Rollout | None = None
         self._parts = SimpleNamespace()
-        self._joint = Joint(self._parts)
+        self._model_receivers = ModelReceivers(self._parts)
         self._shares_policy = self._owns_process = False
         # Held by every call that uses the policy.
         self._at_work = threading.RLock()
         # Whether what calls return is pickled while a version may be committed beside them.
         self._copies = False
 
-    def build(self, recipe: WorkerRecipe) -> int:
+    def build(self, spec: WorkerSpec) -> int:
         """Make environment and policy.
 
         Returns:
             How many frames a batch of theirs has.
         """
-        if recipe.options.owns_process:
+        if spec.options.owns_process:
             # Every fresh process has torch's one default seed: workers would act all alike.
-            seed_process(recipe.seed)
-            if recipe.one_thread:
+            seed_process(spec.seed)
+            if spec.one_thread:
                 # One step is too little work to share out, and threads that wait for each other
                 # hold cores that the trainer and other workers need.
                 torch.set_num_threads(1)
-        env = recipe.make_env()
-        self._shares_policy = recipe.share_policy
-        self._owns_process = recipe.options.owns_process
+        env = spec.make_env()
+        self._shares_policy = spec.share_policy
+        self._owns_process = spec.options.owns_process
         with closed_on_error([env]):
-            policy, models = recipe.make_models()
-            self._rollout = Rollout(env, policy, recipe.seat, recipe.options)
+            policy, models = spec.make_models()
+            self._rollout = Rollout(env, policy, spec.seat, spec.options)
         self._parts = SimpleNamespace(env=env, policy=policy, **models)
-        self._joint = Joint(self._parts)
+        self._model_receivers = ModelReceivers(self._parts)
         return self._rollout.frames_per_batch()
 
-    def collect(self, order: Order) -> TensorDictBase | None:
+    def collect(self, order: BatchRequest) -> TensorDictBase | None:
         """See `Rollout.collect`; None where the weights did not come that the order names."""
         with self._at_work:
             return self._built.collect(order) if self._has_weights(order) else None
@@ -83,14 +83,14 @@ class Host:
             return self._built.refresher.reach(version, timeout)
 
     def connect_model(self, name: str, address: Address) -> None:
-        """See `Joint.connect`."""
-        self._joint.connect(name, address)
+        """See `ModelReceivers.connect`."""
+        self._model_receivers.connect(name, address)
 
     def receive_together(self, versions: Mapping[str, int], timeout: float) -> bool:
-        """See `Joint.receive`."""
-        before = self._joint.version
-        received = self._joint.receive(versions, timeout)
-        self._built.refresher.increment_version(self._joint.version - before)
+        """See `ModelReceivers.receive`."""
+        before = self._model_receivers.version
+        received = self._model_receivers.receive(versions, timeout)
+        self._built.refresher.increment_version(self._model_receivers.version - before)
         return received
 
     def begin_with(self, weights: Mapping[str, Mapping[str, Tensor]], version: int) -> None:
@@ -176,8 +176,8 @@ class Host:
         if self._rollout is not None:
             self._rollout.close()
 
-    def _has_weights(self, order: Order) -> bool:
-        if order.version <= self._joint.version:
+    def _has_weights(self, order: BatchRequest) -> bool:
+        if order.version <= self._model_receivers.version:
             return True
         try:
             return self._built.refresher.reach(order.version, order.patience)
@@ -189,7 +189,7 @@ class Host:
     def _receivers(self) -> Mapping[str, Receiver]:
         """What writes into each model, by name."""
         receiver = self._built.refresher.receiver
-        return self._joint.receivers | ({} if receiver is None else {POLICY: receiver})
+        return self._model_receivers.receivers | ({} if receiver is None else {POLICY: receiver})
 
     @property
     def _built(self) -> Rollout:
@@ -198,7 +198,7 @@ class Host:
         return self._rollout
 
 
-def new_host(worker_id: int) -> Host:
+def new_worker(worker_id: int) -> CollectorWorker:
     """The factory for a worker group: small, so that starting a worker sends nothing big."""
     del worker_id
-    return Host()
+    return CollectorWorker()

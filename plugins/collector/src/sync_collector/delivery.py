@@ -11,15 +11,15 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from sync_collector.auto_update import Freshness, StaleWatch
-from sync_collector.multi_model import SeveralModels
+from sync_collector.auto_update import AutoUpdate, StaleWatch
+from sync_collector.multi_model import MultiModelWeights
 from sync_collector.output import Output
 from sync_collector.policies import PolicyError
 from sync_collector.policy_weights import MOMENT, PolicyWeights
-from sync_collector.requests import Delivered, Requests
+from sync_collector.requests import Requests, TakenBatch
 from sync_collector.schedules import Schedule
 from sync_collector.stats import CollectorStats, Lag
-from sync_collector.worker_pool import Crew
+from sync_collector.worker_pool import WorkerPool
 from sync_core import ClosedError, RemoteCallError, WorkerLostError
 
 
@@ -47,15 +47,15 @@ class _Progress:
     yielded: tuple[Any] | None = None
 
 
-class Delivery:
+class BatchDelivery:
     """What a collector yields, and how much of it.
 
     Args:
-        crew: the workers; they are ended as soon as the last batch was taken.
+        pool: the workers; they are ended as soon as the last batch was taken.
         schedule: says whose batch is next.
         requests: batches that workers were asked for.
         weights: what the policies act with.
-        freshness: refreshes them by itself.
+        auto_update: refreshes them by itself.
         stale: warns if they never are.
         output: what happens to a batch in the end.
         total_frames: the frames after which it ends; -1 for never.
@@ -66,21 +66,21 @@ class Delivery:
     def __init__(
         self,
         *,
-        crew: Crew,
+        pool: WorkerPool,
         schedule: Schedule,
         requests: Requests,
-        weights: PolicyWeights | SeveralModels,
-        freshness: Freshness,
+        weights: PolicyWeights | MultiModelWeights,
+        auto_update: AutoUpdate,
         stale: StaleWatch,
         output: Output,
         total_frames: int,
         close: weakref.finalize[Any, Any],
     ) -> None:
-        self._crew = crew
+        self._pool = pool
         self._schedule = schedule
         self._requests = requests
         self._weights = weights
-        self._freshness = freshness
+        self._auto_update = auto_update
         self._stale = stale
         self.output = output
         self._total_frames = total_frames
@@ -137,8 +137,8 @@ class Delivery:
             "frames": counts.frames,
             "batches": counts.batches,
             "lag": astuple(counts.lag),
-            "turn": sum(worker_id < self._schedule.turn for worker_id in self._crew.ids),
-            "since_update": [self._freshness.batches[i] for i in self._crew.ids],
+            "turn": sum(worker_id < self._schedule.turn for worker_id in self._pool.ids),
+            "since_update": [self._auto_update.batches[i] for i in self._pool.ids],
             "in_hand": in_hand and replace(in_hand, batch=in_hand.batch.clone()),
             "noted": progress.noted,
             "written": progress.written,
@@ -152,9 +152,9 @@ class Delivery:
         yielded = copy.deepcopy(state["yielded"])
         self._progress = _Progress(state["noted"], state["written"], yielded)
         self._requests.in_hand = in_hand and replace(in_hand, batch=in_hand.batch.clone())
-        following = self._crew.ids[state["turn"] :]
+        following = self._pool.ids[state["turn"] :]
         self._schedule.turn = following[0] if following else 0
-        self._freshness.go_on(dict(zip(self._crew.ids, state["since_update"], strict=False)))
+        self._auto_update.go_on(dict(zip(self._pool.ids, state["since_update"], strict=False)))
         self._stale.restored(self._weights.version)
 
     def drop(self) -> None:
@@ -164,7 +164,7 @@ class Delivery:
     def check_background(self) -> None:
         """Raise `RuntimeError` unless batches can be collected in the background."""
         self.output.check_buffer()
-        if self._freshness.by_itself:
+        if self._auto_update.by_itself:
             raise RuntimeError(
                 "in the background, the collector would read the policy in the middle of the "
                 "trainer's steps; leave out update_after_each_batch and "
@@ -202,7 +202,7 @@ class Delivery:
         counts = self._counted(in_hand.batch)
         if end_workers and 0 <= self._total_frames <= counts.frames:
             self._weights.let_end(MOMENT)
-            self._crew.dismiss()
+            self._pool.dismiss()
         following, yielded = _Progress(), progress.yielded[0]
         # From here on nothing is called, so that Ctrl-C comes before the batch counts, and the next
         # call hands it over, or after it was handed over.
@@ -217,21 +217,21 @@ class Delivery:
             lag = lag.counted(self._weights.version - int(batch["policy_version"].min()))
         return _Counts(old.frames + batch.numel(), old.batches + 1, lag)
 
-    def _next(self, wanted: int | None) -> Delivered:
+    def _next(self, wanted: int | None) -> TakenBatch:
         """The batch in hand, or the next one."""
         in_hand = self._requests.in_hand
         if in_hand is not None and self._progress.noted:
             return in_hand
         try:
             if in_hand is None:
-                self._freshness.refresh()
+                self._auto_update.refresh()
                 in_hand = self._schedule.next_batch(wanted)
             if not self._close.alive:
                 raise StopIteration
-            self._freshness.delivered(in_hand.worker_id)
+            self._auto_update.delivered(in_hand.worker_id)
             self._schedule.go_on(None if wanted is None else wanted - in_hand.batch.numel())
         except KeyboardInterrupt:
-            self._freshness.forget()
+            self._auto_update.forget()
             raise
         except (PolicyError, RemoteCallError, WorkerLostError, ClosedError):
             if not self._close.alive:

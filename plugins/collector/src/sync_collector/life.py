@@ -7,21 +7,21 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from sync_collector.background import Background
-from sync_collector.delivery import Delivery
-from sync_collector.models_elsewhere import HeldModels
-from sync_collector.multi_model import SeveralModels
+from sync_collector.background import BackgroundCollection
+from sync_collector.delivery import BatchDelivery
+from sync_collector.models_elsewhere import ModelsElsewhere
+from sync_collector.multi_model import MultiModelWeights
 from sync_collector.options import check_acts, count_workers, factories, per_worker
 from sync_collector.policy_weights import MOMENT, PolicyWeights
-from sync_collector.relay import Upstream
+from sync_collector.relay import Relay
 from sync_collector.replacement import Replacement
 from sync_collector.requests import Requests
 from sync_collector.schemes import POLICY
 from sync_collector.state import State
 from sync_collector.warmup import Warmup
 from sync_collector.worker_options import WorkerOptions, changed_options
-from sync_collector.worker_pool import Crew
-from sync_collector.worker_spec import Recipes
+from sync_collector.worker_pool import WorkerPool
+from sync_collector.worker_spec import WorkerSpecs
 from sync_core import ClosedError, Layout, OptionError
 from sync_core.checks import check_count, check_integer, check_seconds
 from sync_core.models import check_match, named_tensors
@@ -34,22 +34,22 @@ class Life:
     """What a `Collector` does about its workers; not for use by itself."""
 
     _timeout: float
-    _crew: Crew
-    _recipes: Recipes
+    _pool: WorkerPool
+    _specs: WorkerSpecs
     _replacement: Replacement
     _requests: Requests
-    _weights: PolicyWeights | SeveralModels
-    _held: HeldModels
-    _delivery: Delivery
+    _weights: PolicyWeights | MultiModelWeights
+    _elsewhere: ModelsElsewhere
+    _delivery: BatchDelivery
     _warmup: Warmup
-    _background: Background
-    _upstream: Upstream
+    _background: BackgroundCollection
+    _relay: Relay
     _close: weakref.finalize[Any, Any]
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
         """The ids of the workers."""
-        return self._crew.ids
+        return self._pool.ids
 
     def add_workers(
         self,
@@ -83,9 +83,9 @@ class Life:
         self._check_working()
         num_workers = count_workers(num_workers, create_env_fn)
         if create_env_fn is None:
-            return tuple(self._crew.add() for _ in range(num_workers))
+            return tuple(self._pool.add() for _ in range(num_workers))
         env_fns = factories(create_env_fn, num_workers, "create_env_fn")
-        return tuple(self._crew.add(env_fn=env_fn) for env_fn in env_fns)
+        return tuple(self._pool.add(env_fn=env_fn) for env_fn in env_fns)
 
     def add_collectors(
         self,
@@ -124,13 +124,13 @@ class Life:
         env_fns = factories(create_env_fn, num_workers, "create_env_fn")
         configs = per_worker(remote_configs, num_workers, "remote_configs")
         given = per_worker(collector_kwargs, num_workers, "collector_kwargs")
-        options = [changed_options(self._recipes.options[0], each or {}) for each in given]
+        options = [changed_options(self._specs.options[0], each or {}) for each in given]
         changes: dict[str, Any] = {"num_envs": num_envs}
         if policy is not None:
             self._check_policy(policy)
             changes |= {"policy": policy, "policy_fn": None}
         return tuple(
-            self._crew.add(
+            self._pool.add(
                 {} if config is None else {"remote_configs": config},
                 env_fn=env_fn,
                 options=option,
@@ -142,7 +142,7 @@ class Life:
     def _check_policy(self, policy: Any) -> None:
         """Raise unless a new worker may begin with this policy."""
         check_acts(policy, "policy is")
-        if self._recipes.share_policy:
+        if self._specs.share_policy:
             raise OptionError(
                 "workers act with the trainer's own policy, so new ones have no other; leave out "
                 "policy=, or use scheme='thread'"
@@ -160,11 +160,11 @@ class Life:
             UnknownWorkerError: no such worker; nothing was done.
         """
         self._check_working()
-        ids = normalize(worker_ids, self._crew.ids)
-        if set(ids) == set(self._crew.ids):
+        ids = normalize(worker_ids, self._pool.ids)
+        if set(ids) == set(self._pool.ids):
             raise ValueError("no worker would be left; to end the collector, type shutdown()")
         for worker_id in ids:
-            self._crew.remove(worker_id)
+            self._pool.remove(worker_id)
             self._requests.drop(worker_id)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -229,9 +229,9 @@ class Life:
         """
         seconds = self._timeout if timeout is None else check_seconds(timeout)
         self._background.abandon()
-        self._upstream.close()
+        self._relay.close()
         if self._close.detach() is not None:
-            end(self._crew, self._weights, self._held, seconds)
+            end(self._pool, self._weights, self._elsewhere, seconds)
         self._background.end(seconds)
 
     async def async_shutdown(self) -> None:
@@ -262,7 +262,7 @@ class Life:
 
     def _check_working(self) -> None:
         self._check_open()
-        if self._crew.dismissed:
+        if self._pool.dismissed:
             raise ClosedError(
                 "the collector has delivered all its frames and ended its workers; make a new one "
                 "with more total_frames"
@@ -271,7 +271,7 @@ class Life:
     @property
     def _state(self) -> State:
         return State(
-            self._crew, self._requests, self._delivery, self._weights, self._warmup, self._timeout
+            self._pool, self._requests, self._delivery, self._weights, self._warmup, self._timeout
         )
 
     def _at_rest(self, function: Callable[[], Result], *, whole_batches: bool = False) -> Result:
@@ -283,7 +283,7 @@ class Life:
         """
 
         def do() -> Result:
-            with self._crew.lock:
+            with self._pool.lock:
                 if whole_batches:
                     self._state.finish_batches()
                 with self._requests.settled():
@@ -298,19 +298,19 @@ class Life:
 
 
 def end(
-    crew: Crew,
-    weights: PolicyWeights | SeveralModels,
-    held: HeldModels,
+    pool: WorkerPool,
+    weights: PolicyWeights | MultiModelWeights,
+    held: ModelsElsewhere,
     timeout: float | None = None,
 ) -> None:
     """End workers and senders, come what may."""
     try:
         # A refresh may have been sent just now; its workers have it in a moment.
         weights.let_end(MOMENT if timeout is None else min(MOMENT, timeout))
-        crew.stop(timeout)
+        pool.stop(timeout)
     except BaseException:
         # Such as a second Ctrl-C: nobody waits any longer, and nothing may be left behind.
-        crew.stop(0.0)
+        pool.stop(0.0)
         raise
     finally:
         weights.close()

@@ -10,7 +10,7 @@ from sync_collector.schemes import ModelScheme
 from sync_core import ModelError, PendingSend, Sender, SendReport
 
 
-class HeldModels:
+class ModelsElsewhere:
     """Senders to workers that a scheme was given, such as actors of the user's.
 
     Args:

@@ -10,12 +10,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from sync_collector.collector_worker import Host
+from sync_collector.collector_worker import CollectorWorker
 from sync_collector.policy_module import module_of
 from sync_collector.policy_weights import PolicyWeights, Weights, end_interrupted, snapshots
 from sync_collector.requests import Requests
 from sync_collector.schemes import POLICY, ModelScheme
-from sync_collector.worker_pool import Crew
+from sync_collector.worker_pool import WorkerPool
 from sync_core import (
     Delivery,
     ModelError,
@@ -32,14 +32,14 @@ from sync_core.workers import gather, normalize, shares_policy
 _AFTERWARDS = 1.0
 
 
-class SeveralModels:
+class MultiModelWeights:
     """A sender for each model, and the workers that commit what belongs together at once.
 
     All sources are read and checked before anything is sent. A worker commits between two batches,
     when it is told which versions belong together and has all of them.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         make_senders: `Sender` for each model, with all arguments but the model and
             ``num_workers``.
         collector: what senders are to know as their collector; weak, so that it can be forgotten.
@@ -49,14 +49,14 @@ class SeveralModels:
 
     def __init__(
         self,
-        crew: Crew,
+        pool: WorkerPool,
         make_senders: Mapping[str, Callable[..., Sender]],
         collector: weakref.ref[Any],
         models: Mapping[str, Any],
         *,
         timeout: float,
     ) -> None:
-        self._crew = crew
+        self._pool = pool
         self._make_senders = make_senders
         self._collector = collector
         self._timeout = timeout
@@ -77,8 +77,8 @@ class SeveralModels:
         for name in self.models:
             self._connect(name, self.models[name])
         self._unsent = snapshots(self.senders)
-        crew.on_join.append(self._join)
-        crew.on_leave.append(self._leave)
+        pool.on_join.append(self._join)
+        pool.on_leave.append(self._leave)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,21 +94,21 @@ class SeveralModels:
     def increment_version(self) -> None:
         """Count a version of the policy that reached the workers another way."""
         # Who joins meanwhile is told of it once: by its joining, or as one of all.
-        with self._crew.lock:
+        with self._pool.lock:
             self._increments += 1
-            self._crew.call_all(Host.increment_version, 1)
-            self._tell(self._crew.ids)
+            self._pool.call_all(CollectorWorker.increment_version, 1)
+            self._tell(self._pool.ids)
 
     def update(
         self, weights: Mapping[str, Any], worker_ids: int | Iterable[int] | None, *, blocking: bool
     ) -> SendReport | PendingSend:
         """Send the weights given, None for the trainer's own; nothing given means all models."""
-        with self._crew.lock:
+        with self._pool.lock:
             started = time.perf_counter()
             self._end_last()
-            ids = normalize(worker_ids, self._crew.ids)
+            ids = normalize(worker_ids, self._pool.ids)
             pending = self._send(
-                weights or dict.fromkeys(self.models), ids, started, self._crew.request
+                weights or dict.fromkeys(self.models), ids, started, self._pool.request
             )
             try:
                 self._tell(pending.worker_ids)
@@ -134,14 +134,14 @@ class SeveralModels:
 
     def restore(self, version: int) -> int:
         """Count on from another version, which workers are not told; by how many it is further."""
-        with self._crew.lock:
+        with self._pool.lock:
             increments = version - self.version
             self._increments += increments
             return increments
 
     def begin_with(self, weights: Weights) -> None:
         """See `PolicyWeights.begin_with`."""
-        with self._crew.lock:
+        with self._pool.lock:
             self._unsent, self._last, self._of_some = weights, {}, set()
 
     def let_end(self, timeout: float) -> None:
@@ -200,7 +200,7 @@ class SeveralModels:
         self.required = {} if policy is None else dict.fromkeys(policy.worker_ids, policy.version)
         sent = {name: send.version for name, send in sends.items() if send.worker_ids}
         self._last |= {name: weights[name] for name in sent}
-        if set(due) >= set(self._crew.ids):
+        if set(due) >= set(self._pool.ids):
             self._of_all |= sent
             self._of_some -= sent.keys()
             self._unsent = {name: w for name, w in self._unsent.items() if name not in sent}
@@ -228,7 +228,7 @@ class SeveralModels:
         nbytes = sum(send.nbytes for send in sends.values())
         for worker_id in ids:
             delivery = Delivery(worker_id, max(versions.values()), nbytes)
-            told = call(worker_id, Host.receive_together, versions, self._timeout)
+            told = call(worker_id, CollectorWorker.receive_together, versions, self._timeout)
             told.add_done_callback(partial(_end, delivery))
             deliveries[worker_id] = delivery
         return deliveries
@@ -244,14 +244,15 @@ class SeveralModels:
         self._connect(name, given)
 
     def _connect(self, name: str, model: Any) -> None:
-        ids = self._crew.ids
+        ids = self._pool.ids
         sender = self._make_senders[name](model, num_workers=max(ids) + 1)
         try:
             sender.register_collector(self._collector())
             for worker_id in set(sender.all_worker_ids()) - set(ids):
                 sender.remove_worker(worker_id)
             calls = {
-                i: self._crew.request(i, Host.connect_model, name, sender.address(i)) for i in ids
+                i: self._pool.request(i, CollectorWorker.connect_model, name, sender.address(i))
+                for i in ids
             }
             gather(calls, self._timeout, f"connect to the sender of {name!r}")
         except BaseException:
@@ -261,27 +262,31 @@ class SeveralModels:
 
     def _join(self, worker_id: int) -> None:
         """Serve a worker that is new, or that has taken the place of another."""
-        with self._crew.lock:
+        with self._pool.lock:
             self._end_last()
             if self._increments:
-                self._crew.call(worker_id, Host.increment_version, self._increments)
+                self._pool.call(worker_id, CollectorWorker.increment_version, self._increments)
             for name, sender in self.senders.items():
                 if worker_id in sender.all_worker_ids():
                     sender.remove_worker(worker_id)
                 sender.add_worker(worker_id)
                 address = sender.address(worker_id)
-                call = self._crew.call(worker_id, Host.connect_model, name, address)
+                call = self._pool.call(worker_id, CollectorWorker.connect_model, name, address)
                 gather({worker_id: call}, self._timeout, f"connect to the sender of {name!r}")
-            newest = self._crew.call(worker_id, Host.receive_together, self._of_all, self._timeout)
+            newest = self._pool.call(
+                worker_id, CollectorWorker.receive_together, self._of_all, self._timeout
+            )
             (received,) = gather({worker_id: newest}, self._timeout, "commit the newest weights")
-            begun = self._crew.call(worker_id, Host.begin_with, self._unsent, self.version)
+            begun = self._pool.call(
+                worker_id, CollectorWorker.begin_with, self._unsent, self.version
+            )
             gather({worker_id: begun}, self._timeout, "load the weights to begin with")
             if self._of_some or not received:
                 self._send_anew(worker_id)
 
     def _send_anew(self, worker_id: int) -> None:
         """Send a worker what was sent last of all models: not all of it went to all, or as one."""
-        pending = self._send(self._last, (worker_id,), time.perf_counter(), self._crew.call)
+        pending = self._send(self._last, (worker_id,), time.perf_counter(), self._pool.call)
         try:
             pending.wait()
         except BaseException as error:
@@ -290,7 +295,7 @@ class SeveralModels:
 
     def _leave(self, worker_id: int) -> None:
         """Serve a worker no longer."""
-        with self._crew.lock:
+        with self._pool.lock:
             self._end_last()
             for sender in self.senders.values():
                 # One that could not join may not be there.
@@ -324,7 +329,7 @@ def _finish(sends: Sequence[PendingSend], report: SendReport, *, waited: bool) -
 
 
 def make_weights(
-    crew: Crew,
+    pool: WorkerPool,
     requests: Requests,
     schemes: Mapping[str, ModelScheme],
     *,
@@ -333,11 +338,11 @@ def make_weights(
     models: Mapping[str, Any],
     made_by_workers: bool,
     timeout: float,
-) -> PolicyWeights | SeveralModels:
+) -> PolicyWeights | MultiModelWeights:
     """What takes new weights to the workers of a collector.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         requests: the batches that they are asked for.
         schemes: the scheme of each model.
         collector: what senders are to know as their collector.
@@ -352,7 +357,7 @@ def make_weights(
     }
     if list(schemes) == [POLICY]:
         return PolicyWeights(
-            crew,
+            pool,
             requests.busy,
             make_senders[POLICY],
             collector,
@@ -365,4 +370,4 @@ def make_weights(
     module = module_of(policy) if POLICY in schemes else None
     if module is not None:
         known[POLICY] = module
-    return SeveralModels(crew, make_senders, collector, known, timeout=timeout)
+    return MultiModelWeights(pool, make_senders, collector, known, timeout=timeout)

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from sync_collector.collector_worker import Host
+from sync_collector.collector_worker import CollectorWorker
 from sync_collector.policy_module import module_of
 from sync_collector.schemes import POLICY
-from sync_collector.worker_pool import Crew
+from sync_collector.worker_pool import WorkerPool
 from sync_core import (
     ModelError,
     PendingSend,
@@ -34,16 +34,16 @@ _UNASKED = 0.02
 _GLANCE = 0.002
 
 
-class Prompts:
+class CommitRequests:
     """Asks the workers of one send after the other.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         busy: whether a worker is at work on a batch.
     """
 
-    def __init__(self, crew: Crew, busy: Callable[[int], bool]) -> None:
-        self._crew = crew
+    def __init__(self, pool: WorkerPool, busy: Callable[[int], bool]) -> None:
+        self._pool = pool
         self._busy = busy
         self._calls: dict[int, Future[bool]] = {}
         # The workers that commit what comes while they rest, and until when those that do so now
@@ -52,7 +52,7 @@ class Prompts:
         self._unasked: dict[int, float] = {}
 
     def learn(self, worker_id: int, *, attentive: bool) -> None:
-        """Know of a worker whether it commits what comes while it rests; see `Host.connect`."""
+        """Note whether a worker commits what arrives between its batches."""
         (self._attentive.add if attentive else self._attentive.discard)(worker_id)
 
     def begin(self, pending: PendingSend, *, all_workers: bool) -> None:
@@ -103,7 +103,7 @@ class Prompts:
         It will have done so before that, but for weights that came with its last step.
         """
         patience = 0.0 if self._busy(worker_id) else _PATIENCE
-        return self._crew.request(worker_id, Host.reach, pending.sent_version, patience)
+        return self._pool.request(worker_id, CollectorWorker.reach, pending.sent_version, patience)
 
 
 #: The weights of models, by their names.
@@ -116,7 +116,7 @@ class PolicyWeights:
     """A sender, and the workers whose receivers it feeds.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         busy: whether a worker is at work on a batch.
         make_sender: `Sender` with all arguments but the model and ``num_workers``.
         collector: what the sender is to know as its collector; weak, so that it can be forgotten.
@@ -128,7 +128,7 @@ class PolicyWeights:
 
     def __init__(
         self,
-        crew: Crew,
+        pool: WorkerPool,
         busy: Callable[[int], bool],
         make_sender: Callable[..., Sender],
         collector: weakref.ref[Any],
@@ -138,8 +138,8 @@ class PolicyWeights:
         made_by_workers: bool,
         timeout: float,
     ) -> None:
-        self._crew = crew
-        self._prompts = Prompts(crew, busy)
+        self._pool = pool
+        self._commit_requests = CommitRequests(pool, busy)
         self._make_sender = make_sender
         self._collector = collector
         self._made_by_workers = made_by_workers
@@ -166,8 +166,8 @@ class PolicyWeights:
             self._connect(model)
             self.models[POLICY] = model
             self._unsent = {} if shared else snapshots(self.senders)
-        crew.on_join.append(self._join)
-        crew.on_leave.append(self._leave)
+        pool.on_join.append(self._join)
+        pool.on_leave.append(self._leave)
 
     @property
     def version(self) -> int:
@@ -177,10 +177,10 @@ class PolicyWeights:
     def increment_version(self) -> None:
         """Count a version that reached the workers another way."""
         # Who joins meanwhile is told of it once: by its joining, or as one of all.
-        with self._crew.lock:
+        with self._pool.lock:
             self._increments += 1
-            self._crew.call_all(Host.increment_version, 1)
-            self._tell(self._crew.ids)
+            self._pool.call_all(CollectorWorker.increment_version, 1)
+            self._tell(self._pool.ids)
 
     @property
     def senders(self) -> dict[str, Sender]:
@@ -192,9 +192,9 @@ class PolicyWeights:
 
         None where there is nothing to wait for.
         """
-        with self._crew.lock:
+        with self._pool.lock:
             self._pending = self._begin({}, worker_ids)
-            self._prompts.leave_out()
+            self._commit_requests.leave_out()
             return self._pending
 
     def settle(self, pending: PendingSend) -> None:
@@ -203,26 +203,26 @@ class PolicyWeights:
         Raises:
             SendError: some workers could not be refreshed.
         """
-        with self._crew.lock:
+        with self._pool.lock:
             if pending is self._pending:
-                self._prompts.see_through(pending, self._timeout)
+                self._commit_requests.see_through(pending, self._timeout)
             pending.wait()
 
     def update(
         self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None, *, blocking: bool
     ) -> SendReport | PendingSend:
         """Send the weights given, or the policy's, and let the workers commit them."""
-        with self._crew.lock:
+        with self._pool.lock:
             started = time.perf_counter()
             pending = self._begin(given, worker_ids)
             if pending is None:
                 return SendReport(self.version, time.perf_counter() - started, {})
             try:
-                self._prompts.begin(pending, all_workers=not blocking)
+                self._commit_requests.begin(pending, all_workers=not blocking)
                 if not blocking:
                     self._pending = pending
                     return pending
-                self._prompts.see_through(pending, self._timeout)
+                self._commit_requests.see_through(pending, self._timeout)
                 return pending.wait()
             except BaseException as error:
                 if self._pending is None:
@@ -233,28 +233,28 @@ class PolicyWeights:
 
     def restore(self, version: int) -> int:
         """Count on from another version, which workers are not told; by how many it is further."""
-        with self._crew.lock:
+        with self._pool.lock:
             increments = version - self.version
             self._increments += increments
             return increments
 
     def begin_with(self, weights: Weights) -> None:
         """Let workers that join act with these weights, as the others do from now on."""
-        with self._crew.lock:
+        with self._pool.lock:
             self._unsent, self._last_to_all = weights, True
 
     def let_end(self, timeout: float) -> None:
         """Give an update that nobody has waited for some seconds; its outcome is told by itself."""
         pending = self._pending
         # Another thread that has the lock sees it through.
-        if pending is None or not self._crew.lock.acquire(timeout=timeout):
+        if pending is None or not self._pool.lock.acquire(timeout=timeout):
             return
         try:
-            self._prompts.see_through(pending, timeout)
+            self._commit_requests.see_through(pending, timeout)
             with suppress(SendError):
                 pending.wait(0)
         finally:
-            self._crew.lock.release()
+            self._pool.lock.release()
 
     def close(self) -> None:
         """Release what the sender holds."""
@@ -269,13 +269,13 @@ class PolicyWeights:
         self._ensure_sender(weights)
         if self.sender is None:
             # Random actions, or a policy without tensors: every worker has the newest weights.
-            self._tell(normalize(worker_ids, self._crew.ids))
+            self._tell(normalize(worker_ids, self._pool.ids))
             return None
         pending = self.sender.send_async(weights, worker_ids)
         pending.count_as(pending.sent_version + self._increments)
         if pending.worker_ids:
             self._last = dict(given)
-            self._last_to_all = set(pending.worker_ids) >= set(self._crew.ids)
+            self._last_to_all = set(pending.worker_ids) >= set(self._pool.ids)
             if self._last_to_all:
                 self._unsent = {}
         self.required = dict.fromkeys(pending.worker_ids, pending.sent_version)
@@ -304,19 +304,21 @@ class PolicyWeights:
     def _end_last(self) -> None:
         """See an update through that was not waited for; its outcome is told by itself."""
         if self._pending is not None:
-            self._prompts.see_through(self._pending, self._timeout)
+            self._commit_requests.see_through(self._pending, self._timeout)
             self._pending.abandon()
             self._pending = None
         end_interrupted(self.senders.values())
 
     def _connect(self, model: Any) -> None:
-        ids = self._crew.ids
+        ids = self._pool.ids
         sender = self._make_sender(model, num_workers=max(ids) + 1)
         try:
             sender.register_collector(self._collector())
             for worker_id in set(sender.all_worker_ids()) - set(ids):
                 sender.remove_worker(worker_id)
-            calls = {i: self._crew.request(i, Host.connect, sender.address(i)) for i in ids}
+            calls = {
+                i: self._pool.request(i, CollectorWorker.connect, sender.address(i)) for i in ids
+            }
             self._gather_connected(calls)
         except BaseException:
             sender.close()
@@ -326,26 +328,28 @@ class PolicyWeights:
     def _gather_connected(self, calls: dict[int, Future[bool]]) -> None:
         attentive = gather(calls, self._timeout, "connect to the sender")
         for worker_id, commits_at_rest in zip(calls, attentive, strict=True):
-            self._prompts.learn(worker_id, attentive=commits_at_rest)
+            self._commit_requests.learn(worker_id, attentive=commits_at_rest)
 
     def _join(self, worker_id: int) -> None:
         """Serve a worker that is new, or that has taken the place of another."""
-        with self._crew.lock:
+        with self._pool.lock:
             self._end_last()
             if self._increments:
-                self._crew.call(worker_id, Host.increment_version, self._increments)
+                self._pool.call(worker_id, CollectorWorker.increment_version, self._increments)
             if self.sender is None:
                 return
             if worker_id in self.sender.all_worker_ids():
                 self.sender.remove_worker(worker_id)
             self.sender.add_worker(worker_id)
             address = self.sender.address(worker_id)
-            self._gather_connected({worker_id: self._crew.call(worker_id, Host.connect, address)})
+            self._gather_connected(
+                {worker_id: self._pool.call(worker_id, CollectorWorker.connect, address)}
+            )
             if self._last_to_all:
                 # What went to all, if anything did, is not to come after the weights to begin with.
                 self._reach(worker_id, self.sender.workers[worker_id].wanted)
             version = self.version if self._last_to_all else self._increments
-            begun = self._crew.call(worker_id, Host.begin_with, self._unsent, version)
+            begun = self._pool.call(worker_id, CollectorWorker.begin_with, self._unsent, version)
             gather({worker_id: begun}, self._timeout, "load the weights to begin with")
             if self._last_to_all:
                 return
@@ -360,12 +364,12 @@ class PolicyWeights:
                 raise
 
     def _reach(self, worker_id: int, sent_version: int) -> None:
-        call = self._crew.call(worker_id, Host.reach, sent_version, self._timeout)
+        call = self._pool.call(worker_id, CollectorWorker.reach, sent_version, self._timeout)
         gather({worker_id: call}, self._timeout, "commit the newest weights")
 
     def _leave(self, worker_id: int) -> None:
         """Serve a worker no longer."""
-        with self._crew.lock:
+        with self._pool.lock:
             self._end_last()
             # One that could not join may not be there.
             if self.sender is not None and worker_id in self.sender.all_worker_ids():

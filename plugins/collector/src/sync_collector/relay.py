@@ -10,20 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
-from sync_collector.collector_worker import Host
-from sync_collector.multi_model import SeveralModels
+from sync_collector.collector_worker import CollectorWorker
+from sync_collector.multi_model import MultiModelWeights
 from sync_collector.policy_weights import PolicyWeights
 from sync_collector.replacement import Replacement
 from sync_collector.schemes import POLICY
 from sync_collector.update_arguments import check_name
-from sync_collector.worker_pool import Crew
+from sync_collector.worker_pool import WorkerPool
 from sync_core import Address, ModelError, Receiver, SenderLostError, Update
 from sync_core.checks import check_mapping
 from sync_core.models import Binding, named_tensors
 from sync_core.workers import gather
 
 
-class Upstream:
+class Relay:
     """Receives a collector's models from senders elsewhere.
 
     A version is acknowledged when the collector's own workers have committed it, and not before;
@@ -31,20 +31,20 @@ class Upstream:
 
     Args:
         weights: the collector's models, and the way to its workers.
-        crew: its workers.
+        pool: its workers.
         replacement: puts others in the place of those that are found dead.
         timeout: deadline of calls to workers, in seconds.
     """
 
     def __init__(
         self,
-        weights: PolicyWeights | SeveralModels,
-        crew: Crew,
+        weights: PolicyWeights | MultiModelWeights,
+        pool: WorkerPool,
         replacement: Replacement,
         timeout: float,
     ) -> None:
         self._weights = weights
-        self._crew = crew
+        self._pool = pool
         self._replacement = replacement
         self._timeout = timeout
         self._receivers: dict[str, Receiver] = {}
@@ -176,8 +176,8 @@ class Upstream:
 
     def _copied(self, name: str) -> Mapping[str, Tensor]:
         """Return a copy of a model's tensors as a worker has them."""
-        first = self._crew.ids[0]
-        call = self._crew.request(first, Host.read_model, name)
+        first = self._pool.ids[0]
+        call = self._pool.request(first, CollectorWorker.read_model, name)
         what = f"read its {name!r}"
         tensors: Mapping[str, Tensor] = gather({first: call}, self._timeout, what)[0]
         if not tensors:
@@ -197,7 +197,7 @@ class Upstream:
             version: not used.
         """
         del version
-        if self._crew.dismissed:
+        if self._pool.dismissed:
             return  # after the last batch, nobody acts any more
         self._replacement.see_through(
             lambda: self._weights.update({name: weights}, None, blocking=True)

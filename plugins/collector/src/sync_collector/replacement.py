@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, TypeVar
 
-from sync_collector.worker_pool import Crew
+from sync_collector.worker_pool import WorkerPool
 from sync_core import SendError, SendReport, WorkerLostError
 
 Result = TypeVar("Result")
@@ -26,12 +26,12 @@ class Replacement:
     """Replaces the workers that have died, if they are to be replaced.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         on_worker_failure: ``"restart"`` to replace them.
     """
 
-    def __init__(self, crew: Crew, on_worker_failure: OnWorkerFailure) -> None:
-        self._crew = crew
+    def __init__(self, pool: WorkerPool, on_worker_failure: OnWorkerFailure) -> None:
+        self._pool = pool
         self._restarts = on_worker_failure == "restart"
         self._in_a_row: Counter[int] = Counter()
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class Replacement:
         if not self._restarts:
             raise lost
         with self._lock:
-            while not (self._crew.alive(worker_id) or self._crew.removed(worker_id)):
+            while not (self._pool.alive(worker_id) or self._pool.removed(worker_id)):
                 self._in_a_row[worker_id] += 1
                 if self._in_a_row[worker_id] > _IN_A_ROW:
                     raise WorkerLostError(
@@ -58,14 +58,14 @@ class Replacement:
                         f"{lost.message}",
                     ) from lost
                 try:
-                    self._crew.restart(worker_id)
+                    self._pool.restart(worker_id)
                 except WorkerLostError as error:
                     lost = error
 
     def replace_dead(self) -> None:
         """Replace every worker that has died; raises as `replace` does."""
-        for worker_id in self._crew.ids:
-            if not self._crew.alive(worker_id):
+        for worker_id in self._pool.ids:
+            if not self._pool.alive(worker_id):
                 self.replace(WorkerLostError(worker_id, "died"))
 
     def repeat(self, function: Callable[[], Result]) -> Result:
@@ -91,8 +91,8 @@ class Replacement:
         """
         while True:
             # Nobody joins between these two lines: who has joined since then has the newest.
-            with self._crew.lock:
-                joins = self._crew.joins.copy()
+            with self._pool.lock:
+                joins = self._pool.joins.copy()
                 try:
                     return update()
                 except (SendError, WorkerLostError) as error:
@@ -112,7 +112,7 @@ class Replacement:
         results = dict(error.report.workers)
         for worker_id in failed:
             self.replace(WorkerLostError(worker_id, "died"))
-            if self._crew.removed(worker_id):
+            if self._pool.removed(worker_id):
                 del results[worker_id]
             else:
                 version = error.report.version
@@ -134,9 +134,9 @@ class Replacement:
 
     def _is_gone(self, worker_id: int, joins: Counter[int]) -> bool:
         return (
-            not self._crew.alive(worker_id)
-            or self._crew.restarting(worker_id)
-            or self._crew.joins[worker_id] != joins[worker_id]
+            not self._pool.alive(worker_id)
+            or self._pool.restarting(worker_id)
+            or self._pool.joins[worker_id] != joins[worker_id]
         )
 
     def delivered(self, worker_id: int) -> None:

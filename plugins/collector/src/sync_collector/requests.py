@@ -14,11 +14,11 @@ from queue import Empty, SimpleQueue
 
 from tensordict import TensorDictBase
 
-from sync_collector.batch_request import Order
-from sync_collector.collector_worker import Host
+from sync_collector.batch_request import BatchRequest
+from sync_collector.collector_worker import CollectorWorker
 from sync_collector.policies import policy_errors
 from sync_collector.replacement import Replacement
-from sync_collector.worker_pool import Crew
+from sync_collector.worker_pool import WorkerPool
 from sync_core import WorkerLostError, WorkerTimeoutError
 from sync_core.transports import uninterrupted
 
@@ -27,7 +27,7 @@ _GLANCE = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
+class TakenBatch:
     """A batch, and whose it is.
 
     Args:
@@ -43,29 +43,29 @@ class Requests:
     """At most one batch under way for each worker; what was asked for is delivered once.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         timeout: the longest that a batch is waited for, in seconds.
-        make_order: says what to ask a worker for, when it is asked.
+        make_request: says what to ask a worker for, when it is asked.
         replacement: puts another in the place of a worker that is lost, which is then asked for
             the batch; None for an error.
     """
 
     def __init__(
         self,
-        crew: Crew,
+        pool: WorkerPool,
         timeout: float,
-        make_order: Callable[[int], Order] = lambda _: Order(),
+        make_request: Callable[[int], BatchRequest] = lambda _: BatchRequest(),
         replacement: Replacement | None = None,
     ) -> None:
-        self._crew = crew
+        self._pool = pool
         self._timeout = timeout
-        self._make_order = make_order
+        self._make_request = make_request
         self._replacement = replacement
         self._futures: dict[int, Future[TensorDictBase | None]] = {}
         # What has ended, in that order; also what was forgotten since.
         self._ended: deque[tuple[int, Future[TensorDictBase | None]]] = deque()
         #: The batch that was taken last, until it is handed over.
-        self.in_hand: Delivered | None = None
+        self.in_hand: TakenBatch | None = None
         # Not an Event: Ctrl-C in wait() may leave its lock held, and set() would then block.
         self._news: SimpleQueue[None] = SimpleQueue()
         self._required: dict[int, int] = {}
@@ -92,13 +92,13 @@ class Requests:
     def ask(self, worker_id: int) -> None:
         """Ask a worker for a batch, unless one is under way; later, if it is held back."""
         with self._lock:
-            if worker_id in self._futures or self._crew.removed(worker_id):
+            if worker_id in self._futures or self._pool.removed(worker_id):
                 return
             if self._held[worker_id]:
                 self._postponed.add(worker_id)
                 return
             # A worker without a thread of its own works in the call, and can be interrupted.
-            with uninterrupted() if self._crew.parallel else nullcontext():
+            with uninterrupted() if self._pool.parallel else nullcontext():
                 self._ask(worker_id)
 
     def number(self, worker_id: int) -> int:
@@ -146,7 +146,7 @@ class Requests:
         """
         held: list[int] = []
         try:
-            for worker_id in self._crew.ids:
+            for worker_id in self._pool.ids:
                 held.append(worker_id)
                 self.hold(worker_id)
             self.settle()
@@ -179,7 +179,7 @@ class Requests:
                 future.set_result(batch)
                 self._expect(worker_id, future)
 
-    def take_first(self) -> Delivered | None:
+    def take_first(self) -> TakenBatch | None:
         """Wait for the batch that is ready first, and keep it in hand.
 
         None if no batch is to come: all that were asked for have been dropped.
@@ -199,7 +199,7 @@ class Requests:
                     continue
                 batch = self._made_by(worker_id, future)
                 if batch is not None:
-                    return self.take((worker_id,), Delivered(worker_id, batch))
+                    return self.take((worker_id,), TakenBatch(worker_id, batch))
                 deadline = time.monotonic() + self._timeout
             if not len(self):
                 return None
@@ -251,7 +251,7 @@ class Requests:
             for worker_id in {*self._futures, *self._postponed, *self._required}:
                 self.drop(worker_id)
 
-    def take(self, worker_ids: Iterable[int], delivered: Delivered) -> Delivered:
+    def take(self, worker_ids: Iterable[int], delivered: TakenBatch) -> TakenBatch:
         """Keep in hand what was made of the batches of some workers, which are forgotten."""
         with self._lock:
             left = {i: future for i, future in self._futures.items() if i not in worker_ids}
@@ -262,11 +262,11 @@ class Requests:
         return delivered
 
     def _ask(self, worker_id: int) -> None:
-        order = replace(self._make_order(worker_id), number=self._numbers[worker_id])
+        order = replace(self._make_request(worker_id), number=self._numbers[worker_id])
         if version := self._required.get(worker_id, 0):
             order = replace(order, version=version, patience=self._timeout)
         try:
-            made = self._crew.request(worker_id, Host.collect, order)
+            made = self._pool.request(worker_id, CollectorWorker.collect, order)
             self._expect(worker_id, made)
         except BaseException:
             if worker_id not in self._futures:
@@ -300,7 +300,7 @@ class Requests:
             elif self._replacement is not None:
                 self._replacement.delivered(worker_id)
             return batch
-        if isinstance(error, WorkerLostError) and self._crew.removed(worker_id):
+        if isinstance(error, WorkerLostError) and self._pool.removed(worker_id):
             self.drop(worker_id)
             return None
         if self._replacement is None or not isinstance(error, WorkerLostError):

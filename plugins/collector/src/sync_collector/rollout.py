@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType
 
 from sync_collector.array_loop import ArrayLoop
-from sync_collector.batch_request import Order
+from sync_collector.batch_request import BatchRequest
 from sync_collector.devices import Devices
 from sync_collector.envs.arrays import speaks_arrays
 from sync_collector.envs.limit import limit_frames
@@ -182,7 +182,7 @@ class Refresher:
             raise error
 
 
-_AS_USUAL = Order()
+_AS_USUAL = BatchRequest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +254,7 @@ class Rollout:
         """The frames in each batch."""
         return self._steps * self._env.batch_size.numel()
 
-    def collect(self, order: Order = _AS_USUAL) -> TensorDictBase:
+    def collect(self, order: BatchRequest = _AS_USUAL) -> TensorDictBase:
         """The next batch; one that was cut short by an exception is gone on with."""
         if self._made is not None and self._made[0] == order.number:
             return self._made[1]
@@ -266,7 +266,7 @@ class Rollout:
         self._made, self._gathered = kept, None
         return batch
 
-    def _gather(self, order: Order) -> None:
+    def _gather(self, order: BatchRequest) -> None:
         self.refresher.look()
         act, ids = None if order.random else self._act, self._ids.state_dict()
         # Not inference_mode: tensors made in it could never be written to by an update.

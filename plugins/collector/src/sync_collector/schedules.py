@@ -6,8 +6,8 @@ from typing import Protocol
 
 from tensordict import TensorDictBase, stack
 
-from sync_collector.requests import Delivered, Requests
-from sync_collector.worker_pool import Crew
+from sync_collector.requests import Requests, TakenBatch
+from sync_collector.worker_pool import WorkerPool
 
 
 class Schedule(Protocol):
@@ -16,7 +16,7 @@ class Schedule(Protocol):
     #: The worker from which on others are looked at; 0 if none comes before another.
     turn: int
 
-    def next_batch(self, wanted: int | None) -> Delivered:
+    def next_batch(self, wanted: int | None) -> TakenBatch:
         """Take the next batch, which `Requests.in_hand` keeps.
 
         Args:
@@ -41,35 +41,35 @@ class Synchronous:
     """All workers make their part of a batch when it is wanted, with the newest weights.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         requests: by which they are asked.
     """
 
-    def __init__(self, crew: Crew, requests: Requests) -> None:
-        self._crew = crew
+    def __init__(self, pool: WorkerPool, requests: Requests) -> None:
+        self._pool = pool
         self._requests = requests
         self.turn = 0
 
-    def next_batch(self, wanted: int | None) -> Delivered:
+    def next_batch(self, wanted: int | None) -> TakenBatch:
         """The parts of all workers, stacked in the order of their ids.
 
         Raises:
             ValueError: the parts differ in shape, keys or dtypes; they are kept.
         """
         del wanted
-        for worker_id in self._crew.ids:
+        for worker_id in self._pool.ids:
             self._requests.ask(worker_id)
         parts = self._requests.wait_all()
         _check_alike(parts)
         together: TensorDictBase = stack(list(parts.values()))
-        return self._requests.take(parts, Delivered(None, together))
+        return self._requests.take(parts, TakenBatch(None, together))
 
     def go_on(self, wanted: int | None) -> None:
         """Nothing: each batch is made when it is wanted."""
 
     def frames_per_batch(self) -> int:
         """The frames of all workers' parts."""
-        return sum(self._crew.frames.values())
+        return sum(self._pool.frames.values())
 
 
 class FirstReady:
@@ -80,16 +80,16 @@ class FirstReady:
     with old weights; they are asked in turn, when a batch is wanted.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         requests: by which they are asked.
     """
 
-    def __init__(self, crew: Crew, requests: Requests) -> None:
-        self._crew = crew
+    def __init__(self, pool: WorkerPool, requests: Requests) -> None:
+        self._pool = pool
         self._requests = requests
         self.turn = 0
 
-    def next_batch(self, wanted: int | None) -> Delivered:
+    def next_batch(self, wanted: int | None) -> TakenBatch:
         """Take the batch that is ready first.
 
         Raises:
@@ -107,20 +107,20 @@ class FirstReady:
         in_hand = self._requests.in_hand
         if in_hand is not None and in_hand.worker_id is not None:
             self.turn = in_hand.worker_id + 1
-        if self._crew.parallel:
+        if self._pool.parallel:
             self._ask(wanted)
 
     def frames_per_batch(self) -> int | None:
         """The frames of a worker's batch, if all workers make as many."""
-        first, *others = set(self._crew.frames.values())
+        first, *others = set(self._pool.frames.values())
         return None if others else first
 
     def _ask(self, wanted: int | None) -> None:
-        for worker_id in sorted(self._crew.ids, key=lambda i: (i < self.turn, i)):
+        for worker_id in sorted(self._pool.ids, key=lambda i: (i < self.turn, i)):
             under_way = len(self._requests)
-            if under_way and not self._crew.parallel:
+            if under_way and not self._pool.parallel:
                 return
-            if wanted is not None and under_way * min(self._crew.frames.values()) >= wanted:
+            if wanted is not None and under_way * min(self._pool.frames.values()) >= wanted:
                 return
             self._requests.ask(worker_id)
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from sync_collector.collector_worker import Host
-from sync_collector.delivery import Delivery
-from sync_collector.multi_model import SeveralModels
+from sync_collector.collector_worker import CollectorWorker
+from sync_collector.delivery import BatchDelivery
+from sync_collector.multi_model import MultiModelWeights
 from sync_collector.policy_weights import PolicyWeights
 from sync_collector.requests import Requests
 from sync_collector.warmup import Warmup
-from sync_collector.worker_pool import Crew
+from sync_collector.worker_pool import WorkerPool
 from sync_core import RemoteCallError
 from sync_core.workers import gather
 
@@ -27,7 +27,7 @@ class State:
     Workers are told apart by their order, not by their ids.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         requests: the batches that they have made and nobody has taken yet.
         delivery: what was delivered.
         weights: what their policies act with.
@@ -35,25 +35,27 @@ class State:
         timeout: deadline of calls to workers, in seconds.
     """
 
-    crew: Crew
+    pool: WorkerPool
     requests: Requests
-    delivery: Delivery
-    weights: PolicyWeights | SeveralModels
+    delivery: BatchDelivery
+    weights: PolicyWeights | MultiModelWeights
     warmup: Warmup
     timeout: float
 
     def finish_batches(self) -> None:
         """Have those batches made that were cut short."""
-        ids = self.crew.ids
-        calls = {i: self.crew.request(i, Host.midway, self.requests.number(i)) for i in ids}
+        ids = self.pool.ids
+        calls = {
+            i: self.pool.request(i, CollectorWorker.midway, self.requests.number(i)) for i in ids
+        }
         midway = gather(calls, self.timeout, "finish its batch")
         for worker_id in (i for i, cut_short in zip(ids, midway, strict=True) if cut_short):
             self.requests.ask(worker_id)
 
     def save(self) -> dict[str, Any]:
         """Everything; whatever changes afterwards does not change it."""
-        ids = self.crew.ids
-        calls = self.crew.call_all(Host.state_dict)
+        ids = self.pool.ids
+        calls = self.pool.call_all(CollectorWorker.state_dict)
         workers = gather(calls, self.timeout, "save its state")
         lost = [i for i, state in zip(ids, workers, strict=True) if state["env"] is None]
         if lost:
@@ -69,8 +71,8 @@ class State:
             "delivery": self.delivery.state_dict(),
             "version": self.weights.version,
             "random_frames": self.warmup.state_dict(),
-            "seats": self.crew.next_seat,
-            "frames_per_worker": [self.crew.frames[i] for i in ids],
+            "seats": self.pool.next_seat,
+            "frames_per_worker": [self.pool.frames[i] for i in ids],
             "workers": workers,
             "made": [(ids.index(i), batch.clone()) for i, batch in made.items()],
         }
@@ -79,8 +81,8 @@ class State:
         """Seed one worker after the other, and begin anew; the seed that the last one returned."""
         self.requests.drop_all()
         self.delivery.drop()
-        for worker_id in self.crew.ids:
-            call = self.crew.request(worker_id, Host.set_seed, seed, static_seed)
+        for worker_id in self.pool.ids:
+            call = self.pool.request(worker_id, CollectorWorker.set_seed, seed, static_seed)
             (seed,) = gather({worker_id: call}, self.timeout, "set its seed")
         return seed
 
@@ -93,16 +95,21 @@ class State:
         self._check(state)
         self.requests.drop_all()
         increments = self.weights.restore(state["version"])
-        self.crew.next_seat = max(self.crew.next_seat, state["seats"])
-        ids = self.crew.ids
+        self.pool.next_seat = max(self.pool.next_seat, state["seats"])
+        ids = self.pool.ids
         if state["workers"]:
             newest = max(state["workers"], key=itemgetter("version"))
             self.weights.begin_with(copy.deepcopy(newest["models"]))
             saved = zip(ids, state["workers"], strict=True)
-            calls = {i: self.crew.request(i, Host.load_state_dict, s, increments) for i, s in saved}
+            calls = {
+                i: self.pool.request(i, CollectorWorker.load_state_dict, s, increments)
+                for i, s in saved
+            }
         else:
             calls = {
-                i: self.crew.request(i, Host.start_over, self.crew.take_seat(), increments)
+                i: self.pool.request(
+                    i, CollectorWorker.start_over, self.pool.take_seat(), increments
+                )
                 for i in ids
             }
         gather(calls, self.timeout, "load its state")
@@ -115,7 +122,7 @@ class State:
         if not isinstance(state, Mapping) or "frames_per_worker" not in state:
             raise ValueError("that is no state of a collector; state_dict() gives one")
         saved = state["frames_per_worker"]
-        frames = [self.crew.frames[i] for i in self.crew.ids]
+        frames = [self.pool.frames[i] for i in self.pool.ids]
         if saved and len(saved) != len(frames):
             raise ValueError(
                 f"the state is that of {len(saved)} workers, and the collector has {len(frames)}; "
@@ -127,8 +134,8 @@ class State:
                 f"collector's have {frames}; give it the same frames_per_batch and sync"
             )
         calls = {
-            worker_id: self.crew.request(worker_id, Host.check_state_dict, worker)
-            for worker_id, worker in zip(self.crew.ids, state["workers"], strict=False)
+            worker_id: self.pool.request(worker_id, CollectorWorker.check_state_dict, worker)
+            for worker_id, worker in zip(self.pool.ids, state["workers"], strict=False)
         }
         try:
             gather(calls, self.timeout, "compare its models with those of the state")

@@ -9,7 +9,7 @@ from sync_collector.schemes import POLICY
 from sync_core.checks import check_mapping
 
 
-class Given(TypedDict, total=False):
+class UpdateArguments(TypedDict, total=False):
     """The ways of saying what an update is to send, and to whom; see `Collector`."""
 
     weights: Any

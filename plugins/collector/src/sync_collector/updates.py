@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Unpack, overload
 
-from sync_collector.collector_worker import Host
-from sync_collector.models_elsewhere import HeldModels
-from sync_collector.multi_model import SeveralModels
+from sync_collector.collector_worker import CollectorWorker
+from sync_collector.models_elsewhere import ModelsElsewhere
+from sync_collector.multi_model import MultiModelWeights
 from sync_collector.policy_weights import PolicyWeights
-from sync_collector.relay import Upstream
+from sync_collector.relay import Relay
 from sync_collector.replacement import Replacement
 from sync_collector.schemes import POLICY
-from sync_collector.update_arguments import Given, chosen
-from sync_collector.worker_pool import Crew
+from sync_collector.update_arguments import UpdateArguments, chosen
+from sync_collector.worker_pool import WorkerPool
 from sync_core import Address, PendingSend, Sender, SendReport
 from sync_core.checks import check_path, check_seconds
 from sync_core.workers import gather
@@ -26,10 +26,10 @@ class Updates:
     """What a `Collector` does about weights; not for use by itself."""
 
     _timeout: float
-    _crew: Crew
-    _weights: PolicyWeights | SeveralModels
-    _held: HeldModels
-    _upstream: Upstream
+    _pool: WorkerPool
+    _weights: PolicyWeights | MultiModelWeights
+    _elsewhere: ModelsElsewhere
+    _relay: Relay
     _replacement: Replacement
 
     @property
@@ -40,16 +40,20 @@ class Updates:
     @property
     def senders(self) -> Mapping[str, Sender]:
         """What sends the weights of each model, as far as there are any to send."""
-        return {**self._weights.senders, **self._held.senders}
+        return {**self._weights.senders, **self._elsewhere.senders}
 
     @overload
     def update_policy_weights_(
-        self, policy_or_weights: Any = ..., *, blocking: Literal[True] = ..., **given: Unpack[Given]
+        self,
+        policy_or_weights: Any = ...,
+        *,
+        blocking: Literal[True] = ...,
+        **given: Unpack[UpdateArguments],
     ) -> SendReport: ...
 
     @overload
     def update_policy_weights_(
-        self, policy_or_weights: Any = ..., *, blocking: bool, **given: Unpack[Given]
+        self, policy_or_weights: Any = ..., *, blocking: bool, **given: Unpack[UpdateArguments]
     ) -> SendReport | PendingSend: ...
 
     def update_policy_weights_(
@@ -100,12 +104,12 @@ class Updates:
             (policy_or_weights, weights, policy),
             model_id,
             weights_dict,
-            (*self._weights.names, *self._held.senders),
+            (*self._weights.names, *self._elsewhere.senders),
         )
-        held = self._held.among(given)
+        held = self._elsewhere.among(given)
         if held is not None:
-            return self._held.update(held, given[held], worker_ids, blocking=blocking)
-        if self._crew.dismissed:
+            return self._elsewhere.update(held, given[held], worker_ids, blocking=blocking)
+        if self._pool.dismissed:
             # After the last batch, as in every other round of a training loop.
             return SendReport(self._weights.version, 0.0, {})
         return self._replacement.see_through(
@@ -131,9 +135,9 @@ class Updates:
             ModelError: neither the collector nor its workers have weights of that name.
         """
         self._check_open()
-        self._upstream.register(addresses)
+        self._relay.register(addresses)
         if synchronize_weights:
-            self._upstream.receive(_SOON)
+            self._relay.receive(_SOON)
 
     def receive_weights(
         self,
@@ -162,7 +166,7 @@ class Updates:
         """
         self._check_open()
         limit = self._timeout if timeout is None else check_seconds(timeout)
-        return self._upstream.receive_or_load((policy_or_weights, weights, policy), limit)
+        return self._relay.receive_or_load((policy_or_weights, weights, policy), limit)
 
     def cascade_execute(self, path: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """What a path leads to in every worker, called if it can be, in the order of their ids.
@@ -177,7 +181,7 @@ class Updates:
         """
         self._check_open()
         check_path(path, "path")
-        calls = self._crew.call_all(Host.execute, path, args, kwargs)
+        calls = self._pool.call_all(CollectorWorker.execute, path, args, kwargs)
         return gather(calls, self._timeout, f"execute {path!r}")
 
     def increment_version(self) -> None:

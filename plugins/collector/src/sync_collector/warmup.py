@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sync_collector.batch_request import Order
-from sync_collector.worker_pool import Crew
+from sync_collector.batch_request import BatchRequest
+from sync_collector.worker_pool import WorkerPool
 
 
 class Warmup:
     """Says what to ask each worker for; frames count when they are asked for.
 
     Args:
-        crew: the workers.
+        pool: the workers.
         frames: how many frames of random actions there are to be, at least.
         together: all workers are asked in turn for parts of one batch, which are to be alike: a
             policy may set more than the action.
     """
 
-    def __init__(self, crew: Crew, frames: int, *, together: bool) -> None:
-        self._crew = crew
+    def __init__(self, pool: WorkerPool, frames: int, *, together: bool) -> None:
+        self._pool = pool
         # The frames that are still to be asked for.
         self._left = frames
         self._together = together
@@ -28,15 +28,15 @@ class Warmup:
         # What each was asked for last; of workers that are asked together, in this round.
         self._asked: dict[int, int] = {}
 
-    def order(self, worker_id: int) -> Order:
+    def order(self, worker_id: int) -> BatchRequest:
         """What to ask a worker for next."""
         if not self._together or worker_id in self._asked:
             self._random = self._left > 0
         if self._together and worker_id in self._asked:
             self._asked.clear()
-        self._asked[worker_id] = self._crew.frames[worker_id] if self._random else 0
+        self._asked[worker_id] = self._pool.frames[worker_id] if self._random else 0
         self._left -= self._asked[worker_id]
-        return Order(random=self._random)
+        return BatchRequest(random=self._random)
 
     def take_back(self, worker_id: int) -> None:
         """Do not count what a worker was asked for last: it is lost, or dropped."""
@@ -44,11 +44,11 @@ class Warmup:
 
     def state_dict(self) -> dict[str, Any]:
         """What is still to be asked for, and what was asked for last: it may yet be dropped."""
-        return {"left": self._left, "asked": [self._asked.get(i, 0) for i in self._crew.ids]}
+        return {"left": self._left, "asked": [self._asked.get(i, 0) for i in self._pool.ids]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self._left = state["left"]
-        asked = zip(self._crew.ids, state["asked"], strict=False)
+        asked = zip(self._pool.ids, state["asked"], strict=False)
         self._asked = {worker_id: frames for worker_id, frames in asked if frames}
         self._random = self._left > 0 or any(self._asked.values())

@@ -93,7 +93,7 @@ def _read(model: Any, receiver: Receiver | None) -> Mapping[str, Tensor]:
     return dict(Update.of(named_tensors(model)).copied().items()) if read is None else read
 
 
-class Joint:
+class ModelReceivers:
     """Feeds several models of a worker, each with what its own sender sends.
 
     Args:

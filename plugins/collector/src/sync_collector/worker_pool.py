@@ -1,4 +1,4 @@
-"""The workers of a collector: a worker group, and the recipes that its workers are made by."""
+"""The workers of a collector: a worker group, and the specs that its workers are made by."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from sync_collector.collector_worker import Host, new_host
+from sync_collector.collector_worker import CollectorWorker, new_worker
 from sync_collector.policies import policy_errors
-from sync_collector.worker_spec import WorkerRecipe
+from sync_collector.worker_spec import WorkerSpec
 from sync_core import OptionError, UnknownWorkerError, WorkerLostError
 from sync_core.workers import WorkerGroup, gather
 
 Result = TypeVar("Result")
 
 
-class Crew:
+class WorkerPool:
     """Starts workers, builds what they host, and calls them.
 
     Args:
         group_class: what workers are.
-        make_recipe: gives the recipe for a worker id and a seat.
+        make_spec: gives the spec for a worker id and a seat.
         num_workers: how many there are at first; their ids are ``0 … num_workers - 1``.
         timeout: deadline of starting a worker, of building and of stopping, in seconds.
         worker_options: options of the group.
@@ -40,16 +40,16 @@ class Crew:
     def __init__(
         self,
         group_class: type[WorkerGroup],
-        make_recipe: Callable[[int, int], WorkerRecipe],
+        make_spec: Callable[[int, int], WorkerSpec],
         num_workers: int,
         timeout: float,
         worker_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._make_recipe = make_recipe
+        self._make_spec = make_spec
         self._timeout = timeout
         #: The number of the next worker's seat; no seat is given twice.
         self.next_seat = 0
-        # What differs from the recipe of workers that were added.
+        # What differs from the spec of workers that were added.
         self._changes: dict[int, dict[str, Any]] = {}
         # Workers that were started in the place of others and never came to be like the rest.
         self._unready: dict[int, str] = {}
@@ -73,7 +73,9 @@ class Crew:
         #: How many frames a batch of each worker has.
         self.frames: dict[int, int] = {}
         self._counting = threading.Lock()
-        self._group = group_class(new_host, num_workers, timeout=timeout, **(worker_options or {}))
+        self._group = group_class(
+            new_worker, num_workers, timeout=timeout, **(worker_options or {})
+        )
         try:
             self._build(self._group.worker_ids)
         except BaseException:
@@ -136,10 +138,10 @@ class Crew:
 
         Args:
             group_options: what the group's ``add`` gets.
-            **changes: fields of its `WorkerRecipe` that replace those of the recipe.
+            **changes: fields of its `WorkerSpec` that replace those of the spec.
 
         Raises as the constructor does, and `OptionError` for an option that the group's ``add``
-        does not have; the crew is then as before.
+        does not have; the pool is then as before.
         """
         options = group_options or {}
         for name in options.keys() - inspect.signature(self._group.add).parameters.keys():
@@ -222,9 +224,9 @@ class Crew:
     def _build(self, worker_ids: Iterable[int]) -> None:
         calls: dict[int, Future[int]] = {}
         for worker_id in worker_ids:
-            recipe = self._make_recipe(worker_id, self.take_seat())
-            recipe = replace(recipe, **self._changes.get(worker_id, {}))
-            calls[worker_id] = self._group.call(worker_id, Host.build, recipe)
+            spec = self._make_spec(worker_id, self.take_seat())
+            spec = replace(spec, **self._changes.get(worker_id, {}))
+            calls[worker_id] = self._group.call(worker_id, CollectorWorker.build, spec)
         with policy_errors():
             made = gather(calls, self._timeout, "make its environment and policy")
         self._count(dict(zip(calls, made, strict=True)))
@@ -241,9 +243,9 @@ def _refused(worker_id: int, reason: str) -> Future[Any]:
     return future
 
 
-def warn_if_rounded(crew: Crew, frames: int) -> None:
+def warn_if_rounded(pool: WorkerPool, frames: int) -> None:
     """Warn of workers whose batches have more frames than were asked for."""
-    for worker_id, actual in crew.frames.items():
+    for worker_id, actual in pool.frames.items():
         if actual != frames:
             warnings.warn(
                 f"worker {worker_id} makes batches of {actual} frames instead of {frames}, a "

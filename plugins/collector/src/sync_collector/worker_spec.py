@@ -18,7 +18,7 @@ from sync_collector.rollout import Rollout, RolloutOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class WorkerRecipe:
+class WorkerSpec:
     """How to make what one worker hosts.
 
     Args:
@@ -47,7 +47,7 @@ class WorkerRecipe:
     options: RolloutOptions
 
     def __repr__(self) -> str:
-        return f"WorkerRecipe(seat={self.seat})"
+        return f"WorkerSpec(seat={self.seat})"
 
     def make_env(self) -> Env:
         """The environment, made in the worker; several as one if there are to be several.
@@ -86,18 +86,18 @@ class WorkerRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Recipes:
-    """The recipes of all workers of a collector, also of those that come later.
+class WorkerSpecs:
+    """The specs of all workers of a collector, also of those that come later.
 
     Args:
         env_fns: a function that makes an environment, for each of the first workers; one that is
             added later begins again with the first function.
         policy: the policy of all; None for random actions, or where functions make them.
         policy_fns: a function that makes a policy, or None, for each of the first workers.
-        models: see `WorkerRecipe`.
+        models: see `WorkerSpec`.
         share_policy: likewise.
         seed: of the first seat; every other one is derived from it.
-        one_thread: see `WorkerRecipe`.
+        one_thread: see `WorkerSpec`.
         num_envs: likewise.
         options: how each of the first workers makes batches.
     """
@@ -129,9 +129,9 @@ class Recipes:
             rollout = Rollout(env, self.policy, 0, replace(first.options, devices=here))
         rollout.close()
 
-    def __call__(self, worker_id: int, seat: int) -> WorkerRecipe:
-        """The recipe for a worker."""
-        return WorkerRecipe(
+    def __call__(self, worker_id: int, seat: int) -> WorkerSpec:
+        """The spec for a worker."""
+        return WorkerSpec(
             seat=seat,
             env_fn=self.env_fns[worker_id % len(self.env_fns)],
             policy=self.policy,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sync_core.transports import Message, Peer, Publisher, Slot
-from sync_plugin_dist.process_group import Wire
+from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.rendezvous import Rendezvous
 
 
@@ -34,7 +34,7 @@ class DistPeer(Peer):
         return self.worker_id
 
 
-class Office(ABC):
+class StreamOwner(ABC):
     """A sender, to its lanes."""
 
     publisher: Publisher
@@ -63,7 +63,7 @@ class Office(ABC):
         """A number for a wire."""
 
     @abstractmethod
-    def open_wire(self, rendezvous: Rendezvous, size: int) -> Wire:
+    def open_wire(self, rendezvous: Rendezvous, size: int) -> TensorGroup:
         """The sender's end of a wire; blocks until the other ends are there."""
 
     @abstractmethod
