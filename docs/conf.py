@@ -1,4 +1,4 @@
-"""How Sphinx builds these pages; `make docs` runs it."""
+"""The configuration of Sphinx for these pages; `make docs` runs it."""
 
 from __future__ import annotations
 

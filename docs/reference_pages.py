@@ -123,7 +123,7 @@ def options_of(scheme: Any) -> type:
 
 
 def arguments_of(described: Any) -> dict[str, str]:
-    """What a docstring says of each argument."""
+    """Return what a docstring says of each argument."""
     text = inspect.getdoc(described) or ""
     _, found, rest = text.partition("Args:\n")
     if not found:
@@ -135,7 +135,7 @@ def arguments_of(described: Any) -> dict[str, str]:
 
 
 def comment_of(package: str, name: str) -> str:
-    """What ``#:`` says above a constant, in whichever module of a package it is written."""
+    """Return what ``#:`` says above a constant, in whichever module of a package it is written."""
     assigned = re.compile(rf"((?:^#:.*\n)+){name}\b[^\n]*? = ", re.MULTILINE)
     modules = [m for key, m in sys.modules.items() if f"{key}.".startswith(f"{package}.")]
     found = (assigned.search(inspect.getsource(module)) for module in modules)

@@ -1,4 +1,4 @@
-"""How the tests share the machine, when several processes run them at the same time."""
+"""Sharing of the machine between several test processes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _MODEL_ID = "policy"
 
 @dataclass(eq=False)
 class Collector:
-    """What a scheme takes for the collector in a worker.
+    """The object that a scheme takes for the collector in a worker.
 
     Args:
         policy: the model to update; a scheme looks for it under this name.
@@ -47,7 +47,7 @@ class Collector:
 
 @dataclass(eq=False)
 class _Collectors:
-    """What the RPC scheme takes for the collector in the trainer."""
+    """The object that the RPC scheme takes for the collector in the trainer."""
 
     collector_infos: list[Any]
     collector_rrefs: list[Any]

@@ -169,7 +169,7 @@ class Worker:
             self._tensors.count_write()
 
     def has_arrived(self, way: str, version: int) -> bool:
-        """Whether everything is of this version."""
+        """Return whether everything is of this version."""
         if way == "gloo flat":
             return bool((self._targets[way][0] == version % 256).all())
         if way == _STAGED:
@@ -203,7 +203,7 @@ class World:
             pipe.send((method.__name__, arguments))
 
     def hear(self) -> list[Any]:
-        """What each of them returned."""
+        """Return what each of them returned."""
         return [_answer(pipe) for pipe in self._pipes]
 
     def ask(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""How the cost of a send over Ray grows, and what that predicts for larger models and clusters.
+"""The cost of a send over Ray by size and workers, and a prediction for larger ones.
 
     python docs/benchmarks/ray_scaling.py
 
@@ -50,7 +50,7 @@ class Case:
     nodes: int
 
     def terms(self) -> list[float]:
-        """What each cost is multiplied by."""
+        """Return what each cost is multiplied by."""
         # The nodes of the measurement share this machine's cores.
         copies = self.workers * self.nodes / (os.cpu_count() or 1)
         return [

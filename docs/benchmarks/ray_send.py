@@ -58,11 +58,11 @@ class Worker:
         self.scheme: Any = None
 
     def has_arrived(self, way: str, version: int) -> bool:
-        """Whether every element of that model is of this version."""
+        """Return whether every element of that model is of this version."""
         return is_marked(self.nets[way], version)
 
     def copy_flat(self, flat: np.ndarray[Any, Any]) -> None:
-        """What the limit does in each actor."""
+        """Return what the limit does in each actor."""
         np.copyto(self.flat, flat)
 
     def copy_checked(self, flat: np.ndarray[Any, Any]) -> None:
@@ -72,7 +72,7 @@ class Worker:
         self.tensors.count_write()
 
     def load(self, weights: TensorDict) -> None:
-        """What a worker of RayWeightUpdater did."""
+        """Return what a worker of RayWeightUpdater did."""
         TensorDict.from_module(self.nets["put"]).data.update_(weights)
 
     def register(self, scheme: Any, index: int) -> None:

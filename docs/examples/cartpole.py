@@ -81,13 +81,13 @@ class Episodes:
 
     @property
     def solved(self) -> bool:
-        """Whether the last 20 were good enough."""
+        """Return whether the last 20 were good enough."""
         return len(self.last) == self.last.maxlen and self.mean >= GOAL
 
 
 @dataclass(frozen=True)
 class Point:
-    """What the picture and the progress bar show of one update."""
+    """The figures of one update, for the picture and the progress bar."""
 
     frames: int
     mean: float

@@ -365,7 +365,7 @@ MODELS: list[dict[str, Any]] = [
 
 
 def goes_on(made: Collector, batches: list[TensorDictBase]) -> bool:
-    """Whether batches come in the background, and updates reach all workers."""
+    """Return whether batches come in the background, and updates reach all workers."""
     before = len(batches)
     until(lambda: len(batches) > before + 5)
     return made.update_policy_weights_().updated == made.worker_ids

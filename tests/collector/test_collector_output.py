@@ -1,4 +1,4 @@
-"""What becomes of a collector's batches: rows for trajectories, and replay buffers."""
+"""A collector's batches: rows for trajectories, and replay buffers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Buffer:
         return sum(batch.numel() for batch in list(self.batches))
 
     def by_worker(self) -> dict[int, list[float]]:
-        """What each worker has observed, in the order in which it came."""
+        """Return what each worker has observed, in the order in which it came."""
         seen: dict[int, list[float]] = {}
         for batch in self.batches:
             worker = int(batch["collector", "traj_ids"][0]) >> 32

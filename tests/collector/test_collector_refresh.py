@@ -1,4 +1,4 @@
-"""What becomes of a refresh that nobody waits for: who gets the weights, and who is told what."""
+"""Updates by the collector itself that nothing waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one worker makes: the layout of its batches, and how policies are called."""
+"""The batches of one worker: their layout, and calls of policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker may have of its own: limits, random frames, exploration, devices, environments."""
+"""Options of a worker: limits, random frames, exploration, devices, environments."""
 
 from __future__ import annotations
 

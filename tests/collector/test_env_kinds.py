@@ -1,4 +1,4 @@
-"""Whatever a function makes becomes an environment: Gymnasium's kinds, and several as one."""
+"""Environments of all kinds: Gymnasium's, vectors, and several as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a worker in the middle of a batch looks for weights."""
+"""The moments at which a worker in the middle of a batch looks for weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Asking(Loopback):
 
 
 def looks(refresher: Refresher) -> int:
-    """How often a worker looks in its next two steps."""
+    """Return how often a worker looks in its next two steps."""
     before = AsksFirst.looks
     refresher.between_steps()
     refresher.between_steps()

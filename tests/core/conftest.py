@@ -1,4 +1,4 @@
-"""What several tests of the core need."""
+"""Fixtures of several tests of the core."""
 
 from __future__ import annotations
 

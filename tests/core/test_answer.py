@@ -1,4 +1,4 @@
-"""What a worker's answer becomes on its way, and what becomes of one that is none."""
+"""Answers of workers on their way, and invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with an argument is said before anything is started, and what to type instead."""
+"""Wrong arguments are refused before anything starts, with what to type instead."""
 
 from __future__ import annotations
 

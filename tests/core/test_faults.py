@@ -89,7 +89,7 @@ def connected(
 
 
 def error_of(sender: Sender, receiver: Receiver) -> SyncError | None:
-    """What the sender says of its worker, which receives once."""
+    """Return what the sender says of its worker, which receives once."""
     pending = sender.send_async()
     receiver.receive(0.0)
     try:

@@ -1,4 +1,4 @@
-"""What a worker group has of `LaunchedGroup`: nobody half started, nobody forgotten alive."""
+"""`LaunchedGroup`: all workers start or none, and none is left alive."""
 
 from __future__ import annotations
 

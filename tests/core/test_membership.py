@@ -1,4 +1,4 @@
-"""What a sender knows of its workers, and whom it tells."""
+"""The members of a sender, and the notifications about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a send tells about itself: phases, one line of log, and the trace of hook calls."""
+"""Observation of sends: phases, one line of log, and the trace of hook calls."""
 
 from __future__ import annotations
 

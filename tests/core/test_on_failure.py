@@ -1,4 +1,4 @@
-"""What is done about workers that fail, where they are threads."""
+"""Failure policies, with workers that are threads."""
 
 from __future__ import annotations
 

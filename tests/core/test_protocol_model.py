@@ -47,7 +47,7 @@ class ViolationError(AssertionError):
 
 @dataclass
 class Graph(Generic[StateT]):
-    """What a search has found.
+    """The result of a search.
 
     Args:
         states: every state that can be reached.
@@ -141,7 +141,7 @@ class World:
 
 @dataclass(frozen=True)
 class Mistakes:
-    """What may be planted beside changes to the code itself."""
+    """The defects that may be planted."""
 
     receiver_takes_anything: bool = False
     replaced_may_answer: bool = False
@@ -402,7 +402,7 @@ def _outcome(delivery: Delivery) -> Outcome:
 
 
 def check_world(world: World) -> None:
-    """What is true of every state."""
+    """Return what is true of every state."""
     for worker_id, status in world.members:
         process = world.processes[worker_id]
         if status.version > status.wanted or status.wanted > world.version:
@@ -440,7 +440,7 @@ def explore(
 
 
 def is_settled(world: World) -> bool:
-    """Whether nobody waits, and all have the newest version."""
+    """Return whether nobody waits, and all have the newest version."""
     return world.pending is None and all(
         status.state is WorkerState.CURRENT for _, status in world.members
     )
@@ -533,7 +533,7 @@ def test_a_way_that_leads_nowhere_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a worker reads: the slot, the half that it has seen, and the slot that it keeps."""
+    """A worker's read: the slot, the half that it has seen, and the slot that it keeps."""
 
     slot: int = 0
     half: int = 0
@@ -681,7 +681,7 @@ def _read(memory: Memory, worker_id: int, reading: Reading) -> Memory:
 
 
 def check_memory(memory: Memory) -> None:
-    """What a zero-copy model views stays what it was."""
+    """Return what a zero-copy model views stays what it was."""
     halves = {index: (a, b) for index, a, b in memory.halves}
     for worker_id, reading in enumerate(memory.readings):
         if reading.kept and halves.get(reading.kept) != (reading.version, reading.version):

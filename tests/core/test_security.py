@@ -1,4 +1,4 @@
-"""What strangers, and peers that do not keep to the protocol, can do: nothing but be refused."""
+"""Strangers, and peers that break the protocol, are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sender does that no transport needs to be real for: updater manners, plain objects."""
+"""`Sender` without a real transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether command lines in a page could be typed: programs, files, targets and options exist."""
+"""A check that command lines in a page can be typed: programs, files and options exist."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Module:
                         yield f"{node.name}.{inner.name}"
 
     def attributes(self) -> Iterator[str]:
-        """What the methods of classes set, with the names of their classes."""
+        """Return what the methods of classes set, with the names of their classes."""
         for owner in self.tree.body:
             if isinstance(owner, ast.ClassDef):
                 for node in ast.walk(owner):
@@ -100,7 +100,7 @@ class Module:
         }
 
     def imports(self, name: str) -> bool:
-        """Whether a name comes from another module."""
+        """Return whether a name comes from another module."""
         return self._imports.get(name, "").startswith("sync_")
 
     def constants(self) -> Iterator[tuple[str, str, float, int]]:
@@ -122,7 +122,7 @@ class Module:
                 yield from () if node in self._annotations else (node,)
 
     def place_of(self, node: ast.AST) -> tuple[str, str]:
-        """What something is made in (a class, or a function and perhaps its class), and its name.
+        """Return the class or function that something is made in, and its name.
 
         At the top of a module, the first is empty.
         """

@@ -1,4 +1,4 @@
-"""What our collector and TorchRL's gather in one environment of TorchRL's is the same."""
+"""Our collector gathers what TorchRL's gathers in one environment of TorchRL's."""
 
 from __future__ import annotations
 

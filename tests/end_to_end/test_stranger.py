@@ -1,4 +1,4 @@
-"""What a stranger gets: the wheels, each in an environment that has only it and what it needs."""
+"""The wheels, each in an environment that has only it and its dependencies."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Stranger:
         subprocess.run([*pip, "install", "-qq", "--no-deps", "--no-index", *chosen], check=True)
 
     def run(self, *command: str) -> str:
-        """What a program of the environment prints."""
+        """Return what a program of the environment prints."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         environment["PATH"] = f"{self._bin}:{environment['PATH']}"
         done = subprocess.run(

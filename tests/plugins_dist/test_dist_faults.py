@@ -1,4 +1,4 @@
-"""What breaks `dist` in the middle of a transfer, and what then becomes of the rest."""
+"""Faults of `dist` in the middle of a transfer."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class HurtCases(SchemeCases):
 
     @pytest.fixture
     def left(self) -> int:
-        """How many descriptors there still are, where there are too few."""
+        """Return how many descriptors there still are, where there are too few."""
         return 0
 
     def test_a_worker_that_is_stopped_in_the_middle(self, start: Start) -> None:
@@ -277,7 +277,7 @@ def send(worker: Worker, value: float, number: signal.Signals | None) -> None:
 
 
 def resources() -> tuple[str, ...]:
-    """What a process has."""
+    """Return what a process has."""
     process = psutil.Process()
     listening = [c.laddr for c in process.net_connections("tcp") if c.status == "LISTEN"]
     threads = [f"thread {i}" for i in range(count_threads())]

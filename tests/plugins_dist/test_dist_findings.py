@@ -1,4 +1,4 @@
-"""What the schemes over torch.distributed tell `sync-core doctor`: a line with a remedy each."""
+"""Findings of the schemes over torch.distributed: a line with a remedy each."""
 
 from __future__ import annotations
 

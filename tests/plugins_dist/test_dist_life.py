@@ -1,4 +1,4 @@
-"""What is left of `dist`: in a process that was forked, and of workers that came and went."""
+"""`dist` in a forked process, and with workers that join and leave."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def no_more_than(before: tuple[int, ...]) -> bool:
 
 
 def held() -> tuple[int, ...]:
-    """How many there are of what a worker takes."""
+    """Return how many there are of what a worker takes."""
     gc.collect()
     kinds = (Stream, LocalReaders, SharedMemory, TensorGroup, Rendezvous)
     objects = [sum(type(o) is kind for o in gc.get_objects()) for kind in kinds]

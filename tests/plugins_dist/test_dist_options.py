@@ -1,4 +1,4 @@
-"""What `dist` accepts, what it refuses, and that what it accepts arrives bit by bit."""
+"""Options of `dist`: accepted ones work bit by bit, others are refused."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_it_listens_on_loopback_alone(way: dict[str, Any]) -> None:
 
 
 def listening() -> set[tuple[str, int]]:
-    """Where this process listens."""
+    """Return where this process listens."""
     found = psutil.Process().net_connections("tcp")
     return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
 

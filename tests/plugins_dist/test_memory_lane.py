@@ -41,7 +41,7 @@ def lanes(sender: Sender) -> list[type[Any]]:
 
 
 def readers(sender: Sender) -> dict[int, int]:
-    """How many read each of the versions that lie in slots."""
+    """Return how many read each of the versions that lie in slots."""
     slots = sender._pipeline.transport.publisher.slots  # type: ignore[union-attr]
     return {slot.version: len(slot.readers) for slot in slots if slot.version}
 

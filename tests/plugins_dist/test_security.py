@@ -1,4 +1,4 @@
-"""What peers on the network can do to ``dist``: those that connect, and those connected to."""
+"""Peers of ``dist`` on the network: those that connect, and those connected to."""
 
 from __future__ import annotations
 

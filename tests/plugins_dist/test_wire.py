@@ -35,7 +35,7 @@ class Ends:
         self._told: list[list[Message]] = [[], []]
 
     def rendezvous(self, rank: int, *, leave: bool = False) -> Rendezvous:
-        """What an end finds the other by; one that leaves has told its keys, and waits for none."""
+        """Return the rendezvous of an end; one that leaves waits for no keys."""
 
         def hear(seconds: float) -> None:
             del seconds

@@ -66,7 +66,7 @@ def run_script() -> Callable[[str, float], list[str]]:
 
 @pytest.fixture
 def kept() -> Callable[[], int]:
-    """How many versions that were put since the test began are still there.
+    """Return how many versions that were put since the test began are still there.
 
     Those of tests before may go at any moment.
     """

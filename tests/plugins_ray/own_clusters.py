@@ -83,7 +83,7 @@ def shut_down_on_demand() -> None:
 
 
 def shut_down_while_a_worker_is_silent() -> None:
-    """Whether it lives is asked of no Ray that would be started for that."""
+    """Return whether it lives is asked of no Ray that would be started for that."""
     ray.init(**CONFIG, **QUIET)
     actor: Any = ray.remote(Agent).options(num_cpus=0).remote()
     sender = Sender("ray", {name: torch.ones(2) for name in "ab"}, num_workers=1)

@@ -72,13 +72,13 @@ class Worker:
         return receiver.on_arrival(lambda: receiver.receive(0))
 
     def forget(self) -> bool:
-        """Whether nobody else keeps a receiver."""
+        """Return whether nobody else keeps a receiver."""
         receiver = weakref.ref(self.receivers.pop("policy"))
         gc.collect()
         return receiver() is None
 
     def look_until(self, version: int) -> int:
-        """How many looks it takes, between short steps, to have a version."""
+        """Return how many looks it takes, between short steps, to have a version."""
         looks = 0
         while self.receivers["policy"].version < version:
             self.receivers["policy"].receive(0)
@@ -87,7 +87,7 @@ class Worker:
         return looks
 
     def close_while_waiting(self) -> float:
-        """How long it takes to leave a receiver in which another thread waits."""
+        """Return how long it takes to leave a receiver in which another thread waits."""
         receiver, ended = self.receivers["policy"], threading.Event()
 
         def wait() -> None:

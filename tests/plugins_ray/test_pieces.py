@@ -1,4 +1,4 @@
-"""What a payload is cut into, and what comes of it in Ray's object store."""
+"""Chunks of a payload in Ray's object store."""
 
 from __future__ import annotations
 

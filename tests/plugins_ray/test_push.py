@@ -227,7 +227,7 @@ def test_the_same_objects_for_all_and_two_versions_at_most(
 
 
 def references() -> int:
-    """How many objects this process holds references to."""
+    """Return how many objects this process holds references to."""
     worker: Any = ray._private.worker.global_worker
     return len(worker.core_worker.get_all_reference_counts())
 

@@ -33,7 +33,7 @@ cloudpickle.register_pickle_by_value(collectors)
 
 
 class Seat:
-    """What an actor hosts: another object for each collector."""
+    """The object that an actor hosts: one for each collector."""
 
     def __init__(self) -> None:
         self.hosted: Any = None
@@ -187,7 +187,7 @@ def test_who_joins_and_commits_by_itself_is_not_waited_for() -> None:
 
 
 class Looked:
-    """What a policy acts with when it is looked at; while that travels, something is sent.
+    """The weights of a policy, during whose pickling something is sent.
 
     Args:
         weight: the policy's.

@@ -1,4 +1,4 @@
-"""What the scheme `ray` tells `sync-core doctor` of the cluster that a sender would join."""
+"""Findings of the scheme `ray` about the cluster that a sender would join."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every scheme does, of which Ray's part is in how versions arrive and how workers fail."""
+"""Conformance of the scheme `ray`."""
 
 from __future__ import annotations
 

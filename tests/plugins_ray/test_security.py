@@ -1,4 +1,4 @@
-"""What is read from the object store is a payload, or refused; it needs no Ray that runs."""
+"""Objects in the store are payloads or refused; no Ray runs."""
 
 from __future__ import annotations
 

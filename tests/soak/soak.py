@@ -58,7 +58,7 @@ class NumberedEnv(CountingEnv):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the trainer and its workers hold at one time."""
+    """The resources that the trainer and its workers hold at one time."""
 
     megabytes: float
     threads: int
@@ -107,7 +107,7 @@ class Ledger:
 
     @property
     def processes(self) -> int:
-        """How many worker processes have delivered frames."""
+        """Return how many worker processes have delivered frames."""
         return len(self._next)
 
 
@@ -156,7 +156,7 @@ def _soak(arguments: argparse.Namespace, ledger: Ledger) -> Iterator[Sample]:
 
 
 def _grown(samples: list[Sample]) -> Iterator[str]:
-    """What there is more of in the last tenth than in the first."""
+    """Return what there is more of in the last tenth than in the first."""
     few = max(1, len(samples) // 10)
     for name in (each.name for each in fields(Sample)):
         first, last = (

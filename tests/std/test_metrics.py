@@ -1,4 +1,4 @@
-"""What a send leaves behind in the registries of Prometheus and OpenTelemetry."""
+"""Metrics of sends in the registries of Prometheus and OpenTelemetry."""
 
 from __future__ import annotations
 

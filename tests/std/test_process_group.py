@@ -30,7 +30,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie (nobody may be there to reap an orphan)."""
+    """Return whether the process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Hosted:
-    """What a worker of a group hosts."""
+    """The object that a worker of a group hosts."""
 
     def __init__(self, worker_id: int) -> None:
         self.target = {"w": torch.zeros(2)}

@@ -1,4 +1,4 @@
-"""What a peer can do to schemes on one host: memory, messages, and no pickle on the data path."""
+"""Peers of schemes on one host: memory, messages, and no pickle on the data path."""
 
 from __future__ import annotations
 

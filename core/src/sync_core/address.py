@@ -13,7 +13,7 @@ from sync_core.weights.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where and how one worker gets its weights; made by `Sender.address`, and picklable.
+    """The address of one worker's weights, made by `Sender.address`; it can be pickled.
 
     Args:
         scheme: the scheme's name, or the plugin object that the sender was given.
@@ -46,7 +46,7 @@ class Address:
     layout: Layout = field(repr=False)
 
     def transport_context(self, scheme: str, timeout: float) -> TransportContext:
-        """What the receiver's transport is made from."""
+        """Return what the receiver's transport is made from."""
         return TransportContext(
             side="receiver",
             scheme=scheme,
@@ -61,7 +61,7 @@ class Address:
         )
 
     def apply_context(self, version: int) -> ApplyContext:
-        """How a version is to be loaded."""
+        """Return how a version is to be loaded."""
         return ApplyContext(
             model_id=self.model_id,
             version=version,

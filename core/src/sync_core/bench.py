@@ -68,7 +68,7 @@ class CopyLimit:
 
     @staticmethod
     def is_available() -> bool:
-        """Whether this system has what it takes."""
+        """Return whether this system has what it takes."""
         return sys.platform == "linux"
 
     def measure(self) -> float:
@@ -136,7 +136,7 @@ def mark(model: nn.Module, version: int) -> None:
 
 
 def is_marked(model: nn.Module, version: int) -> bool:
-    """Whether every element of every tensor is of this version."""
+    """Return whether every element of every tensor is of this version."""
     return all(
         bool((parameter == _value(version, position)).all())
         for position, parameter in enumerate(model.parameters())
@@ -179,7 +179,7 @@ class BenchWorker:
         ).start()
 
     def has_arrived(self, version: int) -> bool:
-        """Whether every element of the model is of this version."""
+        """Return whether every element of the model is of this version."""
         return is_marked(self.model, version)
 
     def map_source(self, path: str, nbytes: int) -> None:
@@ -223,7 +223,7 @@ SETTLE_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one run of a benchmark measured.
+    """The figures of one run of a benchmark.
 
     Args:
         plugin: the scheme, its distribution and version.
@@ -261,7 +261,7 @@ class Measurement:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """What the workers received together in the median round."""
+        """Return what the workers received together in the median round."""
         return self.nbytes * self.workers / self.median / 1e9
 
     @property

@@ -1,4 +1,4 @@
-"""Which worker group goes with which scheme."""
+"""The choice of a worker group for a scheme."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_worker_options(group: type[WorkerGroup], options: Mapping[str, Any]) -
 
 
 def shares_policy(scheme: Any) -> bool:
-    """Whether workers act with the trainer's own object under this scheme."""
+    """Return whether workers act with the trainer's own object under this scheme."""
     return "same_object" in registry.find(registry.SCHEMES, scheme).capabilities
 
 

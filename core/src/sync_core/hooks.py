@@ -138,7 +138,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportContext:
-    """What `create_transport` is given.
+    """The argument of `create_transport`.
 
     Args:
         side: ``"sender"`` or ``"receiver"``: which transport is wanted.
@@ -203,7 +203,7 @@ class TransportContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendContext:
-    """What `prepare_weights` is given.
+    """The argument of `prepare_weights`.
 
     Args:
         model_id: the name of the model.
@@ -219,7 +219,7 @@ class SendContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyContext:
-    """What `apply_weights` is given.
+    """The argument of `apply_weights`.
 
     Args:
         model_id: the name of the model.
@@ -240,7 +240,7 @@ class ApplyContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipContext:
-    """What `skip_update` is given.
+    """The argument of `skip_update`.
 
     Args:
         model_id: the name of the model.
@@ -325,7 +325,7 @@ def implemented(plugin: object) -> tuple[str, ...]:
 
 
 def wraps(plugin: object, hook: str) -> bool:
-    """Whether a plugin's implementation of a hook is a wrapper."""
+    """Return whether a plugin's implementation of a hook is a wrapper."""
     mark = _marks(plugin)[hook]
     return bool(mark["wrapper"] or mark["hookwrapper"])
 

@@ -43,7 +43,7 @@ _CORE = "sync-core"
 
 
 class DistributionInfo(Protocol):
-    """What is read of a distribution; the type that has it depends on importlib_metadata."""
+    """The part of a distribution's interface that is read here."""
 
     @property
     def name(self) -> str: ...
@@ -66,7 +66,7 @@ def requirements_of(distribution: DistributionInfo) -> Iterator[Requirement]:
 
 
 def core_requirement(distribution: DistributionInfo | None) -> Requirement | None:
-    """What a plugin's distribution says of the core that it was made for."""
+    """Return what a plugin's distribution says of the core that it was made for."""
     known: Any = distribution  # hashable, which the type of importlib_metadata does not say
     return None if distribution is None else _core_requirement(known)
 
@@ -78,7 +78,7 @@ def _core_requirement(distribution: DistributionInfo) -> Requirement | None:
 
 
 def is_core(requirement: Requirement) -> bool:
-    """Whether it is the core that is required."""
+    """Return whether it is the core that is required."""
     return canonicalize_name(requirement.name) == _CORE
 
 
@@ -94,7 +94,7 @@ def installed_version(requirement: Requirement) -> str | None:
 
 
 def is_met(requirement: Requirement) -> bool:
-    """Whether a version that fits is installed; a pre-release counts as one.
+    """Return whether a version that fits is installed; a pre-release counts as one.
 
     Example:
         >>> is_met(Requirement("sync-core>=0.1")), is_met(Requirement("sync-core<0.1"))
@@ -230,7 +230,7 @@ class Plugin:
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """What the plugin declares that it can do."""
+        """Return what the plugin declares that it can do."""
         declared: frozenset[str] = self.object.capabilities
         return declared
 
@@ -311,7 +311,7 @@ def describe(group: str, entry: EntryPoint) -> str:
 
 
 def is_disabled(entry: EntryPoint) -> bool:
-    """Whether ``SYNC_DISABLE`` names the plugin or its distribution."""
+    """Return whether ``SYNC_DISABLE`` names the plugin or its distribution."""
     disabled = {name.strip() for name in os.environ.get(DISABLE, "").split(",")}
     return bool(disabled & {entry.name, owner_of(entry)[0]})
 

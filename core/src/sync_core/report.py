@@ -12,7 +12,7 @@ from sync_core.errors import SyncError
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """What became of one worker in one send.
+    """The result of one send for one worker.
 
     Args:
         version: the version that the worker acknowledged in this send, or None.
@@ -60,7 +60,7 @@ class WorkerResult:
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What became of one send.
+    """The result of one send.
 
     Args:
         version: the version sent; the newest one before it when nobody was to get it.

@@ -152,7 +152,7 @@ class Stack:
         )
 
     def implements(self, hook: str) -> bool:
-        """Whether the backend or a layer implements the hook, and not the core alone."""
+        """Return whether the backend or a layer implements the hook, and not the core alone."""
         return hook in self._extended
 
     def create_sender_transport(self, context: TransportContext) -> SenderTransport:
@@ -181,11 +181,11 @@ class Stack:
 
     @property
     def applied(self) -> bool:
-        """Whether the model was loaded by `apply_weights`, even if a layer raised after that."""
+        """Return whether `apply_weights` loaded the model, even if a layer raised afterwards."""
         return self._applied.so_far
 
     def skip_update(self, context: SkipContext) -> bool:
-        """Whether the worker is left out of this push."""
+        """Return whether the worker is left out of this push."""
         skipped: bool = self._manager.hook.skip_update(context=context)
         return skipped
 
@@ -295,7 +295,7 @@ class PushCounter:
         self._pushes.update(dict.fromkeys(worker_ids, 0))
 
     def forget(self, worker_id: int) -> None:
-        """Who has this id from now on was never reached."""
+        """Forget the pushes of a worker id that another worker takes."""
         self._pushes.pop(worker_id, None)
 
     def _is_due(self, worker_id: int, version: int) -> bool:

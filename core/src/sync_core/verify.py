@@ -126,7 +126,7 @@ Verify = Literal["checksum", "readback"]
 
 
 class Verification:
-    """What one sender or receiver does to verify what is sent.
+    """The verification of one sender or receiver.
 
     Nothing where nothing travels: with a scheme whose workers have the sender's own model.
 

@@ -1,4 +1,4 @@
-"""How a payload is cut into parts, and packed while the parts before are on their way."""
+"""Cuts a payload into chunks, and packs one while earlier ones are sent."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class ControlChannel:
 
     @property
     def local(self) -> bool:
-        """Whether the sender is on this machine, and its memory can be shared."""
+        """Return whether the sender is on this machine, and its memory can be shared."""
         return self.channel.passes_descriptors
 
     def fileno(self) -> int:
@@ -73,7 +73,7 @@ class ControlChannel:
         return self.channel.fileno()
 
     def interrupts(self) -> bool:
-        """Whether the sender gives up the transfer, or is gone."""
+        """Return whether the sender gives up the transfer, or is gone."""
         try:
             self.channel.read()
         except ConnectionError:
@@ -83,7 +83,7 @@ class ControlChannel:
         return self.begins_again()
 
     def begins_again(self) -> bool:
-        """Whether that was among what was read."""
+        """Return whether that was among what was read."""
         return any(message.get("type") in _BEGINS_AGAIN for message in self._messages)
 
     def send(self, message: Message) -> None:
@@ -111,7 +111,7 @@ class ControlChannel:
         return message
 
     def arrives(self, timeout: float) -> bool:
-        """Whether there is a message, or comes in time; it stays the next one.
+        """Return whether there is a message, or comes in time; it stays the next one.
 
         Raises:
             SenderLostError: the sender is gone.
@@ -123,14 +123,14 @@ class ControlChannel:
         return True
 
     def skips(self, kind: str) -> bool:
-        """Whether the next message, which has arrived, is of this kind; it is dropped then."""
+        """Return whether the next message, which has arrived, is of this kind, and drop it."""
         found = self._messages[0].get("type") == kind
         if found:
             self._messages.popleft()
         return found
 
     def read_one(self, timeout: float) -> bool:
-        """Whether something came in time; it is kept, or was a key.
+        """Return whether something came in time; it is kept, or was a key.
 
         Raises:
             SenderLostError: the sender is gone.

@@ -1,4 +1,4 @@
-"""Whether this process may open what gloo needs for a wire.
+"""A check that this process may open the descriptors that gloo needs.
 
 gloo ends the process where it cannot accept a connection, in a thread of its own
 (https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/listener.cc), so that is asked before.
@@ -14,7 +14,7 @@ _BESIDE = 8
 
 
 def enough_descriptors(size: int) -> bool:
-    """Whether there are enough for a wire with so many ends.
+    """Return whether there are enough for a wire with so many ends.
 
     Example:
         >>> enough_descriptors(2)
@@ -34,7 +34,7 @@ def enough_descriptors(size: int) -> bool:
 
 
 def advice(size: int) -> str:
-    """What to type where there are not."""
+    """Return what to type where there are not."""
     return (
         f"this process may open too few file descriptors to connect {size} processes; "
         "type: ulimit -n 4096"

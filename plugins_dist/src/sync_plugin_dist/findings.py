@@ -1,4 +1,4 @@
-"""What `sync-core doctor` is told of the network, and of NCCL without a GPU."""
+"""Findings for `sync-core doctor`: the network, and NCCL without a GPU."""
 
 from __future__ import annotations
 

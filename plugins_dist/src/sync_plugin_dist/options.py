@@ -60,7 +60,7 @@ class DistOptions:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether a worker need not be sent what lies in memory of its own machine."""
+        """Return whether a worker need not be sent what lies in memory of its own machine."""
         sent_alone = self.backend == "gloo" and self.topology == "p2p"
         return self.shared_memory and sent_alone and sys.platform != "win32"
 
@@ -70,7 +70,7 @@ class DistOptions:
         return int(self.bucket_mb * 1e6)
 
     def link(self, context: TransportContext, interface: str) -> Link:
-        """What both ends of a wire agree on."""
+        """Return what both ends of a wire agree on."""
         collective = self.topology == "broadcast"
         return Link(
             backend=self.backend,
@@ -87,7 +87,7 @@ def _check_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _is_any(host: str) -> bool:
-    """Whether to listen there is to listen on every address, in whatever way it is written."""
+    """Return whether a host means every address, in any spelling."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -28,7 +28,7 @@ _PATIENCE = 5.0
 
 
 class _Process:
-    """Whether groups may be freed in this process, and who is at it."""
+    """The state of freeing process groups in this process."""
 
     def __init__(self) -> None:
         self.begin()
@@ -99,7 +99,7 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What both ends of a wire agree on.
+    """The parameters that both ends of a process group agree on.
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``.
@@ -115,7 +115,7 @@ class Link:
 
     @property
     def device(self) -> torch.device:
-        """Where the memory lies that is sent and received."""
+        """Return where the memory lies that is sent and received."""
         return torch.device("cuda" if self.backend == "nccl" else "cpu")
 
     def allocate(self, nbytes: int) -> Block:
@@ -126,7 +126,7 @@ class Link:
 
 
 class Control(Protocol):
-    """Where a worker hears of what else there is while it receives."""
+    """A worker's source of control messages while it receives."""
 
     def fileno(self) -> int:
         """A descriptor that can be read from when there is something."""
@@ -182,7 +182,7 @@ class TensorGroup:
         self._wait_for_all(time.monotonic() + _SETTLING)
 
     def progress(self) -> int:
-        """How many parts are not on their way any more; only of what is broadcast."""
+        """Return how many parts are not on their way any more; only of what is broadcast."""
         return sum(work.is_completed() for work in self._works)
 
     def receive(self, parts: Sequence[Tensor], version: int, control: Control) -> None:

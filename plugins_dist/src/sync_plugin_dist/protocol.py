@@ -1,4 +1,4 @@
-"""How the sender and the receivers of ``dist`` talk.
+"""The messages between the sender and the receivers of ``dist``.
 
 Control goes over a connection that the worker opens, by TCP or, on the sender's machine, by a unix
 socket. In that case the worker reads a version in the slot where it was packed. To the others the
@@ -50,7 +50,7 @@ _TIMES, _MORE = 16, 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What the sender says of a version that follows.
+    """The announcement of a version that follows.
 
     Args:
         number: of the wire.
@@ -86,14 +86,14 @@ class Transfer:
 
 @dataclass(slots=True)
 class Farewell:
-    """Why a receiver leaves its sender, where that is not the usual reason."""
+    """The unusual reason for which a receiver leaves its sender."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a sender listens.
+    """The endpoint of a sender.
 
     Args:
         host: its name or address.

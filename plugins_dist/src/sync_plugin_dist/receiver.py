@@ -131,7 +131,7 @@ class DistReceiver(ReceiverTransport):
                 return payload
 
     def _await_offer(self, deadline: float) -> bool:
-        """Whether there is a version to take, or will be shown once there is one."""
+        """Return whether there is a version to take, or will be shown once there is one."""
         while self._offered <= self._seen:
             left = max(0.0, deadline - time.monotonic())
             message = self._line.hear(0.0 if self._line.local else left)
@@ -148,7 +148,7 @@ class DistReceiver(ReceiverTransport):
         return True
 
     def _await_reply(self, deadline: float) -> bool:
-        """Whether the sender shows a version, or has none; it is told not to, if it is too late."""
+        """Return whether the sender offers a version, and withdraw the request."""
         arrived = False
         try:
             arrived = self._line.arrives(max(0.0, deadline - time.monotonic()))
@@ -165,7 +165,7 @@ class DistReceiver(ReceiverTransport):
         return True
 
     def _is_old(self, payload: Payload) -> bool:
-        """Whether it was shown when nobody looked any more, and there is a newer one by now."""
+        """Return whether an offer came too late, and a newer version exists."""
         if not self._had_enough:
             return False
         self._had_enough = False
@@ -174,7 +174,7 @@ class DistReceiver(ReceiverTransport):
         return self._offered > payload.version
 
     def _fetch(self) -> Payload | None:
-        """What was offered; None when that was taken back, or did not come in time."""
+        """Return what was offered; None when that was taken back, or did not come in time."""
         self._asked = time.perf_counter()
         self._take()
         deadline = time.monotonic() + self._timeout

@@ -1,4 +1,4 @@
-"""How the ends of a wire find each other: keys that they tell over their control connections.
+"""The rendezvous of a process group: keys exchanged over the control connections.
 
 torch's own store takes keys from whoever reaches its port, and shows them to everybody. A control
 connection has begun with the token.
@@ -77,7 +77,7 @@ class Rendezvous(Store):
         return self._values[key]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these were told."""
+        """Return whether all of these were told."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

@@ -17,7 +17,7 @@ from sync_plugin_dist.rpc_join import Seat, join
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a worker process is told when it starts.
+    """The arguments of a worker process.
 
     Args:
         seat: its place in the world.

@@ -171,7 +171,7 @@ class RpcWorker:
             call.lose(f"{self._lost or 'was stopped'} while running {call.name}", answer)
 
     def _look(self) -> bool:
-        """Whether the worker can be reached. It is lost otherwise, unless it was stopped."""
+        """Return whether the worker can be reached. It is lost otherwise, unless it was stopped."""
         answer = self._ask(rpc_host.ping, ())
         if isinstance(answer, BaseException):
             self._lose()

@@ -1,4 +1,4 @@
-"""What runs in an RPC worker: hosted objects, each with a thread that runs its calls."""
+"""The RPC side of workers: hosted objects, each with a thread that runs its calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process takes its seat in a local RPC world, which its trainer's store brings together."""
+"""Joining a local RPC world through the trainer's store."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class Seat:
 
     @property
     def key(self) -> str:
-        """What the store has once the process is there."""
+        """Return what the store has once the process is there."""
         return f"there/{self.rank}"
 
 
 def attempts() -> int:
-    """How many times this process has called `rpc.init_rpc`."""
+    """Return how many times this process has called `rpc.init_rpc`."""
     # torch tells it to no one, and puts it into the names of the keys under which processes meet.
     return int(rpc._init_counter)
 
 
 def initialised() -> bool:
-    """Whether RPC runs in this process."""
+    """Return whether RPC runs in this process."""
     return bool(_is_current_rpc_agent_set())
 
 

@@ -37,7 +37,7 @@ from sync_plugin_dist.sender import DistSender
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a sender asks of a worker.
+    """A sender's request to a worker.
 
     Args:
         token: the sender's secret.
@@ -59,13 +59,13 @@ class Order:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """What tells these weights from others of the worker."""
+        """Return what tells these weights from others of the worker."""
         return (str(self.holder), self.models or self.model_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What became of a version in a worker.
+    """The outcome of a version in a worker.
 
     Args:
         outcome: ``"unknown"`` when the worker has no receiver for this sender, and was not given
@@ -99,7 +99,7 @@ class _Kept:
         self.token = order.token
 
     def taken_from(self, token: str) -> bool:
-        """Whether a sender has lost its place to one that is still there."""
+        """Return whether a sender has lost its place to one that is still there."""
         if token in self.replaced and not self._has_sender():
             # It has died, or what it asks for at its end is still on its way.
             self.end()
@@ -333,7 +333,7 @@ class RpcSender(SenderTransport):
                 self._call(worker)
 
     def _outcome(self, worker: _Worker, ended: Any) -> Delivered | WorkerError | None:
-        """What the worker answered, or what became of it; None when it was too late."""
+        """Return what the worker answered, or what became of it; None when it was too late."""
         try:
             delivered = ended.value()
         except RuntimeError as error:

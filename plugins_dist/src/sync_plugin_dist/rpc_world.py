@@ -41,11 +41,11 @@ class Peer:
 
     @property
     def alive(self) -> bool:
-        """Whether the process lives, as far as this one can tell without asking it."""
+        """Return whether the process lives, as far as this one can tell without asking it."""
         return True
 
     def epitaph(self) -> str:
-        """What became of it, now that it cannot be reached any more."""
+        """Return what became of it, now that it cannot be reached any more."""
         return f"RPC has lost {self.name!r}"
 
 
@@ -99,7 +99,7 @@ class ChildPeer(Peer):
         self._process.send_signal(signal.SIGKILL)
 
     def exited(self, timeout: float) -> bool:
-        """Whether the process has ended, at the latest after ``timeout`` seconds."""
+        """Return whether the process has ended, at the latest after ``timeout`` seconds."""
         if not self._process.exited(timeout):
             return False
         self._lifeline.close()

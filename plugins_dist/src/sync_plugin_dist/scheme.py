@@ -39,5 +39,5 @@ class DistScheme:
         return DistSender(context, options)
 
     def findings(self) -> Iterator[Finding]:
-        """What is amiss with the network, and with NCCL."""
+        """Return what is amiss with the network, and with NCCL."""
         return findings.find()

@@ -79,7 +79,7 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
             self._opened = opened.pop_all()
 
     def address(self, worker_id: int) -> Endpoint:
-        """Where to connect, the same for every worker."""
+        """Return where to connect, the same for every worker."""
         del worker_id
         return self._endpoint
 
@@ -208,7 +208,7 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
         self._opened.close()
 
     def packed(self, slot: Slot) -> int:
-        """How many bytes of the slot may be sent already."""
+        """Return how many bytes of the slot may be sent already."""
         return self._packed.get(slot, slot.nbytes)
 
     def next_number(self) -> int:

@@ -36,7 +36,7 @@ class LockedTimer:
 
     @property
     def running(self) -> bool:
-        """Whether an action waits."""
+        """Return whether an action waits."""
         return self._timer is not None
 
     def start(self, action: Callable[[], None]) -> None:
@@ -61,7 +61,7 @@ class LockedTimer:
 
 @dataclass(eq=False)
 class Transfer:
-    """Which parts have gone, and who has not got all of them.
+    """The chunks that were sent, and the workers that lack some.
 
     Args:
         slot: where the version lies.
@@ -77,7 +77,7 @@ class Transfer:
     _reached: tuple[int, ...] = ()
 
     def announcement(self, number: int, part_nbytes: int) -> Message:
-        """What tells a worker that this follows over the wire ``number``."""
+        """Return what tells a worker that this follows over the wire ``number``."""
         return {
             "type": "data",
             "number": number,
@@ -104,7 +104,7 @@ class Transfer:
                 wire.finish(self.slot.version)
 
     def gets_on(self, wire: TensorGroup) -> bool:
-        """Whether anything has moved since this was last asked."""
+        """Return whether anything has moved since this was last asked."""
         before = self._reached
         self._reached = (self._sent, wire.progress(), -len(self.missing))
         return self._reached != before
@@ -139,7 +139,7 @@ class StreamConnection:
 
     @property
     def connecting(self) -> bool:
-        """Whether a wire is being made."""
+        """Return whether a wire is being made."""
         return self._rendezvous is not None
 
     def connect(self, members: tuple[DistPeer, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What a lane needs of its sender, and knows of a worker."""
+"""The interface of the sender to its streams, and its view of a worker."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StreamOwner(ABC):
 
     @abstractmethod
     def packed(self, slot: Slot) -> int:
-        """How many bytes of the slot may be sent already."""
+        """Return how many bytes of the slot may be sent already."""
 
     @abstractmethod
     def next_number(self) -> int:

@@ -1,4 +1,4 @@
-"""What a sender runs in an actor: hands a version to the receiver that it keeps there."""
+"""The functions that a sender runs in an actor, which hand a version to the receiver there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sync_plugin_ray.store import read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a sender asks of an actor.
+    """A sender's request to an actor.
 
     Args:
         token: the sender's secret.
@@ -36,13 +36,13 @@ class Order:
 
     @property
     def place(self) -> str:
-        """What tells these weights from others of the actor."""
+        """Return what tells these weights from others of the actor."""
         return " and ".join(self.models) or self.model_id
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What became of a version in an actor.
+    """The outcome of a version in an actor.
 
     Args:
         outcome: ``"unknown"`` when the actor has no receiver for this sender, and was not given
@@ -55,7 +55,7 @@ class Delivered:
 
     @property
     def committed(self) -> bool:
-        """Whether the actor has the version."""
+        """Return whether the actor has the version."""
         return self.answer is not None and self.answer.get("error") is None
 
 
@@ -71,7 +71,7 @@ class ActorTransport(ReceiverTransport):
         self._payload, self.answer = payload, None
 
     def receive(self, timeout: float) -> Payload | None:
-        """What was handed in."""
+        """Return what was handed in."""
         del timeout
         payload, self._payload = self._payload, None
         return payload
@@ -93,7 +93,7 @@ class ModelGetter:
 
     @property
     def model(self) -> Any:
-        """What the method returns now."""
+        """Return what the method returns now."""
         return self._get()
 
 
@@ -136,7 +136,7 @@ class _Kept:
         self.receiver.receive(0)
 
     def answer(self, order: Order) -> Answer | None:
-        """What the receiver has answered about this order, if it came so far."""
+        """Return what the receiver has answered about this order, if it came so far."""
         answer = self.inbox.answer
         return answer if answer is not None and answer.version == order.version else None
 

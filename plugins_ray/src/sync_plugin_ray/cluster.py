@@ -47,7 +47,7 @@ class Cluster:
 
     @property
     def connected(self) -> bool:
-        """Whether Ray still is what it was when this was made."""
+        """Return whether Ray still is what it was when this was made."""
         # Asking ray.get_runtime_context, when Ray is shut down, might start it again.
         try:
             return ray.is_initialized() and _session_of(self._context) == self._session

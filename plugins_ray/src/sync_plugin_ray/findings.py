@@ -1,4 +1,4 @@
-"""What `sync-core doctor` is told of the Ray cluster that a sender here would join."""
+"""Findings for `sync-core doctor` about the Ray cluster that a sender would join."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MB = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """What a cluster says of itself.
+    """The versions and addresses of a cluster.
 
     Args:
         ray: the version of Ray that it was started with.
@@ -59,7 +59,7 @@ def find() -> Iterator[Finding]:
 
 
 def cluster_address(environment: Mapping[str, str]) -> tuple[str, str | None]:
-    """What says which cluster to join, and its address; None where a new one would be started.
+    """Return the setting that names the cluster to join, and its address; None for a new one.
 
     A ``ray://`` address is a proxy's, which `ray.init` alone can talk to; nothing is told of that.
 

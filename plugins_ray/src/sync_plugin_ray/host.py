@@ -1,4 +1,4 @@
-"""What runs in the actor of a worker: it makes one object and runs calls on it, in order."""
+"""The actor of a worker: it makes one object and runs calls on it, in order."""
 
 from __future__ import annotations
 

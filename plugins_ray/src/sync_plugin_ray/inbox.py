@@ -1,4 +1,4 @@
-"""Where a receiver finds what has come to it, whoever brings it: a call into its actor, or news."""
+"""The inbox of a receiver: versions that arrive by a call into its actor, or by a mailbox."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Inbox:
         _trays[reader] = self
 
     def take(self, seen: int) -> Offer | None:
-        """What was handed in, if it is newer than the version seen.
+        """Return what was handed in, if it is newer than the version seen.
 
         Not what is to be taken away, which a thread cannot while another one holds the interpreter,
         or the process is stopped: there may be something newer by now.
@@ -167,7 +167,7 @@ def _in_an_event_loop() -> bool:
 
 
 def take_back(reader: str, version: int, instance: Any) -> None:
-    """What a sender runs in an actor before it offers a newer version in another way.
+    """Return what a sender runs in an actor before it offers a newer version in another way.
 
     Args:
         reader: the receiver's secret name.
@@ -183,7 +183,7 @@ def take_back(reader: str, version: int, instance: Any) -> None:
 def hand(
     reader: str, offer: Offer, sent_at: float, patience: float, instance: Any
 ) -> dict[str, Any] | None:
-    """What a sender runs in an actor: gives a version to the receiver there; its answer, if any.
+    """Give a version to the receiver in this actor, and return its answer, if any.
 
     Args:
         reader: the receiver's secret name.

@@ -1,4 +1,4 @@
-"""What the address of a mailbox holds: it can be read in processes of a Ray cluster only."""
+"""The mailbox actor of a sender, and its address, which only Ray processes can use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a receiver did, for the sender to know.
+    """A receiver's event, for the sender.
 
     Args:
         kind: it came, answered about a version, found that a version's bytes were lost, or left.
@@ -94,7 +94,7 @@ class Mailbox:
     async def update(
         self, number: int, offers: Mapping[int, Offer | None], met: Mapping[int, str]
     ) -> None:
-        """What is offered now, unless a later call has told that already.
+        """Return what is offered now, unless a later call has told that already.
 
         Args:
             number: grows with each call.
@@ -111,7 +111,7 @@ class Mailbox:
         await self._wake()
 
     async def events(self) -> list[Event]:
-        """What has happened since this was last asked; waits for something to happen."""
+        """Return what has happened since this was last asked; waits for something to happen."""
         events = [await self._events.get()]
         while not self._events.empty():
             events.append(self._events.get_nowait())
@@ -199,7 +199,7 @@ class Mailbox:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where receivers ask for versions.
+    """The mailbox that receivers ask for versions.
 
     Args:
         mailbox: the actor.

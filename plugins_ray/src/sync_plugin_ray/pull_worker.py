@@ -63,7 +63,7 @@ class PullWorker:
 
     @property
     def offer(self) -> Offer | None:
-        """What the mailbox is to have for it."""
+        """Return what the mailbox is to have for it."""
         if self.wanted is None:
             return None
         handed_to = self.handed_to if self.handed is self.wanted else ""
@@ -89,7 +89,7 @@ class PullWorker:
         return future
 
     def lost(self, worker_id: int, error: BaseException | None) -> WorkerLostError | None:
-        """What to tell where a call failed because its actor is gone; None for other failures.
+        """Return the message for a call that failed because its actor is dead; None for others.
 
         One that Ray restarts is not gone; whether it will receive, the deadline tells.
         """

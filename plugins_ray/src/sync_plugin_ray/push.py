@@ -250,7 +250,7 @@ class PushSender(SenderTransport):
     def _answer(
         self, worker: _Worker, publication: Publication, future: Future[Delivered]
     ) -> Delivered | WorkerError | None:
-        """What the actor answered, or what became of it; None to ask again."""
+        """Return what the actor answered, or what became of it; None to ask again."""
         try:
             return future.result()
         except ray.exceptions.ActorUnavailableError:

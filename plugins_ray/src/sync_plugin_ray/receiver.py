@@ -151,7 +151,7 @@ class MailboxReceiver(ReceiverTransport):
                 return None
 
     def _news(self, since: float) -> Offer | None:
-        """What the mailbox has; None where it has said nothing since it was asked last."""
+        """Return what the mailbox has; None where it has said nothing since it was asked last."""
         if self._watch is None:
             return self._ask()
         if not self._watch.done():
@@ -215,11 +215,11 @@ class _Watch:
         news.add_done_callback(self._arrive)
 
     def done(self) -> bool:
-        """Whether the mailbox has answered."""
+        """Return whether the mailbox has answered."""
         return self._news.done()
 
     def offer(self, since: float) -> Offer | None:
-        """What the mailbox answered just now, and since; None where it is to be asked again."""
+        """Return the mailbox's last answer and its time; None if it must be asked again."""
         fresh = self._arrived >= max(since, time.monotonic() - _FRESH)
         if self._news.exception() is not None or not fresh:
             return None

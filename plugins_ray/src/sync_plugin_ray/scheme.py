@@ -77,5 +77,5 @@ class RayScheme:
             raise
 
     def findings(self) -> Iterator[Finding]:
-        """What is amiss with the cluster that a sender here would join; none is started for it."""
+        """Return problems of the cluster that a sender would join; none is started."""
         return findings.find()

@@ -107,7 +107,7 @@ def _halves(layout: Layout) -> list[slice]:
 
 
 def _pieces(runs: Sequence[Array], wanted: slice) -> Iterator[Array]:
-    """What is wanted of the bytes that lie in the runs, one after the other."""
+    """Return what is wanted of the bytes that lie in the runs, one after the other."""
     begin = 0
     for run in runs:
         inside = run[max(0, wanted.start - begin) : max(0, wanted.stop - begin)]
@@ -170,7 +170,7 @@ class Publication:
 
     @property
     def travels_in_calls(self) -> bool:
-        """Whether it is bytes, and no objects of the store."""
+        """Return whether it is bytes, and no objects of the store."""
         return isinstance(self.data[0], bytes)
 
     def put_again(self, lost: list[Any]) -> bool:
@@ -187,7 +187,7 @@ class Publication:
 
 
 class Store:
-    """Where versions are put.
+    """The store of versions.
 
     Args:
         nbytes: the size of a version, in bytes.
@@ -232,7 +232,7 @@ class Store:
 
 
 def read(data: Sequence[Any]) -> Block:
-    """What was published, as a block; it lives as long as anything that views it."""
+    """Return what was published, as a block; it lives as long as anything that views it."""
     if isinstance(data[0], bytes):
         return Block.of_bytes(data[0])
     return Block(*map(_memory_of, data))

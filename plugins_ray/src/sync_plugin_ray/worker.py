@@ -91,7 +91,7 @@ class ActorWorker:
 
     @property
     def placed(self) -> bool:
-        """Whether the actor has got its resources and begun."""
+        """Return whether the actor has got its resources and begun."""
         return self._begun.done() and self._begun.exception() is None
 
     def call(
@@ -241,7 +241,7 @@ class ActorWorker:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What to call the function in a message."""
+    """Return what to call the function in a message."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return getattr(function, "__qualname__", None) or repr(function)

@@ -34,7 +34,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """What tells it from the others."""
+        """Return what tells it from the others."""
         return f"{self.subject} | {self.trial} | {self.mode} | {self.hurt}"
 
     @property
@@ -44,7 +44,7 @@ class Case:
 
 
 def fits(subject: Subject, trial: Trial, mode: str) -> bool:
-    """Whether a fault can strike a scheme that is used in one way."""
+    """Return whether a fault can strike a scheme that is used in one way."""
     if trial.needs_processes and not subject.processes:
         return False
     if mode == "zero_copy" and trial.copies:

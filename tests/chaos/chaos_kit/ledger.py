@@ -13,7 +13,7 @@ Values = Mapping[int, list[float]]
 
 
 class Ledger:
-    """What every worker should have, and what was found to be wrong.
+    """The versions that every worker should have, and the complaints.
 
     Args:
         collective: whether all workers are reached together, which takes new connections when one
@@ -37,7 +37,7 @@ class Ledger:
         self.complaints.append(Complaint(verdict, where + detail))
 
     def compare(self, report: SendReport | None, failure: Exception | None, values: Values) -> None:
-        """What a send that reaches workers has done.
+        """Return what a send that reaches workers has done.
 
         Args:
             report: what it reported.
@@ -76,14 +76,14 @@ class Ledger:
         self._look(values)
 
     def compare_nothing_sent(self, failure: Exception | None, values: Values) -> None:
-        """What a send has done that was to raise."""
+        """Return what a send has done that was to raise."""
         if not isinstance(failure, InjectedFaultError):
             self.complain(Verdict.OTHER, f"the send raised {failure!r}, not what was injected")
         self._check_nothing_sent(values)
         self._look(values)
 
     def compare_replaced(self, worker_id: int, held: list[float]) -> None:
-        """What a worker has that took the place of one that was killed."""
+        """Return what a worker has that took the place of one that was killed."""
         if held != [float(self.round.version)]:
             self.complain(Verdict.LOST, f"worker {worker_id} was replaced, and has {held}")
         self._look({worker_id: held})
@@ -93,7 +93,7 @@ class Ledger:
         return self._collective and self.round.trial.squeeze == "trainer"
 
     def _old(self, worker_id: int) -> tuple[list[float], ...]:
-        """What a worker may have that gets nothing in this round."""
+        """Return what a worker may have that gets nothing in this round."""
         had = self._has.get(worker_id, 0.0)
         return [had], [self._owed.get(worker_id, had)]
 

@@ -27,7 +27,7 @@ _SHM = "/dev/shm"
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What the trainer and its workers hold, all together."""
+    """The resources that the trainer and its workers hold."""
 
     sends: int
     trainer_mb: float
@@ -54,7 +54,7 @@ def receive(worker: Worker, version: int) -> int:
 
 
 def hold(worker: Worker | None = None) -> dict[str, float]:
-    """What this process holds."""
+    """Return what this process holds."""
     del worker
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
     links = [_link(path) for path in Path("/proc/self/fd").iterdir()]
@@ -86,7 +86,7 @@ def live(subject: Subject, *, sends: int, nbytes: int) -> Iterator[Holding]:
 
 
 def grown(points: list[Holding]) -> Iterator[str]:
-    """What there is more of at the end than at the third of ten points, and how much."""
+    """Return what there is more of at the end than at the third of ten points, and how much."""
     allowed = {"trainer_mb": 40.0, "workers_mb": 80.0, "shm_mb": 16.0}
     for field in fields(Holding):
         first, last = (getattr(points[i], field.name) for i in (2, -1))

@@ -1,4 +1,4 @@
-"""What became of a case, and the lines in which many of them are kept."""
+"""Outcomes of cases, and the journal that keeps them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Verdict(StrEnum):
-    """What can be wrong, the worst first."""
+    """The verdicts, the worst first."""
 
     HANG = "hang"
     TORN = "torn read"
@@ -31,7 +31,7 @@ class Complaint:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a case.
+    """The outcome of a case.
 
     Args:
         key: the case.
@@ -51,11 +51,11 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether all was as documented."""
+        """Return whether all was as documented."""
         return not self.complaints
 
     def has(self, verdict: Verdict) -> bool:
-        """Whether there was something of a kind."""
+        """Return whether there was something of a kind."""
         return any(complaint.verdict == verdict for complaint in self.complaints)
 
 

@@ -52,7 +52,7 @@ def _made(outcomes: Sequence[Outcome]) -> str:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """What to type to have it made anew."""
+    """Return what to type to have it made anew."""
     kept = [
         argument
         for i, argument in enumerate(arguments)

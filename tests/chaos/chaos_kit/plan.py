@@ -1,4 +1,4 @@
-"""What is done in one run: rounds, each a send, of which some meet a fault."""
+"""The plan of one run: rounds, each a send, some of which meet a fault."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class Plan:
 
     @property
     def faults(self) -> Sequence[Fault]:
-        """Those of all rounds."""
+        """Return the faults of all rounds."""
         deadline = self.subject.deadline
         found = (r.trial.faults_for(r.version, r.worker_ids, deadline) for r in self.rounds)
         return list(chain.from_iterable(found))
 
     @property
     def layers(self) -> Sequence[Raising]:
-        """Those of all rounds."""
+        """Return the workers of all rounds."""
         found: Iterable[Any] = (r.trial.layers_for(r.version, r.worker_ids) for r in self.rounds)
         return list(chain.from_iterable(found))

@@ -1,4 +1,4 @@
-"""What the trainer and its workers have open before a run, and after it."""
+"""The resources that the trainer and its workers hold before and after a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Resources:
         self._usual: dict[int | None, Counts] = {}
 
     def check(self, replaced: set[int]) -> Iterator[str]:
-        """What there is more of than after the first run; the workers must live, and have left.
+        """Return the resources that grew since the first run, with the workers alive.
 
         Args:
             replaced: the workers that are new since the last time.

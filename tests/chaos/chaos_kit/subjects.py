@@ -45,17 +45,17 @@ class Subject:
 
     @cached_property
     def capabilities(self) -> frozenset[str]:
-        """What the scheme declares."""
+        """Return what the scheme declares."""
         return registry.find(registry.SCHEMES, self.scheme).capabilities
 
     @property
     def processes(self) -> bool:
-        """Whether the workers are processes of their own, which can be hurt."""
+        """Return whether the workers are processes of their own, which can be hurt."""
         return "cross_process" in self.group_class.capabilities
 
     @property
     def replaces(self) -> bool:
-        """Whether another can take the place of a worker that is gone."""
+        """Return whether another can take the place of a worker that is gone."""
         return "restart" in self.group_class.capabilities
 
 

@@ -33,7 +33,7 @@ _KILLS = 10
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What readers have seen.
+    """The versions that readers have seen.
 
     Args:
         reads: looks at a whole model.

@@ -72,7 +72,7 @@ class Trial:
 
     @property
     def stops(self) -> bool:
-        """Whether processes stand still until somebody wakes them."""
+        """Return whether processes stand still until somebody wakes them."""
         return any(fault.action == "stop" and not fault.seconds for fault in self.faults)
 
 

@@ -1,4 +1,4 @@
-"""What the runner asks of its workers, and the model that they hold."""
+"""The workers of the runner, and the model that they hold."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def leave(worker: Worker) -> None:
 
 
 def resources(worker: Worker | None = None, *, collect: bool = True) -> dict[str, int]:
-    """What this process has open.
+    """Return what this process has open.
 
     Args:
         worker: not looked at.

@@ -650,7 +650,7 @@ MUTANTS: tuple[Any, ...] = (*Mutant.__subclasses__(), AcceptsAnyToken)
 
 
 class TestBaseline(SchemeConformance):
-    """What all but one of them are made of passes everything that one of them fails."""
+    """The base of all mutants, which passes every case that one of them fails."""
 
     scheme = "thread"
     group = "thread"

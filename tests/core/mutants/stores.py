@@ -128,7 +128,7 @@ MUTANTS: tuple[type[Shelf], ...] = tuple(Shelf.__subclasses__())
 
 
 class TestBaseline(SchemeConformance):
-    """What all of them are made of passes everything that one of them fails."""
+    """The base of all mutants, which passes every case that one of them fails."""
 
     scheme = ShelfScheme(Shelf)
     group = "thread"

@@ -1,4 +1,4 @@
-"""What `sync-core doctor` checks: imports, the machine, plugins, and a scheme's own findings."""
+"""Checks of `sync-core doctor`: imports, the machine, plugins, and a scheme's own findings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LIST = "\n["
 
 
 def check_imports(timeout: float = 120.0) -> Iterator[Finding]:
-    """Those that do not load; of a scheme, trying it says so.
+    """Find layers and worker groups that do not load; trying a scheme reports its own.
 
     Args:
         timeout: seconds for importing every plugin that is installed.
@@ -195,7 +195,7 @@ def check_plugins() -> Iterator[Finding]:
 
 
 def disabled() -> Iterator[Finding]:
-    """What ``SYNC_DISABLE`` leaves out, and names in it that nothing has."""
+    """Return what ``SYNC_DISABLE`` leaves out, and names in it that nothing has."""
     value = os.environ.get(registry.DISABLE, "")
     names = [name.strip() for name in value.split(",") if name.strip()]
     claimed = [(group, entry) for group in _GROUPS for entry in entry_points_of(group)]
@@ -264,7 +264,7 @@ def _distributions() -> dict[str, DistributionInfo]:
 
 
 def check_scheme(name: str, timeout: float = 10.0) -> list[Finding]:
-    """What a scheme finds that declares the capability ``findings``; else nothing.
+    """Return what a scheme finds that declares the capability ``findings``; else nothing.
 
     Of one that does not load, trying it says so.
 

@@ -84,7 +84,7 @@ def listed() -> list[Listed]:
 
 
 def make_console() -> Console:
-    """What tables are printed to: text as it is, and never wrapped in a pipe."""
+    """Return what tables are printed to: text as it is, and never wrapped in a pipe."""
     width = None if sys.stdout.isatty() else _UNWRAPPED
     return Console(width=width, markup=False, highlight=False)
 

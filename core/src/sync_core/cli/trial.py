@@ -37,7 +37,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a scheme.
+    """The outcome of trying a scheme.
 
     Args:
         verdict: ``"skipped"`` if it needs something that only the user can give.

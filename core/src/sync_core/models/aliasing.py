@@ -1,4 +1,4 @@
-"""Whether what is written into each tensor of a model stays there, and changes no other one."""
+"""Checks that a write to each tensor of a model stays there and changes no other tensor."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_held(named: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None
 
 
 class Places:
-    """Where tensors lay, so that one that lies elsewhere, or otherwise, is noticed."""
+    """The addresses and strides of tensors, to notice tensors that were moved."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         tensors = list(tensors)
@@ -65,7 +65,7 @@ class Places:
         self._strides = list(map(Tensor.stride, tensors))
 
     def hold(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether these lie just so."""
+        """Return whether these lie just so."""
         tensors = list(tensors)
         return list(map(Tensor.data_ptr, tensors)) == self._pointers and all(
             # One at a time: thousands of tuples alive at once would set off the garbage collector.

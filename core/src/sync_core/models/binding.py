@@ -233,7 +233,7 @@ class Binding:
         return True
 
     def _current_flat(self) -> ContiguousTensors | None:
-        """Where the model's tensors lie side by side, if they do."""
+        """Return where the model's tensors lie side by side, if they do."""
         if self._flat is None or not self._flat.holds(self._layout, self._named):
             self._flat = ContiguousTensors.find(self._layout, self._named)
         return self._flat

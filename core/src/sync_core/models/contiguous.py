@@ -74,7 +74,7 @@ class ContiguousTensors:
         return found if plain and found._pointers == expected else None
 
     def holds(self, layout: Layout, named: Mapping[str, Tensor]) -> bool:
-        """Whether the model has the same tensors still, and they lie here.
+        """Return whether the model has the same tensors still, and they lie here.
 
         Args:
             layout: the model's, another one once a tensor has another form.
@@ -133,7 +133,7 @@ def _move(layout: Layout, named: Mapping[str, Tensor]) -> mmap.mmap:
 
 
 def _begin(layout: Layout, named: Mapping[str, Tensor]) -> int:
-    """Where the memory would begin in which the tensors lie."""
+    """Return where the memory would begin in which the tensors lie."""
     first = next((spec for spec in layout.specs if spec.nbytes), None)
     if first is None:
         return 0
@@ -153,12 +153,12 @@ def _copy_bytes(target: np.ndarray[Any, np.dtype[np.uint8]], source: Tensor) -> 
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes, as they lie in memory, are its values."""
+    """Return whether its bytes, as they lie in memory, are its values."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _obstacle(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be moved, or somebody would notice."""
+    """Return why a tensor cannot be moved, or somebody would notice."""
     if tensor.device.type != "cpu":
         return f"it is on {tensor.device}, and only tensors of the CPU are moved"
     if not _is_plain(tensor):
@@ -177,7 +177,7 @@ def _obstacle(tensor: Tensor) -> str | None:
 
 
 def _is_exclusive(tensor: Tensor) -> bool:
-    """Whether nothing else holds the memory of a tensor; False where torch cannot tell."""
+    """Return whether nothing else holds the memory of a tensor; False where torch cannot tell."""
     try:
         used = tensor._use_count()  # type: ignore[attr-defined]
         return bool(used == 1 and _references(tensor) == _EXCLUSIVE)
@@ -186,7 +186,7 @@ def _is_exclusive(tensor: Tensor) -> bool:
 
 
 def _references(tensor: Tensor) -> tuple[int, int]:
-    """How many tensors and the like hold a tensor's storage, and how many Python variables."""
+    """Return the numbers of C++ and of Python references to a tensor's storage."""
     storage = tensor.untyped_storage()
     # torch has no public name for it; https://github.com/pytorch/pytorch/pull/99698 added it for
     # CUDA graphs, which ask the same question.

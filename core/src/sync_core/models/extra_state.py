@@ -39,17 +39,17 @@ def modules_with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a dotted name is that of extra state, or of a part of it."""
+    """Return whether a dotted name is that of extra state, or of a part of it."""
     return _SUFFIX in name.split(".")
 
 
 def is_whole_extra_state(name: str) -> bool:
-    """Whether a dotted name is that of all the extra state of one module."""
+    """Return whether a dotted name is that of all the extra state of one module."""
     return name.rpartition(".")[2] == _SUFFIX
 
 
 def is_json(name: str) -> bool:
-    """Whether a dotted name is that of extra state as JSON, whose size may change.
+    """Return whether a dotted name is that of extra state as JSON, whose size may change.
 
     Example:
         >>> is_json("head._extra_state.__json__"), is_json("head._extra_state.mean")

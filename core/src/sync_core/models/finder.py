@@ -52,7 +52,7 @@ class TensorSignatures:
         self._tensors = tensors
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these have the same forms, one by one."""
+        """Return whether these have the same forms, one by one."""
         if len(tensors) != len(self._forms):
             return False
         if not all(map(operator.is_, tensors, self._tensors)):

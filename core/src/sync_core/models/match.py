@@ -128,7 +128,7 @@ def conform(named: Mapping[str, Tensor], layout: Layout, *, partial: bool) -> Up
 
 
 def holds_same(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors have the same dtype and shape, and the same values bit by bit."""
+    """Return whether two tensors have the same dtype and shape, and the same values bit by bit."""
     if place_of(left) == place_of(right):
         return True
     if (left.dtype, left.shape) != (right.dtype, right.shape):

@@ -20,7 +20,7 @@ _MODELS = (nn.Module, str)
 
 
 def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
-    """Whether this is a TensorDict, which nothing is as long as nobody has imported tensordict.
+    """Return whether this is a TensorDict; False while tensordict is not imported.
 
     That takes as long as to import torch, and workers need not have it.
 
@@ -88,7 +88,7 @@ def names_of(model: Any) -> tuple[str, ...]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two models are one object, or two mappings that hold the same ones."""
+    """Return whether two models are one object, or two mappings that hold the same ones."""
     if left is right:
         return True
     if not _is_plain_mapping(left) or not _is_plain_mapping(right):
@@ -97,7 +97,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def refers(model: Any) -> bool:
-    """Whether a model is given by string references, or some of several models are."""
+    """Return whether a model is given by string references, or some of several models are."""
     if _is_plain_mapping(model):
         return any(isinstance(value, str) for value in model.values())
     return isinstance(model, str)
@@ -132,7 +132,7 @@ def look_up(model: Any, context: Any, before: Any = None) -> Any:
 
 
 def either(weights: Any, weights_dict: Mapping[str, Any] | None) -> Any:
-    """What is to be sent, given in one of two ways.
+    """Return what is to be sent, given in one of two ways.
 
     Raises:
         ValueError: both were given.

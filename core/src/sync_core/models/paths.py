@@ -69,7 +69,7 @@ def _step(target: Any, match: re.Match[str]) -> Any:
 
 
 def _is_absent(error: Exception, target: Any, match: re.Match[str]) -> bool:
-    """Whether a step failed because the target lacks it, and not by an error in user code."""
+    """Return whether a step failed because the target lacks it, not inside user code."""
     if match["attribute"] is None:
         return not isinstance(error, AttributeError)
     if not isinstance(error, AttributeError):

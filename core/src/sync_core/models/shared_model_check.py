@@ -1,4 +1,4 @@
-"""Which model a sender has, for receivers beside it that are to act with that very one."""
+"""A check that receivers act with the very model of the sender in their process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sync_core.models.multi_model import same
 
 
 class Owner(Protocol):
-    """What knows a sender's model."""
+    """An object that knows a sender's model."""
 
     def own_model(self) -> Any:
         """The model as it is now; None if there is none."""

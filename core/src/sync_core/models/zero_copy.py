@@ -76,7 +76,7 @@ _device = operator.attrgetter("device")
 
 
 class ParameterViews:
-    """Which of a model's tensors zero-copy points at an update's, and which it copies into.
+    """The tensors of a model that become views of an update, and those that are copied.
 
     That is found once for a model and a layout, so that a commit costs no Python code per tensor.
 
@@ -111,7 +111,7 @@ class ParameterViews:
         self._order += [index[name] for name in matched if name not in self.pointed]
 
     def is_for(self, named: Mapping[str, Tensor], layout: Layout) -> bool:
-        """Whether it was made for these, and what is copied into lies where it did."""
+        """Return whether it was made for these, and what is copied into lies where it did."""
         return named is self._named and layout == self._layout and self._places.hold(self._copied)
 
     def apply(self, tensors: Sequence[Tensor]) -> None:

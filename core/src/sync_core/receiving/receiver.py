@@ -263,7 +263,7 @@ class Receiver(CollectorReference):
             return payload.version
 
     def _accepts(self, payload: Payload) -> bool:
-        """Whether a payload is newer than the model, and brings all that the model lacks."""
+        """Return whether a payload is newer than the model, and brings all that the model lacks."""
         if payload.version <= self._version:
             payload.release()
             return False

@@ -1,4 +1,4 @@
-"""What a sender does about a worker that has failed, once the others were updated."""
+"""The failure policy of a sender: raise, drop, quarantine or restart workers that fail."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class FailurePolicy:
         drop: Callable[[int], None],
         address: Callable[[int], Address],
     ) -> bool:
-        """Whether that worker was still there: who judges it, or another thread, may remove it."""
+        """Return whether the worker was still a member; another thread may remove it."""
         worker_id, seat = failure.worker_id, failure.status.seat
         if remedy == "drop":
             with suppress(UnknownWorkerError, ClosedError):

@@ -75,7 +75,7 @@ class Announcer(Generic[Event]):
 
     @property
     def heard(self) -> bool:
-        """Whether there is anybody to tell."""
+        """Return whether there is anybody to tell."""
         return bool(self._callbacks) and not self._closed
 
     def announce(self, event: Event) -> None:
@@ -175,7 +175,7 @@ class Membership:
 
     @property
     def statuses(self) -> Mapping[int, WorkerStatus]:
-        """What is known of each worker now."""
+        """Return what is known of each worker now."""
         with self._lock:
             return dict(self._workers)
 
@@ -291,7 +291,7 @@ class Membership:
                 self._put(worker_id, after, f"no other could be started: {error.message}")
 
     def take_returned(self, worker_ids: Collection[int]) -> tuple[int, ...]:
-        """Those of these workers that have come back from quarantine; each is told once."""
+        """Return those of these workers that have come back from quarantine, each once."""
         with self._lock:
             returned = tuple(i for i in worker_ids if i in self and self._workers[i].returned)
             for worker_id in returned:

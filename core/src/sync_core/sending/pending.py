@@ -80,7 +80,7 @@ def _written(value: str | float) -> str:
 
 
 class Finish(Protocol):
-    """What a sender does at the end of a send."""
+    """A callback at the end of a send."""
 
     def __call__(self, report: SendReport, *, waited: bool) -> SendReport: ...
 
@@ -135,7 +135,7 @@ class PendingSend:
 
     @property
     def ended(self) -> bool:
-        """Whether the send was waited for, or given up."""
+        """Return whether the send was waited for, or given up."""
         return self._report is not None
 
     @property
@@ -145,12 +145,12 @@ class PendingSend:
 
     @property
     def nbytes(self) -> int:
-        """How much each of them gets, in bytes."""
+        """Return how much each of them gets, in bytes."""
         return max((delivery.nbytes for delivery in self._deliveries.values()), default=0)
 
     @property
     def undelivered(self) -> bool:
-        """Whether the transport raised, so that the version went to no worker."""
+        """Return whether the transport raised, so that the version went to no worker."""
         return any(isinstance(d.error, TransportError) for d in self._deliveries.values())
 
     @property
@@ -166,7 +166,7 @@ class PendingSend:
                 self._report = self._report.counted_as(version)
 
     def done(self) -> bool:
-        """Whether every worker has answered, or the send was waited for already."""
+        """Return whether every worker has answered, or the send was waited for already."""
         return self.ended or all(d.wait(0) for d in self._waited.values())
 
     def wait(self, timeout: float | None = None) -> SendReport:
@@ -269,7 +269,7 @@ class PendingSend:
         )
 
     def _transit(self, answer: Answer, ended: float) -> tuple[float | None, float]:
-        """How long the version took to the worker, if that is known, and its answer back."""
+        """Return how long the version took to the worker, if that is known, and its answer back."""
         published = self._started + self._prepare_seconds + self._publish_seconds
         known, answered = answer.known_at, answer.answered_at
         # The order is looked at too: a virtual machine that was copied has the same clock by name.

@@ -1,4 +1,4 @@
-"""What a sender sends, its layers and its transport, and what both ends agree on."""
+"""A sender's source of weights, its layers and transport, and the terms of both ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sync_core.weights.payload import Payload, Update
 
 
 class Source:
-    """Where a sender's weights come from.
+    """The source of a sender's weights.
 
     Args:
         context: the object in which string references are looked up.
@@ -174,7 +174,7 @@ class Terms:
         )
 
     def context(self, scheme: str, **known: Any) -> TransportContext:
-        """What the sender's transport is made from; ``known`` are the fields not agreed on."""
+        """Return the context of the sender's transport; ``known`` are the fields not agreed on."""
         return TransportContext(
             side="sender",
             scheme=scheme,
@@ -235,7 +235,7 @@ class Pipeline:
 
     @property
     def takes_worker_paths(self) -> bool:
-        """Whether handles of workers may be paths in the sender's context."""
+        """Return whether handles of workers may be paths in the sender's context."""
         return "worker_paths" in self._backend.capabilities
 
     def open(

@@ -186,7 +186,7 @@ class Sender(Updater):
 
     @property
     def workers(self) -> Mapping[int, WorkerStatus]:
-        """What is known of each worker now, by id."""
+        """Return what is known of each worker now, by id."""
         return self._members.statuses
 
     def subscribe(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:

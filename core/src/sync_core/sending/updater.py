@@ -1,4 +1,4 @@
-"""What a collector and its hooks expect of an object that updates the workers' weights."""
+"""The interface of a weight updater, as a collector and its hooks expect it."""
 
 from __future__ import annotations
 

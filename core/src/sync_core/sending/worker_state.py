@@ -1,4 +1,4 @@
-"""What a sender knows of one worker, and what every event makes of that; see protocol.md."""
+"""The state of one worker as its sender knows it, and its transitions; see protocol.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONGEST_QUARANTINE = 16
 
 
 class WorkerState(StrEnum):
-    """What the sender knows of a worker."""
+    """The states of a worker."""
 
     #: It was added, and has not been heard of.
     CONNECTING = "connecting"
@@ -37,7 +37,7 @@ UNWAITED = frozenset({WorkerState.QUARANTINED, WorkerState.RESTARTING})
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What a sender knows of one worker.
+    """The state of one worker and its history.
 
     Args:
         seat: tells it from others that had its id before.
@@ -63,7 +63,7 @@ class WorkerStatus:
 
 
 def waited_for(worker: WorkerStatus, now: float) -> bool:
-    """Whether a send that begins now waits for the worker."""
+    """Return whether a send that begins now waits for the worker."""
     if worker.state is WorkerState.QUARANTINED:
         return now >= worker.retry_at
     return worker.state is not WorkerState.RESTARTING

@@ -1,4 +1,4 @@
-"""What all conformance classes build upon: their cases cannot be overridden away."""
+"""The base of all conformance classes, whose cases cannot be overridden."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class Conformance:
 
 
 def _written(cls: type) -> Iterator[tuple[type, str, Any]]:
-    """What the class and those that are mixed into it define, which was not looked at before."""
+    """Return definitions of the class and its mixins that were not checked before."""
     for base in cls.__mro__:
         if base is cls or not issubclass(base, Conformance):
             yield from ((base, name, override) for name, override in vars(base).items())
 
 
 def _after(cls: type, base: type, name: str) -> Any:
-    """What the name would be if ``base`` did not define it."""
+    """Return what the name would be if ``base`` did not define it."""
     later = cls.__mro__[cls.__mro__.index(base) + 1 :]
     return next((vars(other)[name] for other in later if name in vars(other)), None)
 

@@ -13,7 +13,7 @@ from types import FrameType
 
 
 class Moments:
-    """What became of an `interrupted` block."""
+    """The outcome of an `interrupted` block."""
 
     #: Whether there was such a moment.
     came = False

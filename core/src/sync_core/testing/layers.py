@@ -103,7 +103,7 @@ class LayerCases(Conformance):
 
     @pytest.fixture
     def senders(self) -> Iterator[ExitStack]:
-        """What the case opens here is closed at its end."""
+        """Return what the case opens here is closed at its end."""
         with ExitStack() as stack:
             yield stack
 

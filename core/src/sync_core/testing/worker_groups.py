@@ -1,4 +1,4 @@
-"""What every worker group does, whatever its workers are: one class, inherited once per group."""
+"""Conformance of worker groups: `WorkerGroupConformance`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CounterError(Exception):
 
 
 class Counter:
-    """What the workers host: it remembers, raises, and leaves.
+    """A hosted object that remembers, raises and ends.
 
     Args:
         worker_id: its worker.
@@ -82,7 +82,7 @@ def wait_for(path: Path) -> str:
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether the condition holds in the end."""
+    """Return whether the condition holds in the end."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

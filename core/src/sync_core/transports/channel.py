@@ -21,7 +21,7 @@ from sync_core.errors import CapacityError
 
 
 def no_more_descriptors() -> CapacityError:
-    """What to raise where one more was needed for shared memory."""
+    """Return what to raise where one more was needed for shared memory."""
     return CapacityError(
         "this process can open no more file descriptors, two of which a piece of shared memory "
         "takes; type: ulimit -n 4096"
@@ -67,7 +67,7 @@ class Channel:
 
     @property
     def passes_descriptors(self) -> bool:
-        """Whether both ends are on one machine, and connected by a unix socket."""
+        """Return whether both ends are on one machine, and connected by a unix socket."""
         return sys.platform != "win32" and self._socket.family == socket.AF_UNIX
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
@@ -243,7 +243,7 @@ def connect_locally(name: str, timeout: float) -> socket.socket:
 
 
 def same_user(connection: socket.socket, *also: int) -> bool:
-    """Whether a unix socket leads to a process of this user, or of one of those in ``also``.
+    """Return whether a unix socket leads to a process of this user, or of one of those in ``also``.
 
     Sockets with abstract names have no permissions of their own. Of others, nothing is asked.
     """

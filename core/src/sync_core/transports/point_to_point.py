@@ -59,7 +59,7 @@ class PointToPointTransport(SenderTransport):
         """
 
     def superseded(self, worker_id: int) -> bool:
-        """Whether `send_to` may give up: a later version waits, or the worker is served no more.
+        """Return whether `send_to` may give up: a later version waits, or the worker was removed.
 
         A `send_to` that waits for its worker asks this again and again.
         """

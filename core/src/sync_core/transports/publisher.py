@@ -1,4 +1,4 @@
-"""Which version lies in which slot, who reads it, and who is still to get it."""
+"""The slots of versions: their readers, and the workers that still wait for them."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class Publisher:
             return True
 
     def dismissed(self, worker_id: int, reader: object) -> str | None:
-        """Why there is nothing more for a reader; None while it is the worker's."""
+        """Return why there is nothing more for a reader; None while it is the worker's."""
         with self.lock:
             place = self._places.get(worker_id)
             if self.closed:
@@ -354,7 +354,7 @@ class Publisher:
         return [slot for slot in self.slots if slot not in kept]
 
     def _most(self) -> int:
-        """How many slots there may be at a time."""
+        """Return how many slots there may be at a time."""
         if self._limit is not None:
             return self._limit
         read = sum(bool(slot.readers) for slot in self.slots)

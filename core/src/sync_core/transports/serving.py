@@ -51,7 +51,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Return what messages call it."""
         return f"worker {self.worker_id} (process {self.pid})"
 
 
@@ -126,7 +126,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         """Release what the connection held, which is closed already."""
 
     def describe_loss(self, peer: PeerT, cause: Exception) -> str:
-        """Why a worker was lost whose connection has ended."""
+        """Return why a worker was lost whose connection has ended."""
         if isinstance(cause, _LeftError):
             return str(cause)
         return f"its process {peer.pid} is gone: {cause}"
@@ -283,7 +283,7 @@ def _left(peer: Peer, message: Message) -> _LeftError:
 
 
 def _cause(peer: Peer, error: Exception) -> Exception:
-    """Why a connection has ended: what the worker has said last, if that was not read yet."""
+    """Return why a connection has ended: the worker's last message, if it was not read yet."""
     if peer.worker_id is None or not isinstance(error, ConnectionError):
         return error
     # The first error may be that of a write; the messages before it are still there.

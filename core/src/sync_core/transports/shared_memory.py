@@ -245,7 +245,7 @@ class SharedSlots:
     def news(
         self, known: set[int], offered: Slot, slots: Sequence[Slot]
     ) -> tuple[Message, tuple[int, ...]] | None:
-        """What a worker has to hear before it is offered a slot; None for nothing.
+        """Return what a worker has to hear before it is offered a slot; None for nothing.
 
         Args:
             known: the slots that it was told of, which is brought up to date.

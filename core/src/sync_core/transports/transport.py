@@ -41,7 +41,7 @@ class Notice:
 
 
 def unheard(worker_id: int, notice: Notice) -> None:
-    """Where nobody listens."""
+    """Return where nobody listens."""
     del worker_id, notice
 
 
@@ -139,7 +139,7 @@ class Answer:
         return cls(**values)
 
     def to_error(self, worker_id: int) -> WorkerError | None:
-        """What the sender reports for the worker; None when the version was committed."""
+        """Return what the sender reports for the worker; None when the version was committed."""
         if self.error is None:
             return None
         outcome = _OUTCOMES.get(self.failure, _USUAL_OUTCOME).format(self.version)
@@ -294,7 +294,7 @@ class SenderTransport(ABC):
 
     @abstractmethod
     def address(self, worker_id: int) -> Any:
-        """What a worker needs to reach this transport; it must pickle."""
+        """Return what a worker needs to reach this transport; it must pickle."""
 
     @abstractmethod
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:

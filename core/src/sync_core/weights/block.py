@@ -196,6 +196,6 @@ def _bytes_of(body: Tensor, offset: int, spec: TensorSpec) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     inner = [max(size, 1) for size in shape[:0:-1]]
     return tuple(accumulate(inner, operator.mul, initial=1))[::-1] if shape else ()

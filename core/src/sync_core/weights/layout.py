@@ -92,12 +92,12 @@ _METADATA = "__metadata__"
 
 
 def is_reserved(name: str) -> bool:
-    """Whether the format has a use of its own for a tensor's name."""
+    """Return whether the format has a use of its own for a tensor's name."""
     return name in (_METADATA, CHECKSUMS, BASE) or name.startswith(_FILLER)
 
 
 def has_place(dtype: torch.dtype) -> bool:
-    """Whether tensors of a dtype can be written."""
+    """Return whether tensors of a dtype can be written."""
     return dtype in _SAFETENSORS_NAMES or str(dtype) in _RAW_DTYPES
 
 
@@ -321,7 +321,7 @@ class Layout:
 
 
 def place_of(tensor: Tensor) -> object:
-    """What two names have in common that are tied: the same elements, seen in the same way.
+    """Return what two names have in common that are tied: the same elements, seen in the same way.
 
     Example:
         >>> weight = torch.ones(2, 2)

@@ -67,7 +67,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether values, dtype, shape and strides say everything about the tensor."""
+    """Return whether values, dtype, shape and strides say everything about the tensor."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -131,7 +131,7 @@ def close_hosted(worker_id: int, hosted: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """What became of a call: a value, or how it failed.
+    """The outcome of a call: a value, or an error.
 
     Args:
         value: what the function returned.
@@ -187,7 +187,7 @@ class CallOutcome:
 
     @property
     def failed(self) -> bool:
-        """Whether there is no value."""
+        """Return whether there is no value."""
         return self.verdict is not None
 
     def without_value(self) -> CallOutcome:
@@ -203,7 +203,7 @@ class CallOutcome:
 
     @classmethod
     def unpickle(cls, reply: Sequence[Buffer]) -> CallOutcome:
-        """What was pickled. Arrays in it take the parts over as their memory."""
+        """Return what was pickled. Arrays in it take the parts over as their memory."""
         try:
             value, verdict, where, cause = loads(reply)
         except Exception as error:
@@ -254,7 +254,7 @@ class RemoteCall:
 
     @property
     def name(self) -> str:
-        """What to call the function in a message."""
+        """Return what to call the function in a message."""
         return _name_of(self.function)
 
     def pickle(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bytearray] | None:

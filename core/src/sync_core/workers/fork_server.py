@@ -58,7 +58,7 @@ _MAX_DESCRIPTORS = 16
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a forked process is to run, and where.
+    """The request for a forked process: its function and directory.
 
     Args:
         main: the function, as ``"package.module:function"``.

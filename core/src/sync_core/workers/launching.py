@@ -1,4 +1,4 @@
-"""What worker groups have in common: who is in one, who comes, goes, and is not there any more."""
+"""The base of worker groups: starting, ending and finding workers by id."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LaunchedWorker(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether it can still run calls."""
+        """Return whether it can still run calls."""
 
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -66,7 +66,7 @@ class Launcher(ABC, Generic[Worker]):
         """Raise `ClosedError` when no worker can be reached any more."""
 
     def explain_delay(self, worker: Worker) -> str:
-        """What to do about a worker that was not ready in time."""
+        """Return what to do about a worker that was not ready in time."""
         del worker
         return "; give the group a longer timeout"
 

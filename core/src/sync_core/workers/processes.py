@@ -36,14 +36,14 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def exited(self, timeout: float) -> bool:
-        """Whether it has ended, at the latest after ``timeout`` seconds."""
+        """Return whether it has ended, at the latest after ``timeout`` seconds."""
 
     @abstractmethod
     def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal; nothing happens when it has ended."""
 
     def epitaph(self) -> str:
-        """How it has ended, for messages."""
+        """Return how it has ended, for messages."""
         code = self.returncode
         if code is None:
             return "has ended"
@@ -219,7 +219,7 @@ class ForkServer:
         self._control.close()
 
     def reaped(self) -> bool:
-        """Whether it has ended, and is not a zombie either."""
+        """Return whether it has ended, and is not a zombie either."""
         try:
             return os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
         except ChildProcessError:
@@ -325,7 +325,7 @@ def _to_load() -> str:
 
 
 def _inherited() -> object:
-    """What a process has from its parent, and keeps from then on."""
+    """Return what a process has from its parent, and keeps from then on."""
     variables = {k: v for k, v in os.environ.items() if k.startswith(_READ_WHEN_LOADED)}
     limits = [
         resource.getrlimit(getattr(resource, name))

@@ -1,4 +1,4 @@
-"""What a worker group is: workers that each host one object and run functions on it."""
+"""The interface of worker groups: workers that each host one object and run calls on it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def alive(self, worker_id: int) -> bool:
-        """Whether the worker can still run calls."""
+        """Return whether the worker can still run calls."""
 
     @abstractmethod
     def add(self) -> int:

@@ -1,4 +1,4 @@
-"""Which workers there are, and which a call is for."""
+"""Checks and normal forms of worker ids."""
 
 from __future__ import annotations
 

@@ -171,11 +171,11 @@ class ArrayLoop:
         self._rows: _Rows | None = None
 
     def midway(self) -> bool:
-        """Whether a run was cut short."""
+        """Return whether a run was cut short."""
         return self._rows is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next run goes on."""
+        """Return where the next run goes on."""
         return {"current": self._current, "ended": self._ended, "carried": self._carried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ class AutoUpdate:
 
     @property
     def by_itself(self) -> bool:
-        """Whether it ever refreshes anybody."""
+        """Return whether it ever refreshes anybody."""
         return self._interval >= 0
 
     def delivered(self, worker_id: int | None) -> None:
@@ -205,7 +205,7 @@ class AutoUpdate:
         return [worker_id for worker_id in enough if self._pool.alive(worker_id)]
 
     def _joined(self, worker_id: int) -> None:
-        """Who takes a place has the newest weights, and has made no batch."""
+        """Note that a worker that joins has the newest weights, and has made no batch."""
         self._sent((worker_id,))
         self._requests.require(worker_id, 0)
 

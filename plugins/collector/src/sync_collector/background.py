@@ -36,7 +36,7 @@ class BackgroundCollection:
 
     @property
     def running(self) -> bool:
-        """Whether batches are being made in the background."""
+        """Return whether batches are being made in the background."""
         return self._runs
 
     def check(self, *, idle: bool = False) -> None:

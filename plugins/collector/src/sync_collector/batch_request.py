@@ -1,4 +1,4 @@
-"""What a worker is asked for with each batch."""
+"""The request for one batch."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ class Collector(Life, Updates):
             raise
 
     def stats(self) -> CollectorStats:
-        """What was collected so far, and how fresh the policies are."""
+        """Return what was collected so far, and how fresh the policies are."""
         self._background.check()
         return self._delivery.stats()
 

@@ -25,7 +25,7 @@ from sync_core import ClosedError, RemoteCallError, WorkerLostError
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """What was handed over so far."""
+    """The counts of batches that were delivered."""
 
     frames: int = 0
     batches: int = 0
@@ -34,7 +34,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far the batch in hand has come.
+    """The progress of the batch in hand.
 
     Args:
         noted: whether its workers were told that it was taken.
@@ -48,7 +48,7 @@ class _Progress:
 
 
 class BatchDelivery:
-    """What a collector yields, and how much of it.
+    """The delivery of batches, and their count.
 
     Args:
         pool: the workers; they are ended as soon as the last batch was taken.
@@ -91,11 +91,11 @@ class BatchDelivery:
 
     @property
     def wanted(self) -> int | None:
-        """How many more frames are to come; None for any number."""
+        """Return how many more frames are to come; None for any number."""
         return None if self._total_frames < 0 else max(0, self._total_frames - self._counts.frames)
 
     def stats(self) -> CollectorStats:
-        """What was collected so far, and how fresh the policies are."""
+        """Return what was collected so far, and how fresh the policies are."""
         counts = self._counts
         return CollectorStats(
             frames=counts.frames,
@@ -116,7 +116,7 @@ class BatchDelivery:
         return self._take(self.wanted, end_workers=True)
 
     def count_batches(self) -> int:
-        """How many batches there are in all, those delivered included.
+        """Return how many batches there are in all, those delivered included.
 
         Raises:
             TypeError: nobody knows.
@@ -131,7 +131,7 @@ class BatchDelivery:
         return self._counts.batches + math.ceil(self.wanted / frames)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was delivered, and whose turn it is."""
+        """Return what was delivered, and whose turn it is."""
         in_hand, progress, counts = self._requests.in_hand, self._progress, self._counts
         return {
             "frames": counts.frames,

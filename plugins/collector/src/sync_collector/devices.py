@@ -1,4 +1,4 @@
-"""Where a worker's environment, its policy and its batches are, and how tensors get there."""
+"""The devices of a worker's environment, policy and batches, and moves between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What probabilistic policies take of their distributions while a collector's worker acts."""
+"""The exploration type of probabilistic policies in a collector's worker."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from sync_core import ModelError
 
 
 def is_lazy(policy: Any) -> bool:
-    """Whether a policy, or the module that it calls, has tensors without a shape."""
+    """Return whether a policy, or the module that it calls, has tensors without a shape."""
     module = called_module(policy)
     return module is not None and any(
         map(is_lazy_tensor, itertools.chain(module.parameters(), module.buffers()))

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class Life:
-    """What a `Collector` does about its workers; not for use by itself."""
+    """The part of `Collector` about its workers; not for use alone."""
 
     _timeout: float
     _pool: WorkerPool
@@ -191,7 +191,7 @@ class Life:
         return self._at_rest(lambda: self._state.seed(seed, static_seed))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a collector goes on from exactly, as something that pickles (``torch.save``).
+        """Return what a collector goes on from exactly, as something that pickles (``torch.save``).
 
         That is what was counted, and of each worker the weights, the environment, the trajectory,
         the random state of its own process, and a batch that it has made and nobody has taken yet:
@@ -245,7 +245,7 @@ class Life:
         self.shutdown()
 
     def __len__(self) -> int:
-        """How many batches there are in all, those delivered included.
+        """Return how many batches there are in all, those delivered included.
 
         Raises:
             TypeError: nobody knows: there is no end, or batches differ in size.

@@ -22,7 +22,7 @@ BetweenSteps: TypeAlias = Callable[[], int]
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a loop gathered; time is the last batch dimension.
+    """The steps that a loop gathered; time is the last batch dimension.
 
     Args:
         root: what the policy saw and did, by key.
@@ -45,7 +45,7 @@ class Loop(Protocol):
     """
 
     def observation_keys(self) -> list[Any]:
-        """What the environment observes."""
+        """Return what the environment observes."""
 
     def run(self, steps: int, policy: Any, between_steps: BetweenSteps) -> Steps:
         """Go on for some steps; None as the policy means random actions."""
@@ -54,10 +54,10 @@ class Loop(Protocol):
         """Begin the next run with a reset, and drop what one that was cut short has gathered."""
 
     def midway(self) -> bool:
-        """Whether a run was cut short."""
+        """Return whether a run was cut short."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next run goes on, between two runs."""
+        """Return where the next run goes on, between two runs."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there."""
@@ -105,11 +105,11 @@ class TensorDictLoop:
         self._copies = Copies()
 
     def midway(self) -> bool:
-        """Whether a run was cut short."""
+        """Return whether a run was cut short."""
         return bool(self._frames) or self._acted is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next run goes on."""
+        """Return where the next run goes on."""
         return {"root": self._root, "stepped": self._stepped, "carried": self._carried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from sync_core.workers import WorkerGroup
 
 
 def count_workers(num_workers: int | None, create_env_fn: Any) -> int:
-    """How many workers: as many as asked for, else as there are functions for environments.
+    """Return how many workers: as many as asked for, else as there are functions for environments.
 
     Raises:
         TypeError: no number of them.
@@ -108,7 +108,7 @@ def check_acts(policy: Any, said: str) -> None:
 
 
 def count_frames(frames_per_batch: int, num_workers: int, *, sync: bool) -> int:
-    """How many frames a batch has.
+    """Return how many frames a batch has.
 
     Raises:
         TypeError: no number of them.
@@ -173,7 +173,7 @@ def refresh_interval(
 
 
 def _is_made(value: Any) -> bool:
-    """Whether a value is an environment or a policy, and no function that makes one."""
+    """Return whether a value is an environment or a policy, and no function that makes one."""
     if isinstance(value, type):
         return False
     # Environments share no class; what all of them have is these two methods.

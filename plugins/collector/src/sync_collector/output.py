@@ -1,4 +1,4 @@
-"""What happens to a batch before it is yielded or written to a replay buffer."""
+"""Processing of a batch before it is yielded or written to a replay buffer."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ class Output:
             )
 
     def in_worker(self, made: TensorDictBase) -> TensorDictBase:
-        """What a worker that writes delivers of a batch that it has made."""
+        """Return what a worker that writes delivers of a batch that it has made."""
         self.write(made)
         return made.select("policy_version", strict=False)
 
     def written_by_driver(self, batch: TensorDictBase, *, of_all: bool) -> Sequence[TensorDictBase]:
-        """What of a batch that was delivered is to be written, one after the other.
+        """Return what of a batch that was delivered is to be written, one after the other.
 
         Args:
             batch: the batch.
@@ -107,7 +107,7 @@ class Output:
         _given("the replay buffer", self.replay_buffer.extend, self._finish(made))
 
     def yielded(self, batch: TensorDictBase) -> Any:
-        """What is yielded of a batch; None where it is written to a replay buffer."""
+        """Return what is yielded of a batch; None where it is written to a replay buffer."""
         return self._finish(batch) if self.replay_buffer is None else None
 
     def _finish(self, batch: TensorDictBase) -> Any:
@@ -117,7 +117,7 @@ class Output:
 
 
 def _given(name: str, function: Callable[[Any], Any], batch: Any) -> Any:
-    """What a function of the user's makes of a batch."""
+    """Return what a function of the user's makes of a batch."""
     try:
         return function(batch)
     except StopIteration as error:

@@ -1,4 +1,4 @@
-"""How a policy is called: with the TensorDict of the step, or with its observations."""
+"""Calls of policies: with the TensorDict of the step, or with its observations."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _arguments(policy: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _forward(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """What has the signature of the policy; calling a module says nothing of its arguments."""
+    """Return the callable whose signature is the policy's: a module's ``forward``."""
     if isinstance(policy, nn.Module):
         forward: Callable[..., Any] = policy.forward
         return forward

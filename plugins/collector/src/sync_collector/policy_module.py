@@ -1,4 +1,4 @@
-"""Which module a policy acts with: the one whose weights have to be kept fresh."""
+"""The module that a policy acts with, whose weights are updated."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _hidden(values: list[Any]) -> nn.Module | None:
 
 
 def _within(value: Any) -> Iterable[Any]:
-    """What a value may act with."""
+    """Return what a value may act with."""
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return value.values() if isinstance(value, dict) else value
     if isinstance(value, functools.partial):

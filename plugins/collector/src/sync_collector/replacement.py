@@ -1,4 +1,4 @@
-"""What happens when a worker dies: an error, or another in its place."""
+"""The replacement of workers that die."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Replacement:
         return replace(error.report, workers=results)
 
     def _has_died(self, worker_id: int, error: Exception | None, joins: Counter[int]) -> bool:
-        """Whether a worker has died; who talks to it may notice that before its group does.
+        """Return whether a worker has died; who talks to it may notice that before its group does.
 
         Args:
             worker_id: the worker.

@@ -81,11 +81,11 @@ class Requests:
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        """How many batches are asked for and not taken, postponed ones included."""
+        """Return how many batches are asked for and not taken, postponed ones included."""
         return len(self._futures) + len(self._postponed)
 
     def busy(self, worker_id: int) -> bool:
-        """Whether a worker is at work on a batch."""
+        """Return whether a worker is at work on a batch."""
         future = self._futures.get(worker_id)
         return future is not None and not future.done()
 

@@ -78,7 +78,7 @@ class Refresher:
 
     @property
     def receiver(self) -> Receiver | None:
-        """What writes into the policy."""
+        """Return what writes into the policy."""
         return self._receiver
 
     def restore(self, version: int, increments: int) -> None:
@@ -187,7 +187,7 @@ _AS_USUAL = BatchRequest()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """How a worker makes batches.
+    """The options by which a worker makes batches.
 
     Args:
         frames_per_batch: frames to gather in a batch; for several environments that are stepped
@@ -312,12 +312,12 @@ class Rollout:
         return seed_env(self._env, seed, static_seed)
 
     def midway(self, number: int) -> bool:
-        """Whether the batch that will be asked for with this number was cut short."""
+        """Return whether the batch that will be asked for with this number was cut short."""
         undelivered = self._made is not None and self._made[0] == number
         return self._loop.midway() or self._gathered is not None or undelivered
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next batch depends on, the policy apart; ``"env"`` is None if it is not saved.
+        """Return the state that the next batch depends on; ``"env"`` is None if it is not saved.
 
         Of random states, only that of a process of its own is among it.
         """

@@ -1,4 +1,4 @@
-"""When workers are asked for batches, and whose batch comes next."""
+"""Schedules: when workers are asked for batches, and whose batch comes next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models a collector keeps fresh, and by which scheme each of them travels."""
+"""The models that a collector updates, and the scheme of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLICY = "policy"
 
 @dataclass(frozen=True, slots=True)
 class ModelScheme:
-    """How one model travels.
+    """The scheme of one model.
 
     Args:
         scheme: the name of a scheme, or a plugin object.
@@ -27,7 +27,7 @@ class ModelScheme:
 
     @property
     def held_elsewhere(self) -> bool:
-        """Whether workers that are not the collector's hold the model."""
+        """Return whether workers that are not the collector's hold the model."""
         return "workers" in self.arguments
 
 

@@ -33,7 +33,7 @@ def leaves_of(tensordict: TensorDictBase) -> Leaves:
 
 
 def recorded_of(tensordict: TensorDictBase) -> Leaves:
-    """Those of `leaves_of` that a batch has: what begins with an underscore is the author's own."""
+    """Return the leaves of a batch, private ones (with an underscore) apart."""
     leaves = leaves_of(tensordict)
     return {key: tensor for key, tensor in leaves.items() if not _is_private(key)}
 

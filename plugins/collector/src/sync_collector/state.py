@@ -1,4 +1,4 @@
-"""What a collector goes on from: its counts, and what the next batch of each worker depends on."""
+"""The saved state of a collector: its counts, and the state of each worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a collector has done so far."""
+"""Statistics of a collector."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CollectorStats:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """How far behind the newest version batches were: the last one, all together, and at most."""
+    """The lag of batches behind the newest version: the last one, the sum, the maximum."""
 
     last: int = 0
     total: int = 0

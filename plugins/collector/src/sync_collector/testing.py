@@ -1,4 +1,4 @@
-"""What every collector does, whatever its workers are: one class, inherited once per group."""
+"""Conformance of collectors over worker groups: `CollectorConformance`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class CollectorConformance(Conformance):
 
     @property
     def works_ahead(self) -> bool:
-        """Whether workers make batches while the trainer learns."""
+        """Return whether workers make batches while the trainer learns."""
         group: type[WorkerGroup] = choose_group([], self.workers)
         return "parallel" in group.capabilities
 

@@ -1,4 +1,4 @@
-"""What an update is to send, said in one of several ways."""
+"""The arguments of an update, in each of the forms that users may give."""
 
 from __future__ import annotations
 

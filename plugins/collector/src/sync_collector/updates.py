@@ -1,4 +1,4 @@
-"""How a collector keeps its models fresh, and what it does to those of its workers."""
+"""Updates of a collector's models, and calls of objects in its workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SOON = 0.5
 
 
 class Updates:
-    """What a `Collector` does about weights; not for use by itself."""
+    """The part of `Collector` about weights; not for use alone."""
 
     _timeout: float
     _pool: WorkerPool
@@ -34,12 +34,12 @@ class Updates:
 
     @property
     def sender(self) -> Sender | None:
-        """What sends the policy's weights; None as long as there are none to send."""
+        """Return what sends the policy's weights; None as long as there are none to send."""
         return self.senders.get(POLICY)
 
     @property
     def senders(self) -> Mapping[str, Sender]:
-        """What sends the weights of each model, as far as there are any to send."""
+        """Return what sends the weights of each model, as far as there are any to send."""
         return {**self._weights.senders, **self._elsewhere.senders}
 
     @overload
@@ -169,7 +169,7 @@ class Updates:
         return self._relay.receive_or_load((policy_or_weights, weights, policy), limit)
 
     def cascade_execute(self, path: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """What a path leads to in every worker, called if it can be, in the order of their ids.
+        """Call, or return, the object at a path in every worker, in the order of their ids.
 
         Args:
             path: from ``env``, ``policy`` or another model on: ``"env.transform[0].reset"``.

@@ -29,7 +29,7 @@ class Warmup:
         self._asked: dict[int, int] = {}
 
     def order(self, worker_id: int) -> BatchRequest:
-        """What to ask a worker for next."""
+        """Return what to ask a worker for next."""
         if not self._together or worker_id in self._asked:
             self._random = self._left > 0
         if self._together and worker_id in self._asked:
@@ -43,7 +43,7 @@ class Warmup:
         self._left += self._asked.pop(worker_id, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is still to be asked for, and what was asked for last: it may yet be dropped."""
+        """Return the frames that are still to be asked for, and those asked for last."""
         return {"left": self._left, "asked": [self._asked.get(i, 0) for i in self._pool.ids]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

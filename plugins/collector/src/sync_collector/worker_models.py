@@ -144,7 +144,7 @@ class ModelReceivers:
 
     @property
     def receivers(self) -> dict[str, Receiver]:
-        """What writes into each model, by name."""
+        """Return what writes into each model, by name."""
         return self._receivers
 
     def receive(self, versions: Mapping[str, int], timeout: float) -> bool:
@@ -157,7 +157,7 @@ def _parameters(model: Any) -> set[int]:
 
 
 def execute(parts: Any, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a path leads to, called if it can be.
+    """Return what a path leads to, called if it can be.
 
     Raises:
         ModelPathError: it leads nowhere.

@@ -1,4 +1,4 @@
-"""How each worker makes batches: what holds for all, and what holds for one."""
+"""Options of the workers of a collector: common ones, and those of single workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _DEVICES = ("device", "env_device", "policy_device", "storing_device")
 
 
 class WorkerOptions(TypedDict, total=False):
-    """What may differ between workers; a `Collector` has the same arguments, for all of them.
+    """Options that may differ between workers; `Collector` takes them for all workers.
 
     Args:
         max_frames_per_traj: truncate episodes after so many steps, which are counted under

@@ -92,22 +92,22 @@ class WorkerPool:
 
     @property
     def parallel(self) -> bool:
-        """Whether workers run at once, and without the driver."""
+        """Return whether workers run at once, and without the driver."""
         return "parallel" in self._group.capabilities
 
     def alive(self, worker_id: int) -> bool:
-        """Whether a worker can still be called."""
+        """Return whether a worker can still be called."""
         try:
             return worker_id not in self._unready and self._group.alive(worker_id)
         except UnknownWorkerError:
             return False
 
     def restarting(self, worker_id: int) -> bool:
-        """Whether another is being put in the place of a worker."""
+        """Return whether another is being put in the place of a worker."""
         return worker_id in self._restarting
 
     def removed(self, worker_id: int) -> bool:
-        """Whether a worker was removed, or is about to end because of that."""
+        """Return whether a worker was removed, or is about to end because of that."""
         return worker_id in self._removed
 
     def call(

@@ -19,7 +19,7 @@ from sync_collector.rollout import Rollout, RolloutOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class WorkerSpec:
-    """How to make what one worker hosts.
+    """The specification of one worker: environments, policy, models and options.
 
     Args:
         seat: its number, which no other worker of the collector ever had, not even one of the same

@@ -25,7 +25,7 @@ _lock = threading.Lock()
 def exporter(
     registry: CollectorRegistry | None, instruments: Sequence[Instrument]
 ) -> Callable[[Instrument, float, dict[str, str]], None]:
-    """What records values in a registry; None for the global one."""
+    """Return what records values in a registry; None for the global one."""
     chosen = prometheus_client.REGISTRY if registry is None else registry
     with _lock:
         if chosen not in _made:

@@ -206,7 +206,7 @@ class Child:
         self._process.send_signal(signal.SIGKILL)
 
     def exited(self, timeout: float) -> bool:
-        """Whether the process has ended, at the latest after ``timeout`` seconds."""
+        """Return whether the process has ended, at the latest after ``timeout`` seconds."""
         return self._process.exited(timeout)
 
     def join(self, timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""How the sender and the receivers of ``shm`` and ``mp`` talk.
+"""The messages between the sender and the receivers of ``shm`` and ``mp``.
 
 The newest version meant for a worker stands on the `Board`: its number, its slot, its layout. To
 offer it, the sender puts a token (one byte) into the worker's `TokenPipe`; to accept it, the worker
@@ -38,7 +38,7 @@ _NBYTES = _WORKERS * _FIELDS * 8
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a worker may read.
+    """A version that a worker may read.
 
     Args:
         version: the version.

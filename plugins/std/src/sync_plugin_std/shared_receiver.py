@@ -139,7 +139,7 @@ class SharedReceiver(ReceiverTransport):
             raise SenderLostError(f"the sender does not keep to the protocol: {error!r}") from error
 
     def _take_board(self, channel: Channel) -> tuple[Board, int]:
-        """What came with the welcome: the board, and the end of the pipe for tokens."""
+        """Return what came with the welcome: the board, and the end of the pipe for tokens."""
         try:
             tokens = -1
             descriptor, tokens = channel.pop_descriptor(), channel.pop_descriptor()

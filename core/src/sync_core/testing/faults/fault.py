@@ -112,12 +112,12 @@ POINTS = MappingProxyType(
 
 
 class InjectedFaultError(Exception):
-    """What a fault raises; no code but a test's expects it."""
+    """The error that a fault raises; only tests expect it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What is done at one point on the way of one version; once for each worker.
+    """An action at one point of one version, once for each worker.
 
     =============== ==============================================================================
     point           when
@@ -183,7 +183,7 @@ class Fault:
             raise ValueError(f"at {self.point!r} one can {known}, not {self.action!r}")
 
     def is_for(self, worker_id: int) -> bool:
-        """Whether the worker is one that is hurt."""
+        """Return whether the worker is one that is hurt."""
         return self.worker_ids is None or worker_id in self.worker_ids
 
 

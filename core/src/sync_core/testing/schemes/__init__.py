@@ -1,4 +1,4 @@
-"""What every scheme that moves weights does: a class to inherit, and one for called workers."""
+"""Conformance of schemes: `SchemeConformance` and `CalledSchemeConformance`."""
 
 from __future__ import annotations
 

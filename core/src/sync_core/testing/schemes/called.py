@@ -1,4 +1,4 @@
-"""What a scheme does whose sender calls its workers; nobody there asks for a version."""
+"""Cases of schemes whose sender calls its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which version reaches whom, and when: all workers or some, the newest, in time."""
+"""Cases: the newest version reaches the workers that it is for, in time."""
 
 from __future__ import annotations
 

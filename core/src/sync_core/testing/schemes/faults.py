@@ -1,4 +1,4 @@
-"""What fails, fails alone: workers and trainers that raise, die, or stand still."""
+"""Cases: a worker or trainer that raises, dies or stops disturbs no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How senders and workers come and go, and that they leave nothing behind."""
+"""Cases: senders and workers start and end, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def _resources(pool: Pool) -> list[tuple[int, int, int]]:
 
 
 def _own_resources() -> tuple[int, int, int]:
-    """How many descriptors, threads and processes below it there are."""
+    """Return how many descriptors, threads and processes below it there are."""
     gc.collect()
     return sum(1 for _ in Path("/proc/self/fd").iterdir()), count_threads(), len(descendants())
 
@@ -288,7 +288,7 @@ def _keep_files_in(folder: str | None) -> str | None:
 
 
 def _files(directory: Path) -> list[str]:
-    """What is in a directory, but for folders."""
+    """Return what is in a directory, but for folders."""
     return [str(path) for path in directory.rglob("*") if not path.is_dir()]
 
 

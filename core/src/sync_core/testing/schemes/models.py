@@ -146,7 +146,7 @@ class Tied(nn.Module):
             self.output.bias.fill_(-seed)
 
     def is_tied(self) -> bool:
-        """Whether the weights still are one."""
+        """Return whether the weights still are one."""
         return self.output.weight.data_ptr() == self.embedding.weight.data_ptr()
 
 
@@ -250,7 +250,7 @@ def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def fingerprints(model: Any) -> dict[str, str]:
-    """What tells one tensor from another: dtype, shape and every bit."""
+    """Return what tells one tensor from another: dtype, shape and every bit."""
     named = model.state_dict() if isinstance(model, nn.Module) else model
     return {
         name: _fingerprint(value.detach()) if isinstance(value, Tensor) else repr(value)

@@ -260,7 +260,7 @@ class SchemeCases(Conformance):
 
     @classmethod
     def can(cls, capability: str) -> bool:
-        """Whether the scheme declares a capability."""
+        """Return whether the scheme declares a capability."""
         return capability in registry.find(registry.SCHEMES, cls.scheme).capabilities
 
     @classmethod

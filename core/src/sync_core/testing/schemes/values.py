@@ -40,12 +40,12 @@ Prints = dict[str, str]
 
 
 class ValueCases(SchemeCases):
-    """What is sent is told from what was there before by its bits, never by comparing numbers."""
+    """Cases: values arrive bit by bit; they are compared as bits, never as numbers."""
 
     @pytest.fixture(scope="class", params=[False, True], ids=["copy", "zero_copy"])
     @classmethod
     def arrived(cls, request: pytest.FixtureRequest, pool: Pool) -> Iterator[list[Any]]:
-        """What was sent in two versions, and what each became; one model for all kinds."""
+        """Return what was sent in two versions, and what each became; one model for all kinds."""
         cls.need_travelling()
         if request.param:
             cls.need("zero_copy")

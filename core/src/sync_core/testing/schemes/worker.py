@@ -1,4 +1,4 @@
-"""What a worker hosts: a model, its receiver, and what the cases ask about them."""
+"""The object that a worker hosts in the cases: a model, its receiver, and questions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Worker:
             return function(self)
 
     def gradients(self) -> set[float]:
-        """Those of the sum of the squares of all parameters: twice what they hold."""
+        """Return the gradients of the sum of squares of all parameters."""
         self.model.zero_grad()
         sum(p.square().sum() for p in self.model.parameters()).backward()
         return {v for p in self.model.parameters() for v in p.grad.flatten().tolist()}

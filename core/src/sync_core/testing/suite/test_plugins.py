@@ -1,4 +1,4 @@
-"""Where pytest finds the classes that the command line asked for."""
+"""The classes that the command line asked for, where pytest finds them."""
 
 from __future__ import annotations
 

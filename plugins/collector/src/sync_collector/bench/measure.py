@@ -197,7 +197,7 @@ _BATCHES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectorMeasurement:
-    """What one run measured.
+    """The figures of one run.
 
     Args:
         env: the environment's id.

@@ -149,7 +149,7 @@ class VectorGymEnv(ArrayEnv):
         raise wrong_reward(reward, self._env, wanted) from cause
 
     def _with_last(self, outcome: Arrays, infos: Any) -> Arrays:
-        """What was observed, with what episodes ended with where they did."""
+        """Return what was observed, with what episodes ended with where they did."""
         # Gymnasium's DictInfoToList gives the infos of each environment by itself.
         of_each = isinstance(infos, list)
         merged = {key: np.array(row) for key, row in outcome.items()}
@@ -161,7 +161,7 @@ class VectorGymEnv(ArrayEnv):
 
 
 def _obeys_masks(env: Any) -> bool:
-    """Whether ``reset(options={"reset_mask": …})`` resets a part, and leaves no other reset due."""
+    """Return whether ``reset(options={"reset_mask": …})`` resets a part only."""
     if isinstance(env, AsyncVectorEnv):
         # Its workers forget a reset that is due only where they share memory.
         return bool(env.shared_memory)
@@ -169,7 +169,7 @@ def _obeys_masks(env: Any) -> bool:
 
 
 def _normalizes_all(env: Any) -> bool:
-    """Whether one of the wrappers is Gymnasium's that refuses to reset a part."""
+    """Return whether one of the wrappers is Gymnasium's that refuses to reset a part."""
     while isinstance(env, VectorWrapper):
         if isinstance(env, NormalizeObservation):
             return True
@@ -208,7 +208,7 @@ def stack_envs(envs: Sequence[Env]) -> Env:
 
 
 class _Members:
-    """What any stack does with each of its environments."""
+    """The calls that any stack makes to each of its environments."""
 
     _envs: Sequence[Env]
     is_closed = False

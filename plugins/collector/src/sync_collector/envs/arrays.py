@@ -150,7 +150,7 @@ class ArrayEnv(ABC):
 
 
 def entry(observation: Arrays, key: Any) -> Any:
-    """What was observed under a key.
+    """Return what was observed under a key.
 
     Raises:
         TypeError: nothing was.
@@ -194,7 +194,7 @@ def as_array(action: Tensor) -> np.ndarray[Any, Any]:
 
 
 def speaks_arrays(env: object) -> TypeGuard[ArrayEnv]:
-    """Whether stepping an environment by its array methods is the same as by its others."""
+    """Return whether stepping an environment by its array methods is the same as by its others."""
     return isinstance(env, ArrayEnv) and all(
         getattr(type(env), name) is getattr(ArrayEnv, name) for name in _TENSORDICT_METHODS
     )

@@ -172,7 +172,7 @@ class GymEnv(ArrayEnv):
 
 
 def _is_made_anew(env: Any) -> bool:
-    """Whether an environment, or a wrapper around it, pickles as what it is made with alone."""
+    """Return whether an environment pickles by its constructor's arguments alone."""
     from gymnasium import Wrapper
     from gymnasium.utils import EzPickle
 

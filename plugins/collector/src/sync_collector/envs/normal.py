@@ -1,4 +1,4 @@
-"""How reward and flags look in a batch, whatever an environment makes of them."""
+"""The normal form of reward and flags in a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESET = "_reset"
 
 
 class Conventions:
-    """What an environment calls its action, rewards and flags, and how they are to look.
+    """The keys of an environment's action, reward and flags, and their shapes.
 
     In a batch, a reward is float32 and a flag bool, both with a trailing dimension of size 1, and
     ``done``, ``terminated`` and ``truncated`` are all there. Where an environment gives only
@@ -60,7 +60,7 @@ class Conventions:
         return frozenset(_key((*group, name)) for group in self._groups for name in FLAGS)
 
     def outcome(self, leaves: Mapping[Any, Tensor], dims: int) -> Leaves:
-        """What came of steps, with reward and flags as they are to be.
+        """Return what came of steps, with reward and flags as they are to be.
 
         Args:
             leaves: what the environment gave, by key.
@@ -78,7 +78,7 @@ class Conventions:
         return made
 
     def root(self, leaves: Mapping[Any, Tensor], outcome: Leaves, dims: int) -> Leaves:
-        """What was seen before steps, with the flags of episodes that go on.
+        """Return what was seen before steps, with the flags of episodes that go on.
 
         A part of an environment whose other parts go on without it has the flags that were seen.
 
@@ -95,7 +95,7 @@ class Conventions:
         return made
 
     def ended(self, leaves: Mapping[Any, Tensor], dims: int) -> Tensor:
-        """Where an episode has ended, by an outcome; a flag of some part ends it for all parts."""
+        """Return where an episode has ended; the flag of any part ends it for all parts."""
         ended = [
             self._flags(leaves, group, dims)[_key((*group, "done"))].flatten(dims).any(-1)
             for group in self._decisive
@@ -103,7 +103,7 @@ class Conventions:
         return torch.stack(ended).any(0)
 
     def ended_now(self, following: TensorDictBase) -> Tensor:
-        """Where an episode has ended with one step; of the shape of the environment's batch."""
+        """Return where an episode has ended with one step, in the environment's batch shape."""
         given = [following.get(key, None) for key in self.decisive_keys]
         # Once in a step, so by no more operations than it takes.
         ended = [_whole(flag, self._batch_dims) for flag in given if flag is not None]
@@ -151,7 +151,7 @@ class Conventions:
         return request
 
     def to_reset(self, request: TensorDictBase) -> Tensor | None:
-        """Where a reset is asked for, of the shape of the environment's batch; None: everywhere."""
+        """Return where a reset is asked for, in the environment's batch shape; None: everywhere."""
         masks = [request.get(_key((*group, RESET)), None) for group in self._decisive]
         given = [mask.flatten(self._batch_dims).any(-1) for mask in masks if mask is not None]
         return torch.stack(given).any(0) if given else None
@@ -199,7 +199,7 @@ def spread(where: Tensor, like: Tensor) -> Tensor:
 
 
 def _whole(flag: Tensor, dims: int) -> Tensor:
-    """Where any part of a flag is set; of the shape of the dimensions before those of the value."""
+    """Return where any part of a flag is set, without the dimensions of the value."""
     flag = flag.to(torch.bool)
     if flag.ndim == dims:
         return flag

@@ -1,4 +1,4 @@
-"""What a collector asks of an environment; any class with these members is one."""
+"""The interface of environments; any class with these members is one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def reset_env(env: Env, request: TensorDictBase | None = None) -> TensorDictBase
 
 
 def following_of(env: Env, given: TensorDictBase, stepped: Any) -> TensorDictBase:
-    """What came of a step.
+    """Return what came of a step.
 
     Args:
         env: the environment.

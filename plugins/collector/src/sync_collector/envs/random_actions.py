@@ -1,4 +1,4 @@
-"""How random actions are made in an environment."""
+"""Random actions in an environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the values of a Gymnasium space become arrays, and arrays become its values."""
+"""Conversion of values of Gymnasium spaces to arrays, and back."""
 
 from __future__ import annotations
 

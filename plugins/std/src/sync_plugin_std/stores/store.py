@@ -1,4 +1,4 @@
-"""What a store must do, and what is kept in one."""
+"""The interface of stores, and the records in one."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ class Watch:
         self._since = self._looked = time.monotonic()
 
     def lives(self, sign: object) -> bool:
-        """Whether it lives.
+        """Return whether it lives.
 
         Args:
             sign: the newest; each is another than the one before.

@@ -325,7 +325,7 @@ class StoreSender(SenderTransport):
             place.delivery.fail(WorkerLostError(worker_id, reason))
 
     def _reason(self, place: _Place, record: dict[str, Any] | None) -> str | None:
-        """Why the worker counts as lost; None where it does not."""
+        """Return why the worker counts as lost; None where it does not."""
         if record is None:
             return "its record is gone from the store, or not whole"
         who = f"its process {record['process']} on {record['host']}"
