@@ -311,7 +311,7 @@ def _capability_table(title: str, told: Mapping[str, str], plugins: Mapping[str,
     rows = [
         (f"``{name}``", meaning, _having(name, plugins)) for name, meaning in sorted(told.items())
     ]
-    return f"{title}\n{'-' * len(title)}\n\n" + _table(("name", "meaning", "who can"), rows)
+    return f"{title}\n{'-' * len(title)}\n\n" + _table(("name", "meaning", "plugins"), rows)
 
 
 def _having(capability: str, plugins: Mapping[str, Any]) -> str:

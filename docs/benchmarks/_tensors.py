@@ -1,4 +1,4 @@
-"""Makes sure that a model's tensors are what they were, as whoever copies bytes over them must."""
+"""Checks that a model's tensors are what they were, for code that copies bytes over them."""
 
 from __future__ import annotations
 

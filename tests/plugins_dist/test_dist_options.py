@@ -111,7 +111,7 @@ def test_a_port_may_be_used_again() -> None:
         old = sender.address(0)
         with Receiver(old, make_policy()) as receiver:
             exchange(sender, receiver)
-    with pytest.raises(SenderLostError, match=r"nobody answers at 127.0.0.1.* host=<an address"):
+    with pytest.raises(SenderLostError, match=r"no sender answers at 127.0.0.1.* host=<an address"):
         Receiver(old, make_policy())
     with (
         dist(make_policy(2.0), port=old.endpoint.port) as sender,

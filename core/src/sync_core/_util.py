@@ -59,7 +59,7 @@ def release_with(
     threads that it lacks, and connections are the parent's.
 
     Args:
-        owner: who holds it; not to be kept alive by ``release`` or ``args``.
+        owner: the object that holds it; not kept alive by ``release`` or ``args``.
         release: what to call, at most once.
         args: its arguments.
 
@@ -130,7 +130,7 @@ def clock_id() -> str | None:
     with suppress(OSError):  # there is one for all before Linux 5.6
         namespace = str(Path("/proc/self/ns/time").readlink())
     kind = time.get_clock_info("perf_counter").implementation
-    # A digest, as a host's boot id is nobody else's business.
+    # A digest, since a host's boot id is confidential.
     return hashlib.sha256(f"{boot} {namespace} {kind}".encode()).hexdigest()[:16]
 
 

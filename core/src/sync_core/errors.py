@@ -1,4 +1,4 @@
-"""Every error the project raises: what went wrong, for whom, and what to type."""
+"""Every error the project raises: what went wrong, for which worker, and what to type."""
 
 from __future__ import annotations
 

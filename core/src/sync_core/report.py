@@ -25,7 +25,7 @@ class WorkerResult:
             version: until it was told, and asked for it. None where the worker's clock is not known
             to be the sender's, as on another host.
         acknowledge_seconds: from the worker's answer until it was here. Where ``deliver_seconds``
-            is None, nobody can tell one from the other, and this is the whole rest after the send
+            is None, they cannot be told apart, and this is all the time after the send
             was published: what of it was neither staging nor commit.
         pause_seconds: how long the version held up the thread in the worker that called
             `receive`, from when it was there until it was answered for, as the worker measured.
@@ -63,7 +63,7 @@ class SendReport:
     """The result of one send.
 
     Args:
-        version: the version sent; the newest one before it when nobody was to get it.
+        version: the version sent; the newest one before it when no worker was sent it.
         seconds: from the call to its end.
         workers: a result for each worker that was addressed, by id.
         scheme: the name of the scheme.
@@ -132,7 +132,7 @@ class SendReport:
         return replace(self, workers=workers)
 
     def counted_as(self, version: int) -> SendReport:
-        """The same report, of a version that somebody beside the sender counts as this one."""
+        """Return the same report with another number of the version."""
         if version == self.version:
             return self
         workers = {

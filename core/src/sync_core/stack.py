@@ -285,7 +285,7 @@ class PushCounter:
         self._pushes: dict[int, int] = {}
 
     def due(self, worker_ids: Iterable[int], version: int) -> tuple[int, ...]:
-        """Count a push to each worker; those for whom no hook skips it."""
+        """Count a push to each worker, and return the workers that no hook skips."""
         if not self._stack.implements("skip_update"):
             return tuple(worker_ids)
         return tuple(worker_id for worker_id in worker_ids if self._is_due(worker_id, version))

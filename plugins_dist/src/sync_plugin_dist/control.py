@@ -15,7 +15,7 @@ def connect(context: TransportContext) -> socket.socket:
     """A connection to the sender, over a unix socket where there is one and it is this user's.
 
     Raises:
-        SenderLostError: nobody answers.
+        SenderLostError: there is no answer.
     """
     return _connect_locally(context) or _connect_over_tcp(context)
 
@@ -39,7 +39,7 @@ def _connect_over_tcp(context: TransportContext) -> socket.socket:
         connection = socket.create_connection((endpoint.host, endpoint.port), context.timeout)
     except OSError as error:
         raise SenderLostError(
-            f"nobody answers at {endpoint.host}, port {endpoint.port}: the sender has closed or "
+            f"no sender answers at {endpoint.host}, port {endpoint.port}: the sender has closed or "
             "died, or its host cannot be reached from here; for other hosts, type "
             'Sender("dist", …, host=<an address of the trainer that they reach>)'
         ) from error

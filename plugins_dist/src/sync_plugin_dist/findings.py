@@ -12,7 +12,7 @@ from sync_core.transports import Finding
 
 # Of torch.distributed's gloo and of torch RPC. NCCL's own takes patterns, and reports them itself.
 _INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-# What somebody sets who means to use a GPU; images for containers have set other variables.
+# Variables that are set to use a GPU; container images set other ones.
 _FOR_A_GPU = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
 _NO_DEVICES = ("", "-1", "NoDevFiles")
 

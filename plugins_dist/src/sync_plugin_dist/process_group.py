@@ -136,7 +136,7 @@ class Control(Protocol):
 
 
 class TensorGroup:
-    """One end of a process group, known to nobody but us.
+    """One end of a process group that is not registered with torch.
 
     Args:
         link: what both ends agree on.
@@ -174,7 +174,7 @@ class TensorGroup:
         self.send(self._tail)
 
     def settle(self) -> None:
-        """Wait for the little that may be left to do when everybody has received everything.
+        """Wait for the rest once all members have received everything.
 
         Raises:
             BrokenGroupError: that was not so.
@@ -204,7 +204,7 @@ class TensorGroup:
                 self._wait_unless(control)
             else:
                 self._works.extend(self._group.recv([p], 0, i) for i, p in enumerate(places))
-                # Of an end that dies, gloo tells who waits for any part but the one on its way.
+                # When an end dies, gloo fails waits for any chunk but the one in transfer.
                 self._works.pop().wait(timedelta(seconds=self._link.timeout))
         except RuntimeError as error:
             raise BrokenGroupError(str(error)) from error

@@ -33,7 +33,7 @@ A worker of the sender's machine that finds nothing to take says that it waits. 
 take what it is offered, and is shown it as soon as that is packed.
 
 No byte of a version is sent before the worker has taken an offer, so a worker that does not receive
-is in nobody's way; and none is applied before all have come, with the version's number after them.
+delays no other; none is applied before all have arrived, with the version's number after them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Endpoint:
         host: its name or address.
         port: of the connections for control.
         local: the name of a socket for those on this machine; empty for none.
-        farewell: shared with whoever closes the receiver.
+        farewell: shared with the thread that closes the receiver.
     """
 
     host: str

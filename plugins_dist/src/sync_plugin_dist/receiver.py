@@ -49,7 +49,7 @@ class DistReceiver(ReceiverTransport):
         self._offered = 0
         self._seen = 0
         self._asked = 0.0
-        # The sender owes a reply: whoever asks once more gets two, and takes one for another.
+        # The sender owes a reply: a second request would get two, and mistake one for the other.
         self._asking = False
         # What it owes is the next version, unless it was told that this is enough.
         self._waiting = self._had_enough = False
@@ -73,7 +73,7 @@ class DistReceiver(ReceiverTransport):
         """The newest version, once there is one that was not seen.
 
         One that is offered by then is fetched, however long that takes: to give it up would cost
-        the wire, and all who are on it. A sender that tells nothing meanwhile is given up after
+        the process group, and all its members. A sender that is silent is given up after
         the receiver's own timeout, or a quarter more where something was told just before.
 
         Raises:

@@ -1,6 +1,6 @@
 """The rendezvous of a process group: keys exchanged over the control connections.
 
-torch's own store takes keys from whoever reaches its port, and shows them to everybody. A control
+torch's own store accepts keys from any peer, and shows them to all. A control
 connection has begun with the token.
 """
 

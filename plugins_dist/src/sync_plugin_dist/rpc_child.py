@@ -62,7 +62,7 @@ def _serve(lifeline: int, place: Place) -> None:
     timeout = timedelta(seconds=place.seat.timeout)
     join(TCPStore("127.0.0.1", place.port, timeout=timeout), place.seat)
     ending.wait()
-    # Who started this process ends it by force if that takes too long.
+    # The parent ends this process by force if that takes too long.
     forget_all()
 
 

@@ -23,7 +23,7 @@ from sync_plugin_dist.rpc_join import initialised
 from sync_plugin_dist.rpc_world import ChildPeer, LocalWorld, Peer, end_processes, find_peers
 
 # How often a worker with nothing to do is asked whether it can be reached: torch RPC notices the
-# end of a connection only where somebody waits for an answer.
+# end of a connection only while a call waits for an answer.
 _PING_INTERVAL = 1.0
 
 
@@ -224,7 +224,7 @@ class RpcGroup(LaunchedGroup[RpcWorker]):
     progress has half of the timeout (at most 5 s) to finish.
 
     No worker can be added or restarted: a torch RPC world of a given size is fixed when it begins,
-    and into one without, nobody can come any more once a member has died.
+    and no process can join one without a fixed size once a member has died.
 
     The factory, functions, arguments, results and exceptions travel by cloudpickle; tensors among
     them are copied. Arguments are pickled by `call`, so changing them afterwards changes nothing.

@@ -31,7 +31,7 @@ _Reply = torch.futures.Future[Message]
 class _Host:
     """One object of one group. Only its own thread makes it, uses it and lets go of it.
 
-    RPC's threads are few, and shared by all who call this process: they only queue the calls.
+    RPC's threads are few and shared by all callers: they only queue the calls.
 
     Args:
         worker_id: given to the factory.

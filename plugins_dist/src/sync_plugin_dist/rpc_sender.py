@@ -80,7 +80,7 @@ class Delivered:
 
 @dataclass
 class _Kept:
-    """The receiver for one model: whose it is, and who had its place before."""
+    """The receiver for one model, its sender, and the receiver before it."""
 
     token: str = ""
     receiver: Receiver | None = None
@@ -111,7 +111,7 @@ class _Kept:
         self.receiver = None
 
     def end(self) -> None:
-        """Let the sender go; whoever had its place may come back."""
+        """Release the sender; the receiver before it may return."""
         self.close()
         self.token = ""
         self.replaced.clear()
@@ -350,7 +350,7 @@ class RpcSender(SenderTransport):
         )
 
     def _dismiss(self, worker: _Worker) -> None:
-        # Whoever cannot be called any more has nothing of ours that anybody could end.
+        # A worker that cannot be called any more has nothing that could be ended.
         with suppress(RuntimeError):
             rpc.rpc_async(worker.info, forget, args=(self._order(worker),), timeout=5.0)
 

@@ -30,7 +30,7 @@ _BURIAL = 5.0
 
 
 class Peer:
-    """A process that somebody else has started.
+    """A process that was not started here.
 
     Args:
         name: its name in the RPC world.
@@ -121,7 +121,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 # The longest that ending waits for processes to end by themselves, and after SIGTERM.
 _ASKING = 5.0
 _TERMINATING = 2.0
-# Time for processes that nobody waits for any more: the world did not come together.
+# Time to end processes of a world that did not come together.
 _SHORT = 2.0
 
 # A process can be in one world only. Reentrant, as the garbage collector may end a forgotten
@@ -255,7 +255,7 @@ def find_peers(
 
 def others() -> list[str]:
     """The other workers of this process's world, by name, in the order of their ids."""
-    # torch has no public list of who is in a world.
+    # torch has no public list of the members of a world.
     infos = sorted(_get_current_rpc_agent().get_worker_infos(), key=lambda info: info.id)
     own = rpc.get_worker_info().id
     return [info.name for info in infos if info.id != own]

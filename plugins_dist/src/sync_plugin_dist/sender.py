@@ -44,8 +44,8 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
         assert context.layout is not None
         self.part_nbytes = options.part_nbytes
         self.collective = options.topology == "broadcast"
-        # Three may follow each other: for who is late, for a transfer that stands still, and for
-        # who does not come back after it.
+        # Three waits may follow each other: for a late worker, for a stalled transfer, and for
+        # a worker that does not return after it.
         self.patience = context.timeout / 8
         self._numbers = itertools.count(1)
         # The bytes packed so far, of slots that are not packed entirely.
@@ -193,7 +193,7 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
                 lane.close()
 
     def describe_loss(self, peer: DistPeer, cause: Exception) -> str:
-        """Also say who goes on without it, where workers are served together."""
+        """Also name the workers that continue without it, where workers are served together."""
         reason = super().describe_loss(peer, cause)
         if not self.collective:
             return reason
@@ -229,7 +229,7 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
         if in_parts:
             yield from pack(payload, slot.block, self.part_nbytes)
         else:
-            # Nobody is sent the first parts meanwhile, so that all threads may copy.
+            # No chunk is sent meanwhile, so all threads may copy.
             payload.pack(slot.block)
             yield slot.nbytes
 

@@ -66,7 +66,7 @@ class Transfer:
     Args:
         slot: where the version lies.
         parts: as it is sent.
-        missing: who has not received all of it.
+        missing: the workers that have not received all of it.
     """
 
     slot: Slot
@@ -132,7 +132,7 @@ class StreamConnection:
         self._told: Counter[DistPeer] = Counter()
         #: The number of the wire that is there, or is being made; 0 for none.
         self.number = 0
-        #: Who is at its other ends.
+        #: The workers at its other ends.
         self.members: tuple[DistPeer, ...] = ()
         #: The wire, once it is there.
         self.wire: TensorGroup | None = None

@@ -16,7 +16,7 @@ class DistPeer(Peer):
     """A worker.
 
     Args:
-        served: whether there is a lane for it: it is known who it is, and it was not replaced.
+        served: whether it has a stream: its hello has arrived, and it was not replaced.
         offered: the newest version that it was told of.
         knows: the slots that it has mapped, on this machine.
         waits: whether it is to be shown a version, on this machine, as soon as there is one.

@@ -77,7 +77,7 @@ class ActorTransport(ReceiverTransport):
         return payload
 
     def acknowledge(self, answer: Answer) -> None:
-        """Keep the answer, for whoever handed the payload in."""
+        """Keep the answer for the call that brought the payload."""
         self.answer = answer
 
     def close(self) -> None:

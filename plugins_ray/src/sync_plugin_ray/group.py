@@ -27,7 +27,7 @@ _FIXED = ("max_concurrency", "max_restarts", "max_task_retries", "lifetime")
 
 
 def usual_options(num_workers: int) -> dict[str, Any]:
-    """Options by which so many workers start at once, if nobody else takes the resources.
+    """Return options by which these workers start at once, if the resources stay free.
 
     Each asks for 1 CPU, 0.2 GPUs and 2 GiB of memory, or for an equal share where there is less:
     of a machine, with as many workers on each as on the others, and of what is free now.

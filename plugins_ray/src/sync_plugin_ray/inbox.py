@@ -55,12 +55,12 @@ class Inbox:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._offer: Offer | None = None
-        # When whoever has handed it in stops waiting.
+        # When the call that brought it stops waiting.
         self._until = 0.0
         self._answer: Answer | None = None
         # The least that anything took to come here, by two clocks that may differ.
         self._least: float | None = None
-        # The version that whoever has handed it in waits to be answered.
+        # The version whose answer the call that brought it waits for.
         self._handed = 0
         # Older ones come too late.
         self._oldest = 0
@@ -85,7 +85,7 @@ class Inbox:
     def wait(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until something was handed in or a condition holds; False if neither was in time.
 
-        Whoever makes the condition hold calls `nudge`. Once `wake` was called this waits no more.
+        A thread that makes the condition true calls `nudge`. After `wake` this does not wait.
         """
         with self._lock:
             left = max(0.0, deadline - time.monotonic())
@@ -95,18 +95,18 @@ class Inbox:
             return not self.woken and (self._offer is not None or condition())
 
     def nudge(self) -> None:
-        """Let whoever waits look again."""
+        """Wake waiting threads to look again."""
         with self._lock:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let nobody wait from now on."""
+        """End all waits from now on."""
         with self._lock:
             self.woken = True
             self._changed.notify_all()
 
     def answer(self, answer: Answer) -> bool:
-        """Answer about a version; False where nobody waits for that who has handed it in."""
+        """Answer about a version; False where the call that brought it no longer waits."""
         with self._lock:
             if answer.version != self._handed:
                 return False
@@ -115,7 +115,7 @@ class Inbox:
             return True
 
     def clear(self, version: int) -> None:
-        """Let nobody find what is older than a version; whoever waits for its answer need not.
+        """Drop versions older than this one, and end waits for their answers.
 
         Ray runs two calls of one group in any order, so what is older may come after this, too.
         """
@@ -128,9 +128,9 @@ class Inbox:
     def hand(self, offer: Offer, sent_at: float, patience: float) -> Answer | None:
         """Let the receiver find a version, and wait for its answer.
 
-        None where that does not come in so many seconds: nobody may look for the version, so it
+        None where that does not come in time: no thread may look for the version, so it
         is not kept here. An answer that comes later goes to the mailbox. None, too, for what comes
-        late: nobody finds that here instead of something newer.
+        late: it is not found here instead of a newer one.
         """
         with self._lock:
             if not self._is_fresh(time.time() - sent_at) or offer.version < self._oldest:

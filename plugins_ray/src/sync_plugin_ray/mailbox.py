@@ -13,7 +13,7 @@ import ray
 
 from sync_core.errors import AddressError
 
-# How long whoever joins waits for the sender, in seconds.
+# How long a receiver that joins waits for the sender, in seconds.
 _SILENCE = 5.0
 
 
@@ -25,7 +25,7 @@ class Offer:
         version: the version.
         digest: the digest of its layout.
         data: what was published, in a list, so that Ray hands on references as they are.
-        handed_to: the receiver that a call brings it to, who is not told of it here as well.
+        handed_to: the receiver that a call brings it to, which is not notified here as well.
     """
 
     version: int
@@ -118,7 +118,7 @@ class Mailbox:
         return events
 
     async def join(self, token: str, event: Event) -> Gone | None:
-        """A receiver takes a worker's place; whoever had it before is gone.
+        """A receiver takes a worker's place from the one before it.
 
         Answers once the sender has met it and told what there is, which may be what calls have
         brought to others; or is silent for so long that it may be standing still.
@@ -147,7 +147,7 @@ class Mailbox:
     ) -> Offer | None:
         """Answer once `take` would give something, or the seconds are over.
 
-        With what it would give, if that holds no references: whoever reads it late would keep an
+        With its content, if that has no references: a late reader would keep an
         old version in the object store. What a call brings to this receiver is no news.
 
         Args:

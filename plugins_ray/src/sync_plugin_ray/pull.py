@@ -30,12 +30,12 @@ from sync_plugin_ray.store import Publication, Store
 
 # A worker that has not answered for so long is asked whether it still lives.
 _PATIENCE = 0.5
-# Of an object that its owner lets go of before those to whom it was lent, Ray keeps 0.3 KB in the
+# Of an object that its owner releases before its borrowers, Ray keeps 0.3 KB in the
 # owner for ever (docs/benchmarks/ray_growth.py). So small versions stay with the sender for so many
 # more, and so many bytes.
 _RECENT = 16
 _RECENT_BYTES = 1 << 23
-# A send that has returned is what whoever asks next gets, so the mailbox is to know it. One that is
+# A worker that asks after a send has returned gets its version, so the mailbox has it. One that is
 # silent for so many seconds keeps no send: its workers are late then, as the deadline finds.
 _INFORMING = 1.0
 # How long closing waits for the thread that does it, in seconds.
@@ -43,7 +43,7 @@ _CLOSING = 5.0
 
 
 class PullSender(SenderTransport):
-    """Publishes versions in a mailbox, and hears from there who has committed them.
+    """Publishes versions in a mailbox, and reads from there which workers have committed them.
 
     Actors that may be called at any time are brought them by calls, and asked for nothing.
 
@@ -107,7 +107,7 @@ class PullSender(SenderTransport):
         # What the mailbox refers to stays in the store: that is to be the newest version.
         if rest or not publication.travels_in_calls:
             self._inform(taken_back)
-        # The thread may be waiting for events alone; now there is somebody to be missed.
+        # The thread may be waiting for events only; now there is a worker that may die.
         self._events.put(_nothing)
         return deliveries
 
@@ -155,7 +155,7 @@ class PullSender(SenderTransport):
                 self._workers.clear()
                 self._newest_for_all = None
                 self._recent.clear()
-            # Whoever asks from now on finds the actor gone, which says the same.
+            # Receivers that ask from now on find the actor dead, which says the same.
             ray.wait([self._mailbox.close.remote()], timeout=2)
             ray.kill(self._mailbox)
         if self._owns_cluster:
@@ -270,7 +270,7 @@ class PullSender(SenderTransport):
         reader = worker.reader
 
         def returned(call: Future[Any]) -> None:
-            # Whoever was removed has nobody to read the event, which would hold the version.
+            # No receiver of a removed worker reads the event, which would hold the version.
             if self._workers.get(worker_id) is worker:
                 self._events.put(lambda: self._handed(worker_id, reader, publication, call))
 

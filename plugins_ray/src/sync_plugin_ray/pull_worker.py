@@ -72,7 +72,7 @@ class PullWorker:
     def hand(self, publication: Publication) -> Future[Any] | None:
         """Bring it a version by a call; what becomes of that, or None where that cannot be.
 
-        That is so for whoever has not committed the version before: a call takes a moment, in which
+        That holds for a worker that has not committed the version before: during a call,
         a receiver that asks would find the older one.
         """
         self.handed = None
@@ -100,7 +100,7 @@ class PullWorker:
         return WorkerLostError(worker_id, message)
 
     def take_back(self, version: int) -> Any | None:
-        """Let nobody find what a call brings once there is a newer version.
+        """Drop what a call brings once there is a newer version.
 
         A reference to wait for, if a call brings something.
         """
@@ -110,7 +110,7 @@ class PullWorker:
         try:
             return self._call(take_back, reader, version)
         except Exception:
-            # As above; who finds the older version there finds the newer one after that.
+            # As above; a worker that finds the older version there finds the newer one next.
             return None
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:

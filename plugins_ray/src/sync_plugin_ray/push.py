@@ -198,7 +198,7 @@ class PushSender(SenderTransport):
     def _returned(
         self, worker: _Worker, publication: Publication, future: Future[Delivered]
     ) -> None:
-        # Whose worker was dismissed has nobody to read the event, which would hold the version.
+        # No receiver of a removed worker reads the event, which would hold the version.
         if self._workers.get(worker.worker_id) is worker:
             self._events.put((worker, publication, future))
 
@@ -241,7 +241,7 @@ class PushSender(SenderTransport):
         return False
 
     def _tell(self, worker_id: int, version: int, answer: Delivered | WorkerError) -> None:
-        """Tell of a version for which nobody waits: an old one, or that of a late worker."""
+        """Report a version that is not waited for: an old one, or that of a late worker."""
         if isinstance(answer, WorkerLostError):
             self._context.notify(worker_id, Notice("lost", reason=answer.message))
         elif isinstance(answer, Delivered) and answer.committed:

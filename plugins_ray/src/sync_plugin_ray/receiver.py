@@ -22,9 +22,9 @@ from sync_plugin_ray.store import LOST, read
 
 # A call of the mailbox itself takes about a millisecond.
 _GRACE = 10.0
-# How long one request for news may wait in the mailbox, whoever has asked, in seconds.
+# How long a request may wait in the mailbox, in seconds.
 _WATCH = 30.0
-# How often a receiver that waits looks whether ray.shutdown was called, of which Ray tells nobody.
+# How often a waiting receiver checks whether ray.shutdown was called; Ray has no event for it.
 _LOOKING = 1.0
 # What came with news that lies here for longer is asked for again, as there may be a newer version.
 _FRESH = 0.02
@@ -73,7 +73,7 @@ class MailboxReceiver(ReceiverTransport):
         """The newest version, once there is one that was not seen."""
         begin = time.monotonic()
         deadline = begin + timeout
-        # What came before may be outdated. Who only looks will look again; who waits may not.
+        # An earlier version may be outdated. A call that only looks will look again.
         since = begin if timeout > 0 else -math.inf
         while True:
             offer = self._next(deadline, since)
@@ -97,7 +97,7 @@ class MailboxReceiver(ReceiverTransport):
             return payload
 
     def acknowledge(self, answer: Answer) -> None:
-        """Answer whoever has handed the version in, or else by way of the mailbox."""
+        """Answer the call that brought the version, or else by the mailbox."""
         self._answered = answer
         if self._tray.answer(answer):
             return

@@ -27,7 +27,7 @@ from sync_plugin_ray.host import (
     encode,
 )
 
-# How often a worker's thread looks whether ray.shutdown was called, of which Ray tells nobody.
+# How often a worker's thread checks whether ray.shutdown was called; Ray has no event for it.
 _LOOKING = 1.0
 
 # Each receiver of a worker may have a call of its sender waiting.

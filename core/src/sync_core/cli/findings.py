@@ -126,7 +126,7 @@ def shared_memory(total: int, free: int) -> Iterator[Finding]:
         yield Finding(
             where,
             f"is nearly full: {free // _MIB} of {total // _MIB} MiB are free",
-            f"see what is left over there, and remove what nobody uses: ls -lS {where}",
+            f"see what is left over there, and remove what is not in use: ls -lS {where}",
         )
 
 
@@ -231,7 +231,7 @@ def conflicts() -> Iterator[Finding]:
 def unmet_requirements() -> Iterator[Finding]:
     """DistributionInfos whose requirements are not installed in a version that fits.
 
-    What extras need is not asked: who does without the extra does without that.
+    Requirements of extras are not checked.
     """
     for each in _distributions().values():
         for requirement in requirements_of(each):

@@ -93,7 +93,7 @@ class Binding:
         """Move the model's tensors into one block, laid out like a payload.
 
         Raises:
-            ModelError: that cannot be done, or somebody would notice; nothing was moved.
+            ModelError: that cannot be done safely; nothing was moved.
         """
         layout, prefixes = self.layout, self._module_prefixes()
         for name in self._named:
@@ -119,7 +119,7 @@ class Binding:
             partial: whether the update may lack some of the model's tensors.
             zero_copy: whether parameters become the update's tensors. Buffers are copied still,
                 since modules write to them (running statistics, for example).
-            version: the version of the weights; 0 for weights whose memory nobody else reads, so
+            version: the version of the weights; 0 for weights whose memory is not shared, so
                 that zero-copy parameters may be written to.
 
         Raises:

@@ -43,7 +43,7 @@ class ContiguousTensors:
 
     @classmethod
     def gather(cls, layout: Layout, named: Mapping[str, Tensor]) -> Self:
-        """Move tensors together, if nobody can notice: nothing else may view their memory.
+        """Move tensors into one block, if nothing else views their memory.
 
         A tensor keeps its identity; only the address of its elements changes. Views of it, numpy
         arrays or aliases such as a `state_dict` would go on looking at the old memory, so where
@@ -158,7 +158,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _obstacle(tensor: Tensor) -> str | None:
-    """Return why a tensor cannot be moved, or somebody would notice."""
+    """Return why a tensor cannot be moved; None if it can."""
     if tensor.device.type != "cpu":
         return f"it is on {tensor.device}, and only tensors of the CPU are moved"
     if not _is_plain(tensor):
@@ -193,7 +193,7 @@ def _references(tensor: Tensor) -> tuple[int, int]:
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
-# Of a tensor whose storage nobody else has; what the question itself adds depends on Python.
+# The counts of a tensor whose storage is not shared; the call itself adds to them.
 try:
     _EXCLUSIVE = _references(torch.empty(1))
 except AttributeError:  # see `_is_exclusive`

@@ -14,7 +14,7 @@ _PATIENCE = 2.0
 
 
 class BackgroundReceiver(ReceiverTransport):
-    """Stages the newest version, and leaves the commit to whoever calls `receive`.
+    """Stages the newest version; the thread that calls `receive` commits it.
 
     Args:
         transport: what receives; owned from now on.
@@ -53,7 +53,7 @@ class BackgroundReceiver(ReceiverTransport):
         self._transport.leave(reason)
 
     def wake(self) -> None:
-        """Let whoever waits come back; one who commits what was staged is still to answer."""
+        """Wake waiting threads; one that commits a staged version still answers."""
         with self._lock:
             self._woken = True
             self._changed.notify_all()

@@ -51,7 +51,7 @@ class Exclusive:
         """For ``with``: what comes after every turn.
 
         Args:
-            wake: ends the wait of whoever has its turn.
+            wake: ends the wait of the thread that holds the lock.
         """
         alone = self._lock.acquire(blocking=False)
         # Interrupted by a signal, whose handler closes, this thread may wait itself.
@@ -71,7 +71,7 @@ _turns: weakref.WeakSet[Exclusive] = weakref.WeakSet()
 
 
 def _forget_threads() -> None:
-    """In a process that was forked nobody receives, whoever did in the one that it is a copy of."""
+    """In a forked process no thread receives, whatever the parent's threads do."""
     for turn in _turns:
         turn._lock, turn._waiting = threading.RLock(), False
 

@@ -61,8 +61,8 @@ class Receiver(CollectorReference):
         background: with a scheme whose weights take time to come, receive them in a thread,
             which only stages the newest version; `receive` commits it, in the thread that calls.
         on_commit: called with every version that was committed, before the sender is told that
-            it was; should it raise, the sender is told that instead. It is for whoever passes
-            weights on: nobody is told that they have arrived before they have.
+            it was; should it raise, that is reported instead. It is for workers that pass
+            weights on, and acknowledge them once they have arrived.
         consolidate: whether the first version of a megabyte or more may move a module's tensors
             into one block of memory, in which later versions take one copy. That is done only
             where reference counts, some of them private to torch, show that nothing else holds
@@ -138,7 +138,7 @@ class Receiver(CollectorReference):
         self._load_began = self._load_ended = 0.0
         self._lease = Lease()
         self._closed = False
-        # Nobody else may close what a thread waits for.
+        # No other thread may close what a thread waits for.
         self._exclusive = Exclusive()
         if model is not None:
             self.register_model(model)
@@ -384,18 +384,18 @@ class Receiver(CollectorReference):
     def on_arrival(self, callback: Callable[[], object]) -> bool:
         """Have a function called whenever a version may have come, from now on.
 
-        It is called in a thread of the scheme's, at any moment. So it is for whoever knows whether
-        the model is in use, and calls `receive` with a timeout of 0 if it is not.
+        It is called in a thread of the scheme's, at any time. It is for workers that know whether
+        the model is in use, and call `receive` with a timeout of 0 if it is not.
 
         Args:
             callback: what is called; what it raises is logged.
 
         Returns:
-            Whether the scheme does that here; where it does not, nobody knows without `receive`.
+            Whether the scheme does that here; where it does not, only `receive` finds out.
         """
         check_function(callback, "callback")
         self._on_arrival = callback
-        # Nobody but its owner is to keep a receiver, which leaves when it is forgotten.
+        # A weak reference: a receiver that its owner forgets leaves its sender.
         told = self._transport.on_arrival(partial(_tell, weakref.ref(self)))
         if not told:
             self._on_arrival = _nothing

@@ -111,7 +111,7 @@ class FailurePolicy:
                 continue  # the worker is not at fault
             status = members.statuses.get(worker_id)
             if status is None or (not status.failures and status.version < report.version):
-                # It was removed while the send was under way, and who has its id has not failed.
+                # It was removed during the send, and another worker with its id has not failed.
                 remedy: Remedy = "drop" if self._on_failure == "drop" else "raise"
             else:
                 assert isinstance(result.error, WorkerError)

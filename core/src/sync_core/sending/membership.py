@@ -75,11 +75,11 @@ class Announcer(Generic[Event]):
 
     @property
     def heard(self) -> bool:
-        """Return whether there is anybody to tell."""
+        """Return whether there are subscribers."""
         return bool(self._callbacks) and not self._closed
 
     def announce(self, event: Event) -> None:
-        """Tell everybody, soon; may be called with locks held."""
+        """Notify all subscribers, soon; may be called with locks held."""
         if self.heard:
             self._events.put(event)
 
@@ -184,7 +184,7 @@ class Membership:
         return self._announcer.subscribe(callback)
 
     def close(self) -> None:
-        """Tell nobody anything any more, once what has happened has been told."""
+        """Deliver what is pending, then stop notifying."""
         self._announcer.close()
 
     def add(self, worker_id: int) -> None:

@@ -19,7 +19,7 @@ _logger = logging.getLogger("sync_core")
 
 
 def tell(report: SendReport, reporters: Iterable[Callable[[SendReport], object]]) -> None:
-    """Log a send that has ended, and call whoever wants to know of it."""
+    """Log a send that has ended, and call the reporters."""
     log_send(report)
     for reporter in reporters:
         try:
@@ -159,7 +159,7 @@ class PendingSend:
         return {i: d for i, d in self._waited.items() if not d.wait(0)}
 
     def count_as(self, version: int) -> None:
-        """Tell the version, here and in the report, as somebody beside the sender counts it."""
+        """Give the version another number, here and in the report."""
         with self._ending:
             self.version = version
             if self._report is not None:
@@ -197,7 +197,7 @@ class PendingSend:
         return report
 
     def abandon(self, reason: str | None = None) -> None:
-        """End the send now; whoever has not answered counts as failed, but is not dropped.
+        """End the send now; a worker that has not answered counts as failed, but is not dropped.
 
         Args:
             reason: why, for the report; None where the workers are late.

@@ -30,7 +30,7 @@ class LoopbackOptions:
 
 
 class Loopback:
-    """Weights go through private memory of one process and one thread, so nobody ever waits."""
+    """Weights go through private memory of one process and one thread, so no call waits."""
 
     capabilities = frozenset({"broadcast", "late_join"})
 

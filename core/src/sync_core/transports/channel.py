@@ -120,10 +120,10 @@ class Channel:
             raise ConnectionError(f"the connection is gone: {error}") from error
         self._descriptors.extend(descriptors)
         if flags & socket.MSG_CTRUNC:
-            # In its place, so that nobody takes the next one for it.
+            # In its place, so that the next one is not taken for it.
             self._descriptors.append(None)
         if len(self._descriptors) > _MAX_DESCRIPTORS:
-            raise ConnectionError("the peer sent file descriptors that nobody asked for")
+            raise ConnectionError("the peer sent file descriptors that were not requested")
         if not data:
             raise ConnectionError(_CLOSED)
         self._received += data
@@ -148,8 +148,8 @@ class Channel:
         return descriptor
 
     def wake(self) -> None:
-        """Let who waits for a message take the other side for gone; any thread may call this."""
-        # Not to close it: a descriptor that is waited for could become somebody else's.
+        """End the wait for a message as if the peer had closed; any thread may call this."""
+        # Not to close it: a descriptor that is waited for could be reused.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 

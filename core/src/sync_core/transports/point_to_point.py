@@ -1,4 +1,4 @@
-"""A sender's transport for authors who can only send to one worker at a time."""
+"""A sender's transport that sends to one worker at a time."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from sync_core.transports.transport import Answer, Delivery, Notice, unheard
 from sync_core.weights.block import Block
 from sync_core.weights.payload import Payload
 
-# The newest version, the one that is being written, and one that somebody still reads.
+# The newest version, the one that is being written, and one that is still read.
 _USUAL = 3
 
 
@@ -33,7 +33,7 @@ class Slot:
         block: the memory.
         version: the version that lies in it; 0 for none.
         digest: the digest of that version's layout.
-        readers: who reads it now, and how to name them in a message.
+        readers: its present readers, and their names for messages.
     """
 
     index: int
@@ -55,7 +55,7 @@ class _Place:
 class Publisher:
     """The slots and the workers of one sender; every method may be called from any thread.
 
-    A slot that somebody reads is never written to. A slot that a worker may yet ask for is
+    A slot that has readers is never written to. A slot that a worker may yet ask for is
     written to only when there is no other, and no more can be made.
 
     Args:
@@ -117,7 +117,7 @@ class Publisher:
         """Pack a payload into a free slot and make it the one that these workers want.
 
         Raises:
-            CapacityError: every slot is read by somebody, and stayed so until the deadline.
+            CapacityError: every slot had a reader until the deadline.
         """
         slot = self.reserve(payload.nbytes, worker_ids)
         payload.pack(slot.block)
@@ -128,7 +128,7 @@ class Publisher:
     ) -> dict[int, Delivery]:
         """Make a slot that was reserved the one that these workers want.
 
-        Whoever lends it to them before all of the payload is packed sees to it that they do not
+        A caller that lends it before all of the payload is packed ensures that they do not
         read ahead of that.
         """
         deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
@@ -272,7 +272,7 @@ class Publisher:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Fail what is not delivered, let go of the memory, wake up everybody who waits."""
+        """Fail pending deliveries, release the memory, and wake waiting threads."""
         with self.lock:
             self.closed = True
             for worker_id, place in self._places.items():
@@ -284,10 +284,10 @@ class Publisher:
             self.changed.notify_all()
 
     def reserve(self, nbytes: int, worker_ids: Sequence[int]) -> Slot:
-        """A slot that nobody reads, with room for ``nbytes``, to write what these workers want.
+        """Return a slot without readers, with room for ``nbytes``, for these workers' version.
 
         Raises:
-            CapacityError: every slot is read by somebody, and stayed so until the deadline.
+            CapacityError: every slot had a reader until the deadline.
         """
         started = time.monotonic()
         shortage: CapacityError | None = None
@@ -307,7 +307,7 @@ class Publisher:
                     try:
                         slot = self._add_slot(nbytes)
                     except CapacityError as error:
-                        shortage = error  # somebody may still let go of one
+                        shortage = error  # one may still be released
                 if slot is not None:
                     slot.version, self._reserved = 0, slot
                     return slot
@@ -341,7 +341,7 @@ class Publisher:
         return self._add_slot(nbytes)
 
     def _unwanted(self) -> list[Slot]:
-        """The slots that nobody reads, writes to, or may yet ask for."""
+        """The slots without readers or writer, which no worker may still ask for."""
         wanted = {place.wanted for place in self._places.values()}
         wanted |= {self._newest_for_all, self._reserved}
         return [slot for slot in self.slots if not slot.readers and slot not in wanted]
@@ -361,7 +361,7 @@ class Publisher:
         return max(_USUAL, 2 * len(self._places) + 1, read + 1)
 
     def _freed(self) -> None:
-        """Somebody has let go of a slot: let go of what is beyond the usual, but for a spare."""
+        """A slot was released: free those beyond the usual number, but for a spare."""
         if self._limit is None and len(self.slots) > _USUAL:
             for slot in self._unwanted()[1:]:
                 if len(self.slots) > _USUAL:

@@ -21,7 +21,7 @@ from sync_core.transports.publisher import Publisher
 from sync_core.transports.transport import SenderTransport
 
 _log = logging.getLogger("sync_core")
-# Nobody is asked for more than this, or waited for in greater number, before a hello.
+# The limits of a connection before its hello.
 _MAX_HELLO = 4096
 _MAX_STRANGERS = 128
 _ROOT = 0
@@ -31,7 +31,7 @@ _LONGEST_REASON = 60_000
 
 @dataclass(eq=False)
 class Peer:
-    """A connection: nobody's until its hello, a worker's after it.
+    """A connection, of a worker once it has sent its hello.
 
     Args:
         channel: the connection.

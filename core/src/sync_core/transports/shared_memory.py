@@ -86,7 +86,7 @@ class SharedMemory:
 
         Raises:
             CapacityError: there is not enough memory, and what is needed and what there is; or
-                this process can open no file more; or the machine gives none to anybody.
+                this process cannot open another file, or the machine cannot.
             OptionError: the directory cannot hold it.
         """
         descriptor = _create(nbytes, directory, sparse=sparse, remedy=remedy)
@@ -163,7 +163,7 @@ def _create(nbytes: int, directory: str | None, *, sparse: bool, remedy: str) ->
 
 
 def _seal(descriptor: int) -> None:
-    """Let nobody who is given the descriptor write to the memory from now on, or cut it short.
+    """Seal the memory: no holder of the descriptor can write to it or shrink it from now on.
 
     What is mapped already stays writable: by the sender. Only anonymous memory can be sealed, and
     only since Linux 5.1 against being written to.

@@ -41,7 +41,7 @@ class Notice:
 
 
 def unheard(worker_id: int, notice: Notice) -> None:
-    """Return where nobody listens."""
+    """Ignore the notice."""
     del worker_id, notice
 
 
@@ -81,7 +81,7 @@ class Answer:
         known_at: when the worker's transport knew of the version, by the clock ``clock``.
         answered_at: when the worker answered, by the same clock.
         clock: which clock that is, as `sync_core._util.clock_id` says it; None for one
-            that nobody else is known to have, and for a worker that does not tell when.
+            that is not known to be shared, and for a worker that reports no time.
         digest: of the model after the commit, where the sender asks for it: ``verify="readback"``.
 
     Example:
@@ -347,7 +347,7 @@ class ReceiverTransport(ABC):
     def wake(self) -> None:  # noqa: B027 - what does not wait need not be woken
         """Let `receive` return, or raise `SenderLostError`, soon: now, and whenever it is called.
 
-        Whoever closes a receiver in which another thread waits calls this, and `close` after that.
+        Called before `close` when another thread waits in the receiver.
         """
 
     def on_arrival(self, callback: Callable[[], None]) -> bool:
@@ -357,7 +357,7 @@ class ReceiverTransport(ABC):
         function calls `receive` itself if it is a good moment, and raises nothing.
 
         Returns:
-            Whether this transport does so; of one that answers False, as this one does, nobody
+            Whether this transport does so; if it is False, as here, nothing
             knows without asking.
         """
         del callback

@@ -1,4 +1,4 @@
-"""Copies tensors over others, by threads that take what is left and wait for nobody's share."""
+"""Copies tensors, by threads that take the next piece when they are done with one."""
 
 from __future__ import annotations
 

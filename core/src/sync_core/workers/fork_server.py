@@ -170,7 +170,7 @@ class _Server:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 end = self._statuses.pop(pid)
-                # Who asked for it may be gone.
+                # The process that asked for it may have died.
                 with suppress(BrokenPipeError):
                     os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(end)

@@ -15,7 +15,7 @@ from sync_core.checks import check_count, check_seconds
 from sync_core.errors import ClosedError, UnknownWorkerError, WorkerTimeoutError
 from sync_core.workers.worker_group import WorkerGroup
 
-# Time for workers that nobody waits for any more: the group failed to start, or was forgotten.
+# Time to end workers of a group that failed to start, or was forgotten.
 _SHORT = 2.0
 
 

@@ -103,7 +103,7 @@ class ForkedProcess(WorkerProcess):
     def _end(self) -> bool:
         with self._lock:
             if not self._ended:
-                # Empty when the server has died: nobody knows then.
+                # Empty when the server has died: the status is unknown then.
                 code = os.read(self._status, 16)
                 self._code = int(code) if code else None
                 self._ended = True
@@ -223,7 +223,7 @@ class ForkServer:
         try:
             return os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
         except ChildProcessError:
-            # Somebody who waits for any child was told.
+            # Code that waits for any child has taken its status.
             return True
 
     def forget(self) -> None:

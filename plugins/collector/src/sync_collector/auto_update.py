@@ -105,11 +105,11 @@ class AutoUpdate:
 
     @property
     def by_itself(self) -> bool:
-        """Return whether it ever refreshes anybody."""
+        """Return whether any worker is ever updated."""
         return self._interval >= 0
 
     def delivered(self, worker_id: int | None) -> None:
-        """Count a batch, and hold back who has made enough of them.
+        """Count a batch, and hold back a worker that has made enough of them.
 
         Args:
             worker_id: whose it is; None if all workers made it.
@@ -118,14 +118,14 @@ class AutoUpdate:
         self._hold_due()
 
     def refresh(self) -> None:
-        """Send weights to the workers who have made enough batches, and let them go on with those.
+        """Send weights to the workers that have made enough batches, and let them continue.
 
-        Nobody is waited for: a worker commits the weights before its next batch, which is not made
+        No worker is waited for: it commits the weights before its next batch, which is not made
         without them.
 
         Raises:
             SendError: some of them could not be refreshed the last time, and are alive. What
-                happened to one that is not is told with its batch. Nobody has gone on.
+                happened to one that is not is reported with its batch. No worker has continued.
         """
         if self._due():
             began = time.perf_counter()
@@ -173,7 +173,7 @@ class AutoUpdate:
             self._hold_due()
 
     def _send(self) -> None:
-        # Nobody is removed meanwhile.
+        # No worker is removed meanwhile.
         with self._pool.lock:
             due = {worker_id: self.batches[worker_id] for worker_id in self._due()}
             if not due:
@@ -184,7 +184,7 @@ class AutoUpdate:
                     for worker_id, version in self._weights.required.items():
                         self._requests.require(worker_id, version)
             except BaseException:
-                # Such as Ctrl-C: who was sent the weights is not known to need them.
+                # Such as Ctrl-C: the workers that were sent the weights may not need them.
                 self.batches |= due
                 raise
 

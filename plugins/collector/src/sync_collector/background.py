@@ -26,7 +26,7 @@ class BackgroundCollection:
         # Whether batches are wanted, and whether the thread makes them: what it decides about its
         # end under the lock, nobody can overlook.
         self._wanted = self._runs = False
-        # How many have paused it, of whom the last one lets it go on, unless an error has ended it.
+        # The number of pauses; the last one to end resumes it, unless an error has ended it.
         self._pauses = 0
         self._goes_on = True
         self._abandoned = threading.Event()

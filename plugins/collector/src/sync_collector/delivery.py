@@ -119,7 +119,7 @@ class BatchDelivery:
         """Return how many batches there are in all, those delivered included.
 
         Raises:
-            TypeError: nobody knows.
+            TypeError: the number is unknown.
         """
         if self.wanted is None:
             raise TypeError("a collector without an end has no len(); give it total_frames")
@@ -127,7 +127,7 @@ class BatchDelivery:
             return self._counts.batches
         frames = self._schedule.frames_per_batch()
         if frames is None:
-            raise TypeError("workers make batches of different sizes: nobody knows how many")
+            raise TypeError("workers make batches of different sizes, so their number is unknown")
         return self._counts.batches + math.ceil(self.wanted / frames)
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class BatchDelivery:
             )
 
     def collect_one(self) -> bool:
-        """Take a batch that nobody waits for; False at the end."""
+        """Take a batch for the background; False at the end."""
         return self.wanted != 0 and self._took(self.wanted)
 
     def collect_rest(self) -> bool:

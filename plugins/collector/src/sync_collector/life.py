@@ -153,7 +153,7 @@ class Life:
             check_match(*layouts)
 
     def remove_workers(self, worker_ids: int | Iterable[int]) -> None:
-        """End some workers; what they have made and nobody has taken yet is lost, uncounted.
+        """End some workers; batches that were not taken yet are lost, uncounted.
 
         Raises:
             ValueError: no worker would be left; nothing was done.
@@ -171,7 +171,7 @@ class Life:
         """Seed the workers' environments, one after the other, and begin their episodes anew.
 
         Each worker gets the seed that the one before it returned. What they have made before and
-        nobody has taken yet is dropped: no frame that comes is older than the seed. With the same
+        was not taken yet is dropped: no frame that comes is older than the seed. With the same
         seed and the same weights, each worker makes the same batches. Workers with a process of
         their own seed its whole random state. Others share this process's: seed that yourself
         (``torch.manual_seed``) for a policy that draws from it. Several threads draw in no settled
@@ -194,7 +194,7 @@ class Life:
         """Return what a collector goes on from exactly, as something that pickles (``torch.save``).
 
         That is what was counted, and of each worker the weights, the environment, the trajectory,
-        the random state of its own process, and a batch that it has made and nobody has taken yet:
+        the random state of its own process, and a batch that was not taken yet:
         workers finish their batches first. Environments without ``save_state`` (see
         `sync_collector.envs.Env`) will begin new episodes, of which a warning tells now. The random
         state of this process and the trainer's own policy are the caller's to save. After the last
@@ -208,7 +208,7 @@ class Life:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, here or in another process.
 
-        What workers have made before and nobody has taken yet is dropped. They act with the
+        Batches that were made before and not taken yet are dropped. They act with the
         weights that they had, until the next update.
 
         Args:
@@ -248,7 +248,7 @@ class Life:
         """Return how many batches there are in all, those delivered included.
 
         Raises:
-            TypeError: nobody knows: there is no end, or batches differ in size.
+            TypeError: the number is unknown: there is no end, or batches differ in size.
         """
         return self._delivery.count_batches()
 
@@ -309,7 +309,7 @@ def end(
         weights.let_end(MOMENT if timeout is None else min(MOMENT, timeout))
         pool.stop(timeout)
     except BaseException:
-        # Such as a second Ctrl-C: nobody waits any longer, and nothing may be left behind.
+        # Such as a second Ctrl-C: end without waiting, and leave nothing behind.
         pool.stop(0.0)
         raise
     finally:

@@ -93,7 +93,7 @@ class MultiModelWeights:
 
     def increment_version(self) -> None:
         """Count a version of the policy that reached the workers another way."""
-        # Who joins meanwhile is told of it once: by its joining, or as one of all.
+        # A worker that joins meanwhile learns it once: when it joins, or with all others.
         with self._pool.lock:
             self._increments += 1
             self._pool.call_all(CollectorWorker.increment_version, 1)

@@ -80,7 +80,7 @@ class Output:
         """Raise if there is no replay buffer, so that batches made in the background are lost."""
         if self.replay_buffer is None:
             raise RuntimeError(
-                "nobody takes the batches that are made in the background; give the collector "
+                "batches that are made in the background are not taken; give the collector "
                 "replay_buffer=…, or iterate over it"
             )
 

@@ -173,7 +173,7 @@ def _arguments(policy: Callable[..., Any]) -> list[inspect.Parameter]:
             f"the policy {type(policy).__name__} does not say what it takes ({error}); wrap it: "
             "TensorDictModule(policy, in_keys=[…], out_keys=['action'])"
         ) from error
-    # What somebody has given already is to stay.
+    # Values that are there already are kept.
     given = policy.keywords if isinstance(policy, functools.partial) else {}
     return [
         parameter

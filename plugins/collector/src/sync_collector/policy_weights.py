@@ -58,7 +58,7 @@ class CommitRequests:
     def begin(self, pending: PendingSend, *, all_workers: bool) -> None:
         """Ask the workers at rest that do not commit by themselves.
 
-        Or all, where nobody may be there to ask the others later.
+        Or all, where no caller may ask the others later.
         """
         unanswered = pending.unanswered
         at_rest = {i for i in unanswered if not self._busy(i)}
@@ -68,7 +68,7 @@ class CommitRequests:
         self._calls = {i: self._ask(i, pending) for i in asked}
 
     def leave_out(self) -> None:
-        """Ask nobody: what workers are asked for next says that they need what was sent."""
+        """Ask no worker: the next request for a batch says that it needs what was sent."""
         self._calls, self._unasked = {}, {}
 
     def see_through(self, pending: PendingSend, timeout: float) -> None:
@@ -108,7 +108,7 @@ class CommitRequests:
 
 #: The weights of models, by their names.
 Weights: TypeAlias = Mapping[str, Mapping[str, Tensor]]
-#: How long an update that nobody has waited for may keep a collector from ending, in seconds.
+#: How long an update that was not waited for may delay the end of a collector, in seconds.
 MOMENT = 0.5
 
 
@@ -176,7 +176,7 @@ class PolicyWeights:
 
     def increment_version(self) -> None:
         """Count a version that reached the workers another way."""
-        # Who joins meanwhile is told of it once: by its joining, or as one of all.
+        # A worker that joins meanwhile learns it once: when it joins, or with all others.
         with self._pool.lock:
             self._increments += 1
             self._pool.call_all(CollectorWorker.increment_version, 1)
@@ -244,7 +244,7 @@ class PolicyWeights:
             self._unsent, self._last_to_all = weights, True
 
     def let_end(self, timeout: float) -> None:
-        """Give an update that nobody has waited for some seconds; its outcome is told by itself."""
+        """Give an update that was not waited for some seconds; its outcome is logged."""
         pending = self._pending
         # Another thread that has the lock sees it through.
         if pending is None or not self._pool.lock.acquire(timeout=timeout):
@@ -382,7 +382,7 @@ def snapshots(senders: Mapping[str, Sender]) -> Weights:
 
 
 def end_interrupted(senders: Iterable[Sender]) -> None:
-    """End what senders have sent when Ctrl-C came before anybody knew of it."""
+    """End sends that Ctrl-C interrupted before they were recorded."""
     for sender in senders:
         with suppress(PendingSendError, SendError):
             sender.wait_async(timeout=0)

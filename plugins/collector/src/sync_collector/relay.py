@@ -122,7 +122,7 @@ class Relay:
         return received
 
     def look(self) -> None:
-        """Pass on what has come, unless somebody listens already."""
+        """Pass on new versions, unless another thread does so already."""
         if self._receivers and self._lock.acquire(blocking=False):
             try:
                 self._received(0.0)
@@ -149,7 +149,7 @@ class Relay:
         return {}
 
     def close(self) -> None:
-        """Leave the senders, or have whoever listens to them at this moment leave them soon."""
+        """Leave the senders, or have the thread that listens to them leave them soon."""
         self._closed = True
         if self._lock.acquire(blocking=False):
             self._release()
@@ -198,7 +198,7 @@ class Relay:
         """
         del version
         if self._pool.dismissed:
-            return  # after the last batch, nobody acts any more
+            return  # after the last batch, no worker acts
         self._replacement.see_through(
             lambda: self._weights.update({name: weights}, None, blocking=True)
         )

@@ -90,7 +90,7 @@ class Replacement:
             WorkerLostError: one cannot be connected to a sender, and is not replaced.
         """
         while True:
-            # Nobody joins between these two lines: who has joined since then has the newest.
+            # No worker joins between these two lines: one that joined since then has the newest.
             with self._pool.lock:
                 joins = self._pool.joins.copy()
                 try:
@@ -120,7 +120,7 @@ class Replacement:
         return replace(error.report, workers=results)
 
     def _has_died(self, worker_id: int, error: Exception | None, joins: Counter[int]) -> bool:
-        """Return whether a worker has died; who talks to it may notice that before its group does.
+        """Return whether a worker has died; a caller may notice that before its group does.
 
         Args:
             worker_id: the worker.

@@ -74,7 +74,7 @@ class Requests:
         #: Called, after that, with a worker that did not get the weights which its batch required.
         self.on_stale: list[Callable[[int], None]] = []
         self._numbers: Counter[int] = Counter()
-        # By how many, who do not know of each other.
+        # The number of independent holders of each worker.
         self._held: Counter[int] = Counter()
         self._postponed: set[int] = set()
         # One thread may iterate while another holds workers back.
@@ -121,7 +121,7 @@ class Requests:
     def release(self, worker_id: int) -> None:
         """Let a worker begin batches again, at once if it was asked for one meanwhile."""
         with self._lock:
-            # Not below 0 where Ctrl-C lets somebody release twice.
+            # Not below 0 where Ctrl-C causes a second release.
             self._held[worker_id] = max(0, self._held[worker_id] - 1)
             if not self._held[worker_id] and worker_id in self._postponed:
                 self._postponed.discard(worker_id)

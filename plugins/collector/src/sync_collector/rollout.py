@@ -33,8 +33,8 @@ from sync_core.workers import release_with
 # A worker gives at most one part in so many of its time to looking for weights. That takes 5 µs in
 # shared memory, where a step takes 160, and a millisecond or more if it means to ask a process.
 _SHARE = 50
-# Where all cores are busy, whoever waits for a worker's answer gets one once the scheduler takes it
-# from somebody, up to 5 ms later. A worker that rests gives its own at once. It does so for as long
+# Where all cores are busy, a thread that waits for an answer runs once the scheduler takes a core
+# from another thread, up to 5 ms later. A worker that rests gives its own at once, for as long
 # as the weights took, within these bounds in seconds (docs/decisions/0010-collector.md).
 _SHORTEST_REST, _LONGEST_REST = 0.001, 0.004
 
@@ -53,7 +53,7 @@ class Refresher:
         self._receiver: Receiver | None = None
         self._lost: SenderLostError | None = None
         self._error: Exception | None = None
-        # The version that the error is about; infinite where nobody but this worker knows of it.
+        # The version that the error is about; infinite where only this worker knows of it.
         self._error_about = math.inf
         self._increments = 0
         # What the version counted to when another one was restored, and that one.
@@ -141,7 +141,7 @@ class Refresher:
         return False
 
     def look(self) -> None:
-        """Commit what has arrived as one who acts: rest after that, or be in no haste to look."""
+        """Commit what has arrived in the middle of a batch; rest after that, or look less often."""
         if self._receiver is None or self._lost is not None:
             return
         began = time.monotonic()
@@ -247,7 +247,7 @@ class Rollout:
         self._gathered: tuple[Steps, dict[str, Any]] | None = None
         self._made: tuple[int, TensorDictBase] | None = None
         self._act = None if policy is None else self._adapt(policy)
-        # Last, so that whoever cannot have a rollout still has the environment.
+        # Last, so that the caller still has the environment if this raises.
         self._close_env = release_with(self, close_env, env)
 
     def frames_per_batch(self) -> int:

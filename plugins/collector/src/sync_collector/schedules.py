@@ -93,7 +93,7 @@ class FirstReady:
         """Take the batch that is ready first.
 
         Raises:
-            StopIteration: no other batch is wanted, and whoever was at work on one was removed.
+            StopIteration: no other batch is wanted, and the worker that made one was removed.
         """
         self._ask(wanted)
         while (taken := self._requests.take_first()) is None:

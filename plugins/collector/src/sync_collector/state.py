@@ -28,7 +28,7 @@ class State:
 
     Args:
         pool: the workers.
-        requests: the batches that they have made and nobody has taken yet.
+        requests: the batches that they have made and that were not taken yet.
         delivery: what was delivered.
         weights: what their policies act with.
         warmup: how many frames are still to be random.

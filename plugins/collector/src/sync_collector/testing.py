@@ -215,7 +215,7 @@ class CollectorConformance(Conformance):
                     for part in batch.unbind(0) if sync else [batch]:
                         worker = int(part["collector", "traj_ids"][0].item()) // PER_WORKER
                         (acted,) = part["action"].unique().tolist()
-                        # Nobody begins a batch with older weights than it was to get before.
+                        # No worker begins a batch with older weights than it was sent before.
                         assert acted >= least.get(worker, 0.0)
                         assert sync is False or acted == step - 1
                         least[worker] = float(step)

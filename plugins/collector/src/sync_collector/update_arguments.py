@@ -10,7 +10,7 @@ from sync_core.checks import check_mapping
 
 
 class UpdateArguments(TypedDict, total=False):
-    """The ways of saying what an update is to send, and to whom; see `Collector`."""
+    """The arguments that say which weights an update sends, to which workers; see `Collector`."""
 
     weights: Any
     policy: Any

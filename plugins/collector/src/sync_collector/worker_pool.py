@@ -53,7 +53,7 @@ class WorkerPool:
         self._changes: dict[int, dict[str, Any]] = {}
         # Workers that were started in the place of others and never came to be like the rest.
         self._unready: dict[int, str] = {}
-        # Those that have joined, and those in whose place others are being put: nobody but who
+        # Those that have joined, and those that are being replaced: only the thread that
         # adds or restarts a worker calls it before it is like the rest.
         self._joined: set[int] = set()
         self._restarting: set[int] = set()
@@ -61,7 +61,7 @@ class WorkerPool:
         self.joins: Counter[int] = Counter()
         # Those that were removed, which others may not know yet: no id is given twice.
         self._removed: set[int] = set()
-        #: Held while workers are sent weights, and while one joins or leaves: who is sent
+        #: Held while workers are sent weights, and while one joins or leaves: a worker that is sent
         #: something is there. One change waits for another no longer than calls to workers take.
         self.lock = threading.RLock()
         #: Whether all workers were ended because nothing is left to do.
@@ -161,7 +161,7 @@ class WorkerPool:
     def restart(self, worker_id: int) -> None:
         """Put a new worker in the place of one, dead or alive, under the same id.
 
-        One that is removed meanwhile is gone, and nobody comes.
+        One that is removed meanwhile is not replaced.
 
         Raises as the constructor does; the worker then fails every call, and counts as dead.
         """
@@ -170,7 +170,7 @@ class WorkerPool:
         try:
             self._take_place(worker_id)
         except Exception:
-            # Whoever removes it ends the new one, too, whatever that is doing.
+            # The thread that removes it ends the new one, too.
             if not self.removed(worker_id):
                 raise
         finally:
@@ -189,7 +189,7 @@ class WorkerPool:
         self._count({})
 
     def dismiss(self) -> None:
-        """End all workers, and let there be none: calls to all of them reach nobody."""
+        """End all workers; calls to all of them reach none from now on."""
         self.dismissed = True
         self._group.stop()
 

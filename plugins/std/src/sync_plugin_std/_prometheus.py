@@ -50,7 +50,7 @@ def _make_all(instruments: Sequence[Instrument], registry: CollectorRegistry) ->
         for instrument in instruments:
             made[instrument.name] = _make(instrument, registry)
     except BaseException:
-        # Whoever mends what was wrong, and tries again, is not to find them taken.
+        # After a failure, another attempt must find them free.
         for metric in made.values():
             registry.unregister(metric)
         raise

@@ -50,7 +50,7 @@ class DirectoryStore(Store):
         self._directory = directory
 
     def put(self, name: str, data: bytes) -> None:
-        """Put a file in its place by a rename, so that nobody reads half of it."""
+        """Put a file in its place by a rename, so that no reader sees half of it."""
         path = self._directory / name
         path.parent.mkdir(exist_ok=True)
         descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=".")

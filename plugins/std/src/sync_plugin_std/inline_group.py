@@ -86,7 +86,7 @@ class InlineWorker:
 
     def end(self) -> None:
         self.alive = False
-        # Whoever is at work here may take long, and does this when that has ended.
+        # A call in progress may take long; its thread does this when it has ended.
         if self._one_at_a_time.acquire(blocking=False):
             try:
                 self._close()
@@ -103,7 +103,7 @@ class InlineWorker:
                 finally:
                     self._running -= 1
         finally:
-            # Only now: who ended it since then has found nobody at work.
+            # Only now: a thread that ended it since then has found no call in progress.
             if not self.alive:
                 self.end()
 

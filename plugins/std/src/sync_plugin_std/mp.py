@@ -129,7 +129,7 @@ class PipeSender(SharedSender):
             end.close()
 
     def close(self) -> None:
-        """Also close the ends of pipes that nobody used."""
+        """Also close the ends of pipes that were not used."""
         super().close()
         for peer in tuple(self._ends):
             self.joined(peer)

@@ -74,10 +74,10 @@ class PendingCalls:
 
 
 class Outbox:
-    """Sends messages in order and never blocks whoever puts them in.
+    """Sends messages in order; `put` never blocks.
 
     A short message goes out in the caller's thread when nothing is ahead of it, which saves a
-    thread switch. Once the other end is gone, messages vanish: who reads from it is to notice.
+    thread switch. Once the other end is gone, messages are dropped; the reader notices.
 
     Args:
         sock: where to send; its owner closes it, after `join`.

@@ -3,7 +3,7 @@
 The newest version meant for a worker stands on the `Board`: its number, its slot, its layout. To
 offer it, the sender puts a token (one byte) into the worker's `TokenPipe`; to accept it, the worker
 takes the token out. The sender may take it out as well, which revokes the offer. The kernel gives
-the byte to one of them, so it is always known who holds what: a worker that does not receive holds
+the byte to one of them, so the holder is always known: a worker that does not receive holds
 no slot, and what it accepts is the newest version at that moment.
 
 What else there is to say goes over a socket:
@@ -55,7 +55,7 @@ class Board:
     """For every worker the offer that its token stands for, in shared memory.
 
     The sender writes a cell only while it holds the worker's token, so a worker that has taken the
-    token reads a cell that nobody writes.
+    token reads a cell that is never written.
     """
 
     def __init__(self, memory: SharedMemory) -> None:

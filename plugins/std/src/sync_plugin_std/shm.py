@@ -49,7 +49,7 @@ class ShmScheme:
 
 
 class ShmSender(SharedSender):
-    """Listens on a unix socket with a name that nobody can guess."""
+    """Listens on a unix socket with an unguessable name."""
 
     def __init__(self, context: TransportContext) -> None:
         options = context.parse_options(ShmOptions)

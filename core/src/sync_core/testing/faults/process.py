@@ -34,7 +34,7 @@ def stop(pid: int, seconds: float = 0.0) -> None:
 
     Args:
         pid: the process, which may be this one.
-        seconds: for how long; 0 for until somebody sends SIGCONT.
+        seconds: for how long; 0 for until it gets SIGCONT.
 
     Raises:
         TimeoutError: it does not stand still.
@@ -56,7 +56,7 @@ def stop(pid: int, seconds: float = 0.0) -> None:
 def _stop_here(seconds: float) -> None:
     resume = None
     if seconds:
-        # A program of its own, since a process that stands still wakes nobody, least of all itself.
+        # A program of its own, since a stopped process cannot wake itself.
         arguments = [sys.executable, "-S", "-c", _RESUME, str(seconds), str(os.getpid())]
         resume = subprocess.Popen(arguments)
     # The system gives a signal for a process to any of its threads, the main one as a rule, and

@@ -89,7 +89,7 @@ class FaultyReceiver(ReceiverTransport):
         self._transport.leave(reason)
 
     def wake(self) -> None:
-        """Let whoever waits come back."""
+        """Wake waiting threads."""
         self._transport.wake()
 
     def close(self) -> None:

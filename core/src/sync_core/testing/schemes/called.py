@@ -57,7 +57,7 @@ class CalledWorkers(Workers):
         return self.sender.send(weights, worker_ids)
 
     def end(self) -> None:
-        """Wait for those who wait."""
+        """Wait for the threads that wait."""
         self._waiting.shutdown()
 
     def _arrived(self, worker_id: int, timeout: float) -> int | None:

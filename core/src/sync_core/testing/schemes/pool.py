@@ -93,7 +93,7 @@ _pools: dict[type[WorkerGroup], Pool] = {}
 
 @contextmanager
 def borrow_pool(group_class: type[WorkerGroup]) -> Iterator[Pool]:
-    """The pool of a group, which ends when nobody borrows it any more."""
+    """The pool of a group, which ends when its last borrower returns it."""
     pool = _pools.setdefault(group_class, Pool(group_class))
     pool.borrowers += 1
     try:

@@ -70,7 +70,7 @@ class Worker:
         return self.receiver.on_arrival(receive)
 
     def infer(self, function: Callable[[Worker], Any]) -> Any:
-        """Run a function as one who only acts with the model does: in inference mode."""
+        """Run a function in inference mode, as a worker that only acts does."""
         with torch.inference_mode():
             return function(self)
 

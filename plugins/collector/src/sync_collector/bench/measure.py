@@ -77,7 +77,7 @@ class HandWorker:
         self._thread.start()
 
     def take(self) -> Tensor:
-        """The newest batch that nobody has taken, once there is one."""
+        """Return the newest batch that was not taken, once there is one."""
         with self._made:
             self._made.wait_for(lambda: self._batch is not None)
             batch, self._batch = self._batch, None

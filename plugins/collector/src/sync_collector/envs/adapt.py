@@ -355,7 +355,7 @@ def _adapted(made: Any) -> Env:
         env: Env = made
         return env
     if hasattr(made, "single_action_space"):
-        # It imports gymnasium, which nobody needs without such an environment.
+        # It imports gymnasium, which is needed for such an environment only.
 
         return VectorGymEnv(made)
     if hasattr(made, "action_space") and hasattr(made, "observation_space"):

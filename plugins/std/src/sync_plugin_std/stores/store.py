@@ -61,7 +61,7 @@ class StoreOptions:
     A subclass may declare other defaults, such as a longer ``poll`` where each look costs.
 
     Args:
-        poll: seconds between two looks into the store, of who waits for something in it.
+        poll: seconds between two reads of the store while something in it is waited for.
         lost_after: seconds without a sign of life after which a peer counts as dead; a tenth of
             that is between two signs.
         keep: how many versions are left in the store, for other tools and slow workers.
@@ -96,7 +96,7 @@ SENDER = "sender.json"
 
 
 def worker_record(worker_id: int) -> str:
-    """The record of a worker: who it is, and what it has answered last."""
+    """The record of a worker: its identity and its last answer."""
     return f"worker-{worker_id}.json"
 
 
@@ -225,7 +225,7 @@ class Watch:
             sign: the newest; each is another than the one before.
         """
         now = time.monotonic()
-        # Whoever has not looked for a while cannot know how long nothing came.
+        # A reader that has paused cannot know for how long no sign of life came.
         if sign != self._last or now - self._looked > self._lost_after / 2:
             self._last, self._since = sign, now
         self._looked = now

@@ -206,7 +206,7 @@ class StoreSender(SenderTransport):
         """Nothing: the token, which every address has, leads to the records."""
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
-        """Put the weights once, then tell whom they are for."""
+        """Put the weights once, then name the workers that they are for."""
         self._records.write_version(payload.version, payload.to_bytes())
         deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
         with self._lock:
@@ -277,7 +277,7 @@ class StoreSender(SenderTransport):
         needed = {self._newest, *(place.wanted for place in self._places.values())}
         for version in self._written[: -self._options.keep]:
             if version not in needed:
-                # Whoever comes too late to read it finds a newer one.
+                # A worker that is too late to read it finds a newer one.
                 self._records.delete_version(version)
                 self._written.remove(version)
 
@@ -350,7 +350,7 @@ def store_transport(
 ) -> SenderTransport | ReceiverTransport:
     """Either side of a transport that puts weights into a store, for a hook to return.
 
-    A version is put there once, as a safetensors file, for whoever it is meant for; workers look
+    A version is put there once, as a safetensors file, for all its workers, which look
     for it, and for signs of life. A scheme of this kind can declare ``broadcast``, ``late_join``
     and ``pull``, and ``cross_process`` or ``cross_host`` where its store is seen from there.
 
