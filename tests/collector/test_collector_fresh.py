@@ -7,14 +7,14 @@ import threading
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from sync_collector import Collector
 from sync_collector import testing as collectors
-from sync_collector.auto_update import AutoUpdate
+from sync_collector.auto_update import AutoUpdate, StaleWatch
 from sync_collector.envs import CountingEnv
 from sync_core import (
     SendError,
@@ -178,7 +178,9 @@ def test_lag() -> None:
         assert (stats.lag, stats.mean_lag, stats.max_lag) == (0, 1.0, 3)
 
 
-@pytest.mark.parametrize("change", ["in place", "load_state_dict", "optimizer", "memory"])
+@pytest.mark.parametrize(
+    "change", ["in place", "load_state_dict", "optimizer", "fused", "data", "memory"]
+)
 def test_who_forgets_to_update_is_warned_once(change: str) -> None:
     policy = Scale()
     with collector(policy) as made:
@@ -187,9 +189,11 @@ def test_who_forgets_to_update_is_warned_once(change: str) -> None:
             policy.set(1.0)
         elif change == "load_state_dict":
             policy.load_state_dict(Scale(1.0).state_dict())
-        elif change == "optimizer":
+        elif change in ("optimizer", "fused"):
             policy.weight.grad = torch.ones(1)
-            torch.optim.SGD(policy.parameters(), 0.1).step()
+            torch.optim.SGD(policy.parameters(), 0.1, fused=change == "fused").step()
+        elif change == "data":
+            policy.weight.data.fill_(1.0)
         else:
             policy.weight.data = torch.ones(1)
         with pytest.warns(UserWarning, match=r"type collector\.update_policy_weights_\(\)") as seen:
@@ -214,6 +218,50 @@ def test_resuming_after_an_update_gives_no_warning() -> None:
             made.load_state_dict(state)
             resumed.load_state_dict(weights)
             assert next(made)["action"].unique().tolist() == [1.0]
+            next(made)
+
+
+def test_a_change_after_a_resume_gives_a_warning() -> None:
+    policy = Scale()
+    with collector(policy) as made:
+        policy.set(1.0)
+        made.update_policy_weights_()
+        next(made)
+        state = made.state_dict()
+    with collector(policy) as made:
+        made.load_state_dict(state)
+        next(made)
+        policy.set(2.0)
+        with pytest.warns(UserWarning, match="the policy has changed"):
+            next(made)
+
+
+class Layouts(Scale):
+    """Has tensors of many layouts beside its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = torch.nn.Parameter(torch.zeros(100, 1000))
+        self.transposed = torch.nn.Parameter(torch.zeros(30, 40).t())
+        self.bfloat16s = torch.nn.Parameter(torch.zeros(300, dtype=torch.bfloat16))
+        self.register_buffer("nan", torch.full((), torch.nan))
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("expanded", torch.zeros(1).expand(5))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+        self.register_buffer("meta", torch.zeros(3, device="meta"))
+
+
+@pytest.mark.parametrize("name", ["large", "transposed", "bfloat16s", "nan", "steps"])
+def test_values_of_tensors_of_any_layout_are_compared(name: str) -> None:
+    policy = Layouts()
+    weights = SimpleNamespace(on_update=[])
+    watch = StaleWatch(cast(Any, weights), {"policy": policy})
+    watch.look()
+    getattr(policy, name).data.add_(1).nan_to_num_(2.0)
+    with pytest.warns(UserWarning, match="the policy has changed"):
+        watch.look()
+    watch.look()
 
 
 def test_a_policy_that_was_made_in_inference_mode() -> None:

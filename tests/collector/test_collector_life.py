@@ -409,7 +409,8 @@ def test_who_joins_acts_with_the_weights_of_the_others_and_not_with_unsent_ones(
         policy.set(5.0)  # a training step, which nobody was told of
         kill(made, 0)
         made.add_workers()
-        assert next(made)["action"].unique().tolist() == [0.0]
+        with pytest.warns(UserWarning, match="the policy has changed"):
+            assert next(made)["action"].unique().tolist() == [0.0]
         made.update_policy_weights_(Scale(1.0))
         state = made.state_dict()
         made.update_policy_weights_(Scale(2.0))

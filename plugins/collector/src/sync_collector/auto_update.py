@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from sync_collector.multi_model import MultiModelWeights
 from sync_collector.policy_weights import PolicyWeights
@@ -16,15 +19,19 @@ from sync_collector.requests import Requests
 from sync_collector.worker_pool import WorkerPool
 from sync_core import PendingSend, SendError, WorkerLostError
 
+# How many values of a tensor are compared at most. A training step changes nearly all of them.
+_VALUES = 256
+
 
 class StaleWatch:
     """Compares the trainer's models with what they were when the workers got their copies.
 
-    Writes that torch counts are seen, as those of most optimizers are, and new memory; in-place
-    writes to a tensor's ``.data``, and those of optimizers with ``fused=True``, are not.
+    Up to 256 values of each tensor are compared, evenly spread, before every batch until the first
+    update. So a training step is seen however it writes; a change of a few values in a large tensor
+    may be missed.
 
     Args:
-        weights: tells of updates.
+        weights: reports updates.
         models: the trainer's models of which workers have copies.
     """
 
@@ -32,42 +39,63 @@ class StaleWatch:
         self, weights: PolicyWeights | MultiModelWeights, models: Mapping[str, Any]
     ) -> None:
         self._models = models
-        self._known: list[tuple[int, int]] | None = _state(self._models)
+        self._ended = not models
+        self._known = None if self._ended else _samples(models)
         weights.on_update.append(self._updated)
 
     def look(self) -> None:
         """Warn if the models have changed and no worker was ever sent weights; once."""
-        if self._known is None or self._known == _state(self._models):
+        if self._ended:
             return
+        samples = _samples(self._models)
+        if self._known is None:
+            self._known = samples
+        elif self._known != samples:
+            self._ended, self._known = True, None
+            warnings.warn(
+                "the policy has changed and the workers still act with the copies that they began "
+                "with; type collector.update_policy_weights_() after every training step, or "
+                "Collector(…, update_after_each_batch=True)",
+                stacklevel=5,
+            )
+
+    def restart(self) -> None:
+        """Compare with the models as they are at the next look, after a state was loaded."""
         self._known = None
-        warnings.warn(
-            "the policy has changed and the workers still act with the copies that they began "
-            "with; type collector.update_policy_weights_() after every training step, or "
-            "Collector(…, update_after_each_batch=True)",
-            stacklevel=5,
-        )
-
-    def restored(self, version: int) -> None:
-        """Compare with the models as they are now, after a state was loaded.
-
-        Args:
-            version: the version in that state; above 0, weights were sent, and no warning follows.
-        """
-        if self._known is not None:
-            self._known = None if version else _state(self._models)
 
     def _updated(self, worker_ids: Sequence[int]) -> None:
         if worker_ids:
-            self._known = None
+            self._ended, self._known = True, None
 
 
-def _state(models: Mapping[str, Any]) -> list[tuple[int, int]]:
-    return [
-        (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        for model in models.values()
-        if isinstance(model, nn.Module)
-        for tensor in (*model.parameters(), *model.buffers())
-    ]
+def _samples(models: Mapping[str, Any]) -> list[bytes]:
+    """Return some values of all tensors, in one copy from each device."""
+    pieces: dict[torch.device, list[Tensor]] = {}
+    with torch.no_grad():
+        for model in models.values():
+            if isinstance(model, nn.Module):
+                for tensor in itertools.chain(model.parameters(), model.buffers()):
+                    if (piece := _sample(tensor)) is not None:
+                        pieces.setdefault(piece.device, []).append(piece)
+        return [torch.cat(some).cpu().numpy().tobytes() for some in pieces.values()]
+
+
+def _sample(tensor: Tensor) -> Tensor | None:
+    """Return some values as bytes, of a distributed tensor its own part's; None if it has none."""
+    if is_lazy(tensor):
+        return None
+    local = getattr(tensor, "to_local", None)
+    values: Tensor = (tensor if local is None else local()).detach()
+    if values.is_meta or values.is_quantized or values.layout is not torch.strided:
+        return None
+    step = max(1, -(-values.numel() // _VALUES))
+    if values.is_contiguous():
+        some = values.view(-1)[::step]
+    else:
+        # reshape() would copy the whole tensor.
+        places = torch.arange(0, values.numel(), step, device=values.device)
+        some = values[torch.unravel_index(places, values.shape)]
+    return some.contiguous().view(torch.uint8)
 
 
 class AutoUpdate:

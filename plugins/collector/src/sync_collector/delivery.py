@@ -155,7 +155,7 @@ class BatchDelivery:
         following = self._pool.ids[state["turn"] :]
         self._schedule.turn = following[0] if following else 0
         self._auto_update.go_on(dict(zip(self._pool.ids, state["since_update"], strict=False)))
-        self._stale.restored(self._weights.version)
+        self._stale.restart()
 
     def drop(self) -> None:
         """Let what was not handed on be lost, uncounted."""

@@ -128,7 +128,8 @@ class CollectorConformance(Conformance):
             assert collector.worker_ids == (0, 1)
             # The workers act with copies, and only an update changes them.
             policy.set(0.0)
-            batch = next(collector)
+            with pytest.warns(UserWarning, match="the policy has changed"):
+                batch = next(collector)
             assert batch.batch_size == torch.Size([2, 3])
             assert batch.names == [None, "time"]
             assert values(batch, "action") == [[5.0] * 3] * 2
