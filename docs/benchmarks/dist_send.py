@@ -5,7 +5,7 @@
     /tmp/compare/bin/python docs/benchmarks/dist_send.py
 
 All ways have the same worker processes to update, in turn, round by round, in one run; but those
-over RPC have processes of their own, since whoever is in a world of RPC polls it without a pause,
+over RPC have their own processes, since whoever is in a world of RPC polls it without a pause,
 which would take the cores from the others. The limit, measured in both, is the faster of two ways
 that use the default gloo group and nothing else: ``gloo tensors``, every tensor by a send of its
 own, all in flight at once and received into the model, and ``gloo flat``, as many bytes in one
@@ -107,7 +107,7 @@ class Way:
 class Worker:
     """The worker's side of every way; there is one in each worker process.
 
-    Each of our ways has a model of its own, as it would outside: a receiver that finds other users
+    Each of our ways has its own model, as it would outside: a receiver that finds other users
     of its parameters' memory leaves it where it is. The other ways share one.
 
     Args:

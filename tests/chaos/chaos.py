@@ -6,7 +6,7 @@
 What is done is kept in a journal, so that a run that was broken off is gone on with; `--fresh`
 begins a new one. Cases mostly wait for deadlines, so that `--jobs` processes, each with a share of
 them, take little longer than one with its own; the readers have the machine to themselves. A
-process is ended when a case hangs, and the next one goes on. At the end the tables are printed, and
+process is ended when a case hangs, and the next one continues. Then the tables are printed, and
 written to `docs/reliability.md`. Ends with code 1 if anything was not as documented.
 """
 
@@ -37,7 +37,7 @@ _READ_LIMIT = 4 * 3600.0
 
 
 def main() -> None:
-    """Run, or go on with, what the arguments ask for."""
+    """Run, or continue with, what the arguments ask for."""
     arguments = _parse()
     arguments.journal.parent.mkdir(parents=True, exist_ok=True)
     if arguments.child:

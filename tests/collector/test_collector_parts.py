@@ -488,7 +488,7 @@ def test_collection_goes_on_while_an_update_is_under_way() -> None:
         policy.set(1.0)
         pending = collector.update_policy_weights_(blocking=False)
         assert isinstance(pending, PendingSend)
-        # One batch of each may have begun before; what comes then is of the worker that goes on.
+        # One batch of each may have begun before; what comes then is of the worker that continues.
         batches = [next(collector) for _ in range(5)]
         assert not pending.done()
         assert {batch["policy_version"][0].item() for batch in batches[-2:]} == {1}

@@ -1,4 +1,4 @@
-"""A collector that is saved, and another that goes on from there."""
+"""A collector that is saved, and another that continues from there."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class WithPid(CountingEnv):
 
 
 class WithScale(CountingEnv):
-    """Has a model of its own."""
+    """Has its own model."""
 
     def __init__(self) -> None:
         super().__init__(1000)
@@ -255,7 +255,7 @@ def test_a_sender_that_has_gone(sender: Sender) -> None:
         sender.close()
         with pytest.raises(SenderLostError):
             made.receive_weights()
-        # It is said once; the collector goes on.
+        # It is said once; the collector continues.
         assert act(made) == [0.0]
         with pytest.raises(ValueError, match="nothing to receive from"):
             made.receive_weights()

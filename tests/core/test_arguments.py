@@ -89,7 +89,7 @@ def test_a_receiver(sender: Sender) -> None:
         ({"scheme_options": {"timeout": 3.0}}, OptionError, r"Collector\(…, timeout=60\.0\)"),
         ({"scheme_options": {"workers": [3]}}, OptionError, "'workers'; the collector starts its"),
         ({"scheme_options": {"on_failure": "drop"}}, OptionError, "on_worker_failure=…"),
-        ({"scheme_options": {"scheme": "mp"}}, OptionError, "the scheme is an argument of its own"),
+        ({"scheme_options": {"scheme": "mp"}}, OptionError, "the scheme is its own argument"),
         (
             {"scheme": None, "weight_sync_schemes": {"policy": {"scheme": "shm", "timeout": 3.0}}},
             OptionError,

@@ -318,7 +318,7 @@ class Counting(nn.Linear):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (Counting(2, 2), "'_extra_state' is made anew whenever it is read"),
+        (Counting(2, 2), "'_extra_state' is recomputed whenever it is read"),
         ({"policy": nn.Linear(2, 2), "step": torch.zeros(1)}, "'step' is no module's"),
         (model().state_dict(), "'0.weight' is no module's"),
         (nn.Identity(), "Identity has no tensors"),

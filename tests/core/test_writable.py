@@ -272,6 +272,6 @@ def test_a_model_that_makes_its_tensors_anew(make: Callable[[], Any], zero_copy:
     for target, name in ((model, "a"), ({"policy": model}, "policy.a")):
         binding = Binding(target)
         for _ in range(2):
-            with pytest.raises(ModelError, match=f"'{name}' is made anew"):
+            with pytest.raises(ModelError, match=f"'{name}' is recomputed"):
                 binding.write(Update.of({name: torch.ones(2, 3)}), zero_copy=zero_copy)
     assert Binding(model).read().layout.names == ("a",)

@@ -1,7 +1,7 @@
 """Every code block of the README and of the pages runs, or says why not.
 
 Blocks of a page run in its order and in one namespace. What a page takes for granted, such as a
-policy, stands in the page, in a comment that no reader sees:
+policy, is in the page, in a comment that no reader sees:
 
     <!--- invisible-code-block: python
     policy = torch.nn.Linear(4, 2)

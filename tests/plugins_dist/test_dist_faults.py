@@ -352,7 +352,7 @@ class TestPacking:
 def test_what_was_given_up_has_its_memory_to_itself(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A collective may go on writing to it, while a later version comes."""
+    """A collective may continue writing to it, while a later version comes."""
     allocated: list[int] = []
     allocate = Link.allocate
 

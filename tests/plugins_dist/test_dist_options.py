@@ -41,7 +41,7 @@ def dist(model: Any, num_workers: int = 1, **options: Any) -> Sender:
 
 
 def exchange(sender: Sender, *receivers: Receiver, weights: Any = None) -> SendReport:
-    """Let all of these receive a version, each in a thread of its own."""
+    """Let all of these receive a version, each in its own thread."""
     pending = sender.send_async(weights)
     threads = [threading.Thread(target=receiver.receive, args=(20.0,)) for receiver in receivers]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Worker group `rpc`: what every group does, in a world of its own and in one of the user's."""
+"""Worker group `rpc`: what every group does, in its own world and in one of the user's."""
 
 from __future__ import annotations
 

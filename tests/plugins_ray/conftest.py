@@ -42,7 +42,7 @@ def one_ray() -> Iterator[None]:
 
 @pytest.fixture
 def run_script() -> Callable[[str, float], list[str]]:
-    """Run a script of this folder in a process of its own, and give the lines that it prints.
+    """Run a script of this folder in its own process, and give the lines that it prints.
 
     A process has one Ray, and the tests share theirs. One that is late says where it stands.
     """

@@ -1,4 +1,4 @@
-"""Groups and senders that begin and outlive clusters of their own; run by a test."""
+"""Groups and senders that begin and outlive their own clusters; run by a test."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Agent:
 
 
 def shut_down_before_they_stop() -> None:
-    """Ray, which a group began, ends before the group and a sender do, and begins anew."""
+    """Ray, which a group began, ends before the group and a sender do, and begins again."""
     group = RayGroup(Host, 2, ray_init_config=CONFIG)
     say("workers", *pids(group))
     call = group.call(0, lambda _: time.sleep(60))

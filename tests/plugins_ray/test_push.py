@@ -471,7 +471,7 @@ def test_a_closed_sender_keeps_nothing_in_the_store(
         sender.send_async().abandon()
     assert kept() > 0
     sender.close()
-    # What actors were being given when it was closed is let go of when they have it.
+    # What actors were being given when it was closed is released when they have it.
     assert eventually(lambda: kept() == 0, 10.0)
 
 

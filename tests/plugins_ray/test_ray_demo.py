@@ -1,4 +1,4 @@
-"""The demo runs over Ray, in a cluster of its own."""
+"""The demo runs over Ray, in its own cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster of three nodes on this machine, each with an object store of its own; run by a test."""
+"""A cluster of three nodes on this machine, each with its own object store; run by a test."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ class SharedMemoryCases(KeepsVersions):
             receivers = [
                 stack.enter_context(Receiver(sender.address(i), make_policy())) for i in (0, 1)
             ]
-            # Each holds a version of its own, so that the next needs another slot.
+            # Each holds its own version, so that the next needs another slot.
             for worker_id, receiver in enumerate(receivers):
                 pending = sender.send_async(worker_ids=worker_id)
                 receiver.receive()

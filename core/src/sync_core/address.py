@@ -61,7 +61,7 @@ class Address:
         )
 
     def apply_context(self, version: int) -> ApplyContext:
-        """Return how a version is to be loaded."""
+        """Return the context for loading a version."""
         return ApplyContext(
             model_id=self.model_id,
             version=version,

@@ -129,7 +129,7 @@ def make_model(name: str) -> nn.Module:
 
 
 def mark(model: nn.Module, version: int) -> None:
-    """Fill every tensor with a value of its own, of this version."""
+    """Fill every tensor with its own value, of this version."""
     with torch.no_grad():
         for position, parameter in enumerate(model.parameters()):
             parameter.fill_(_value(version, position))
@@ -191,8 +191,8 @@ class BenchWorker:
         finally:
             os.close(descriptor)
         self._source = np.frombuffer(mapping, dtype=np.uint8)
-        # On a page of its own like the source: elsewhere in the page it may take several times
-        # as long, and this is to be the limit.
+        # On its own page like the source: elsewhere in the page it may take several times
+        # as long, and this measures the limit.
         self._target = np.frombuffer(allocate(nbytes), dtype=np.uint8)
         self._target[:] = 0
 

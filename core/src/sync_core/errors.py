@@ -176,7 +176,7 @@ class CorruptionError(ApplyError):
 class ReadbackError(WorkerError):
     """The worker's model does not hold what was sent, though it was written: it is known bad.
 
-    Its version does not count as committed, and the next send writes it anew. Only raised where
+    Its version does not count as committed, and the next send writes it again. Only raised where
     the sender was given ``verify="readback"``.
     """
 

@@ -91,7 +91,7 @@ SCHEME_CAPABILITIES = MappingProxyType(
         "cross_host": "workers may be on other machines",
         "cross_process": "workers may be in other processes",
         "cuda": "tensors on a GPU travel without a copy in the memory of the host",
-        "descriptors": "each worker has to be given an open file, such as the end of a pipe",
+        "descriptors": "each worker needs an open file, such as the end of a pipe",
         "findings": "its ``findings()`` tell ``sync-core doctor`` what is amiss around it",
         "late_join": "workers may be added while the sender runs",
         "pull": "workers fetch what they want; the sender need not be able to reach them",

@@ -204,7 +204,7 @@ class Stack:
             raise UnknownHookError(f"{plugin.describe()} was refused: {error}") from error
         except ValueError as error:
             raise UnknownHookError(
-                f"{plugin.describe()} is given twice; give each layer once, or an object of its own"
+                f"{plugin.describe()} is given twice; give each layer once, or its own object"
             ) from error
 
     def _register_check(self, plugins: Sequence[Plugin], *, wrappers: bool) -> None:
@@ -216,7 +216,7 @@ class Stack:
 
 
 class _Applied:
-    """Notes that the model is loaded, before any layer goes on after its ``yield``."""
+    """Notes that the model is loaded, before any layer continues after its ``yield``."""
 
     so_far = False
 

@@ -41,7 +41,7 @@ def check_installed() -> None:
 def buckets(layout: Layout) -> tuple[range, ...]:
     """The tensors of each bucket, by position: neighbours of about 4 MB together.
 
-    A larger tensor is a bucket of its own, and buckets are larger where there would be too many.
+    A larger tensor is its own bucket, and buckets are larger where there would be too many.
 
     Example:
         >>> named = {"a": torch.zeros(10), "b": torch.zeros(1 << 21), "c": torch.zeros(10)}

@@ -1,6 +1,6 @@
 """A check that this process may open the descriptors that gloo needs.
 
-gloo ends the process where it cannot accept a connection, in a thread of its own
+gloo ends the process where it cannot accept a connection, in its own thread
 (https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/listener.cc), so that is asked before.
 """
 

@@ -22,7 +22,7 @@ class DistOptions:
 
     Args:
         backend: ``"gloo"``, through host memory, also for models on a GPU; or ``"nccl"``.
-        topology: ``"p2p"``, each worker by itself; or ``"broadcast"``, all in one collective.
+        topology: ``"p2p"``, a connection per worker; or ``"broadcast"``, all in one collective.
         host: the address of this machine that workers connect to.
         port: the port that they connect to; 0 for a free one.
         bucket_mb: the size in MB of the parts in which a version is packed and sent.
@@ -60,7 +60,7 @@ class DistOptions:
 
     @property
     def shares_memory(self) -> bool:
-        """Return whether a worker need not be sent what lies in memory of its own machine."""
+        """Return whether a worker need not be sent what lies in memory of its machine."""
         sent_alone = self.backend == "gloo" and self.topology == "p2p"
         return self.shared_memory and sent_alone and sys.platform != "win32"
 

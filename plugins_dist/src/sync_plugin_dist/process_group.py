@@ -93,7 +93,7 @@ def _completed(held: Sequence[Any]) -> bool:
 
 # How long what a worker has received entirely may still count as being sent, in seconds.
 _SETTLING = 5.0
-# Where the other end goes while they connect, gloo takes so many times the timeout it is given.
+# Where the other end goes while they connect, gloo takes that many times the timeout it is given.
 _ATTEMPTS = 5
 
 

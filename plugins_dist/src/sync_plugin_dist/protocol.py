@@ -44,7 +44,7 @@ from typing import Self
 
 from sync_core.transports import Message
 
-# What layers may add to the model's own size: wider dtypes, and tensors of their own.
+# What layers may add to the model's own size: wider dtypes, and their own tensors.
 _TIMES, _MORE = 16, 1 << 26
 
 

@@ -28,7 +28,7 @@ from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous
 
 
 class DistReceiver(ReceiverTransport):
-    """Receives versions into memory of its own, or reads them where they were packed.
+    """Receives versions into its own memory, or reads them where they were packed.
 
     Args:
         context: what the receiver gave to `create_transport`.
@@ -261,7 +261,7 @@ class DistReceiver(ReceiverTransport):
         try:
             wire.receive(cut(block, transfer.nbytes, transfer.part), version, self._line)
         except BrokenGroupError:
-            # The block is used no more: a collective that is given up may go on writing to it.
+            # The block is used no more: a collective that is given up may continue writing to it.
             self._end_wire()
             self._line.send({"type": "broken", "number": transfer.number})
             return None

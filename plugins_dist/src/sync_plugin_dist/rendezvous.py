@@ -31,7 +31,7 @@ class Rendezvous(Store):
     Args:
         number: of the wire.
         tell: sends a message to the other ends.
-        hear: waits at most so many seconds for what they tell, and hands it to `put`. It raises
+        hear: waits at most that many seconds for what they tell, and hands it to `put`. It raises
             `BrokenGroupError` when the wire is given up.
         timeout: how long to wait, in seconds; what torch says is for one attempt to connect.
         lock: held while this waits, and during `put`.

@@ -210,7 +210,7 @@ _ASKING = 5.0
 
 
 class RpcGroup(LaunchedGroup[RpcWorker]):
-    """Objects that live in the processes of a torch RPC world, each in a thread of its own.
+    """Objects that live in the processes of a torch RPC world, each in its own thread.
 
     Where this process has called `torch.distributed.rpc.init_rpc`, the others of that world are
     the workers, in the order of their ids. They need this package installed. Stopping the group
@@ -231,8 +231,8 @@ class RpcGroup(LaunchedGroup[RpcWorker]):
 
     Args:
         factory: see `WorkerGroup`.
-        num_workers: likewise.
-        timeout: likewise; in a world of the group's own also for RPC calls that set no other.
+        num_workers: see `WorkerGroup`.
+        timeout: see `WorkerGroup`; in the group's own world also for RPC calls that set no other.
         names: the workers' names, where RPC is initialised and not all others are workers.
         torch_threads: threads that torch uses in each interpreter that is started; None shares
             the cores out.
@@ -240,7 +240,7 @@ class RpcGroup(LaunchedGroup[RpcWorker]):
     Raises:
         ValueError: the RPC world has other workers, or another number of them.
         OptionError: ``names`` where RPC is not initialised, or ``torch_threads`` where it is.
-        PluginError: this process has a group with a world of its own already.
+        PluginError: this process has a group with its own world already.
 
     Example:
         >>> with RpcGroup(lambda worker_id: [worker_id], 2) as group:  # doctest: +SKIP

@@ -29,7 +29,7 @@ _Reply = torch.futures.Future[Message]
 
 
 class _Host:
-    """One object of one group. Only its own thread makes it, uses it and lets go of it.
+    """One object of one group. Only its own thread makes it, uses it and releases it.
 
     RPC's threads are few and shared by all callers: they only queue the calls.
 
@@ -109,7 +109,7 @@ def run(key: str, call: Message) -> _Reply:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def forget(key: str) -> _Reply:
-    """Close an object and let go of it, once its call in progress has ended."""
+    """Close an object and release it, once its call in progress has ended."""
     host = _hosts.pop(key, None)
     if host is not None:
         return host.end()

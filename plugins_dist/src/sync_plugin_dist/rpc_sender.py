@@ -158,7 +158,7 @@ def _failed(answer: Answer) -> Delivered:
 
 
 def forget(order: Order) -> None:
-    """Let the sender go; the model keeps what it has, in memory of its own."""
+    """Leave the sender; the model keeps what it has, in its own memory."""
     kept = _kept.get(order.place)
     if kept is None:
         return
@@ -285,7 +285,7 @@ class RpcSender(SenderTransport):
         self._dismiss(worker)
 
     def close(self) -> None:
-        """Let the workers keep what they have, in memory of their own."""
+        """Let the workers keep what they have, in their own memory."""
         with self._lock:
             if self._closed:
                 return

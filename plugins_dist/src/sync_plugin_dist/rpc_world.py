@@ -214,7 +214,7 @@ def find_peers(
     """The workers among the peers of the world that this process has joined; None without one.
 
     Args:
-        num_workers: how many there are to be.
+        num_workers: the number of workers.
         names: which they are; None for all others, in the order of their ids.
         torch_threads: an option that only a `LocalWorld` has.
 

@@ -30,7 +30,7 @@ _DO_WITHOUT = "type shared_memory=False, and workers of this machine are sent we
 
 
 class DistSender(ServingTransport[DistPeer], StreamOwner):
-    """Serves workers over process groups of its own, or in memory; see `sync_plugin_dist.protocol`.
+    """Serves workers over its own process groups, or in memory; see `sync_plugin_dist.protocol`.
 
     Args:
         context: what the sender gave to `create_transport`.

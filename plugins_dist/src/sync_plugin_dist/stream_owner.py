@@ -19,7 +19,7 @@ class DistPeer(Peer):
         served: whether it has a stream: its hello has arrived, and it was not replaced.
         offered: the newest version that it was told of.
         knows: the slots that it has mapped, on this machine.
-        waits: whether it is to be shown a version, on this machine, as soon as there is one.
+        waits: whether, on this machine, it is shown a version as soon as there is one.
     """
 
     served: bool = False

@@ -182,7 +182,7 @@ def _answered(answer: Answer) -> Delivered:
 
 
 def forget(instance: Any, order: Order) -> None:
-    """Let go of what the sender has sent; the model keeps it, in memory of its own."""
+    """Release what the sender has sent; the model keeps it, in its own memory."""
     del instance
     with _lock:
         kept = _kept.get(order.place)

@@ -55,7 +55,7 @@ class Cluster:
             return False  # it was shut down just now
 
     def check(self) -> None:
-        """Raise `ClosedError` when Ray was shut down meanwhile, or initialised anew."""
+        """Raise `ClosedError` when Ray was shut down meanwhile, or initialised again."""
         if not self.connected:
             raise ClosedError("Ray was shut down since this was made; make a new one")
 

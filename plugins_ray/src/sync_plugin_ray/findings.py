@@ -102,7 +102,7 @@ def versions(about: str, facts: ClusterFacts) -> Iterator[Finding]:
     """A cluster that refuses this process, as its versions are others.
 
     Args:
-        about: what says that it is to be joined.
+        about: the setting that asks to join it.
         facts: what the cluster says of itself.
     """
     here = {"Ray": (facts.ray, ray.__version__), "Python": (facts.python, _python())}
@@ -123,7 +123,7 @@ def stores(about: str, facts: ClusterFacts) -> Iterator[Finding]:
     """An object store that has no room for two versions of a large model.
 
     Args:
-        about: what says that the cluster is to be joined.
+        about: the setting that asks to join the cluster.
         facts: what the cluster says of itself.
     """
     smallest = min(facts.stores, default=_LARGE)

@@ -112,8 +112,8 @@ class RayGroup(LaunchedGroup[ActorWorker]):
 
     Args:
         factory: see `WorkerGroup`.
-        num_workers: likewise.
-        timeout: likewise.
+        num_workers: see `WorkerGroup`.
+        timeout: see `WorkerGroup`.
         ray_init_config: arguments for `ray.init`, where Ray is not initialised yet.
         remote_configs: what `ActorClass.options` takes (``num_cpus``, ``num_gpus``, ``memory``,
             ``resources``, ``scheduling_strategy``, ``runtime_env``, …): one mapping for all

@@ -24,9 +24,9 @@ def take_calls(concurrency_group: str) -> None:
 
     Receivers that are made in the actor from then on are handed their versions by such calls,
     which takes half of what asking for them takes. A call waits there until the receiver has
-    answered, for a quarter of a second at most, so the group is to have a thread or more for
+    answered, for a quarter of a second at most, so the group needs a thread or more for
     each receiver, and to do nothing else. Workers of the group ``ray`` have one. Receivers in an
-    asynchronous actor, which has one thread for all calls of a group, go on asking.
+    asynchronous actor, which has one thread for all calls of a group, continue asking.
 
     A call is one of the actor's ``max_pending_calls``. It takes a moment after `Sender.send_async`,
     in which ``receive(0)`` finds nothing; a receiver that waits finds it.
@@ -73,7 +73,7 @@ class Inbox:
     def take(self, seen: int) -> Offer | None:
         """Return what was handed in, if it is newer than the version seen.
 
-        Not what is to be taken away, which a thread cannot while another one holds the interpreter,
+        Not the time until it is taken, which needs the interpreter,
         or the process is stopped: there may be something newer by now.
         """
         with self._lock:

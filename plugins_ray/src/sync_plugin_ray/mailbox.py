@@ -155,7 +155,7 @@ class Mailbox:
             reader: the receiver that asks.
             seen: the version that it has seen.
             seconds: how long to wait.
-            event: what it has to say before, which then takes no call of its own.
+            event: an event to report first, which then takes no separate call.
         """
         if event is not None:
             await self.answer(event, reader)

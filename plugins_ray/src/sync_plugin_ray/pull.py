@@ -36,7 +36,7 @@ _PATIENCE = 0.5
 _RECENT = 16
 _RECENT_BYTES = 1 << 23
 # A worker that asks after a send has returned gets its version, so the mailbox has it. One that is
-# silent for so many seconds keeps no send: its workers are late then, as the deadline finds.
+# silent for that many seconds keeps no send: its workers are late then, as the deadline finds.
 _INFORMING = 1.0
 # How long closing waits for the thread that does it, in seconds.
 _CLOSING = 5.0
@@ -104,7 +104,7 @@ class PullSender(SenderTransport):
             rest = [each for each in worker_ids if not self._hand(each, publication)]
             self._want(publication, worker_ids)
             taken_back = [self._workers[each].take_back(publication.version) for each in rest]
-        # What the mailbox refers to stays in the store: that is to be the newest version.
+        # What the mailbox refers to stays in the store: which should be the newest version.
         if rest or not publication.travels_in_calls:
             self._inform(taken_back)
         # The thread may be waiting for events only; now there is a worker that may die.

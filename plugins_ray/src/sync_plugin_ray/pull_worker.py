@@ -63,7 +63,7 @@ class PullWorker:
 
     @property
     def offer(self) -> Offer | None:
-        """Return what the mailbox is to have for it."""
+        """Return the mailbox's entry for it."""
         if self.wanted is None:
             return None
         handed_to = self.handed_to if self.handed is self.wanted else ""
@@ -115,7 +115,7 @@ class PullWorker:
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         call: Any = self.actor.__ray_call__.options(concurrency_group=self.group)
-        # One argument instead of five: to serialise each by itself took 0.1 ms of a call.
+        # One argument instead of five: to serialise each separately took 0.1 ms of a call.
         return call.remote(partial(function, *args))
 
 

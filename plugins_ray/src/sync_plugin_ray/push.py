@@ -148,7 +148,7 @@ class PushSender(SenderTransport):
             self._mailbox.remove_worker(worker_id)
 
     def close(self) -> None:
-        """Let the actors keep what they have, in memory of their own."""
+        """Let the actors keep what they have, in their own memory."""
         # The garbage collector may call this in a thread of Ray's, which may not call Ray, or in
         # ours, which may have the lock; so only ours ends anything, and it is not waited for long.
         self._events.put(None)

@@ -25,7 +25,7 @@ _LARGE = 1 << 18
 _ALIGNMENT = 64
 # Those of more than a megabyte it copies with threads that it starts for each, which takes longer.
 _PIECE = 1 << 20
-# From so many bytes on, an object of its own, put by a thread of its own, is worth its cost.
+# From so many bytes on, its own object, put by its own thread, is worth its cost.
 _WORTHWHILE = 8 << 20
 
 Array = np.ndarray[Any, Any]
@@ -275,7 +275,7 @@ def _put_aside(value: Any, tensor_transport: str | None) -> Future[ray.ObjectRef
     try:
         threading.Thread(target=put, name="sync-ray-put").start()
     except RuntimeError:
-        put()  # there are to be no more threads, as the process ends
+        put()  # no more threads can start, as the process ends
     return done
 
 

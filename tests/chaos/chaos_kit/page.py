@@ -47,12 +47,12 @@ def _made(outcomes: Sequence[Outcome]) -> str:
         f"Made{when} by `{_command(sys.argv[1:])}` on {_processor()}, {os.cpu_count()} cores, "
         f"{gib:.0f} GiB, {platform.system()} {platform.release()}, Python "
         f"{platform.python_version()}, torch {torch.__version__}. The command is that of the last "
-        "run, which went on with what those before it had done."
+        "run, which continued with what those before it had done."
     )
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """Return what to type to have it made anew."""
+    """Return what to type to have it made again."""
     kept = [
         argument
         for i, argument in enumerate(arguments)

@@ -50,7 +50,7 @@ class Subject:
 
     @property
     def processes(self) -> bool:
-        """Return whether the workers are processes of their own, which can be hurt."""
+        """Return whether the workers are their own processes, which can be hurt."""
         return "cross_process" in self.group_class.capabilities
 
     @property

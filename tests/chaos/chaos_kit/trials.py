@@ -32,7 +32,7 @@ class Trial:
         hook: the hook in which a layer raises.
         late: whether the layer raises after the hooks inside it.
         sends: False where the send itself raises, and nobody gets anything.
-        needs_processes: whether the workers must be processes of their own.
+        needs_processes: whether the workers must be their own processes.
         copies: whether it strikes only where bytes are copied into the model.
         outlasts: whether the fault takes longer than the deadline.
         burns: how many versions a send that raises uses up.

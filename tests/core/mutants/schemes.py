@@ -156,7 +156,7 @@ class Unties(Mutant):
     caught_by = "test_tied_tensors_stay_tied"
 
     @staticmethod
-    def Sender(context: TransportContext) -> ThreadSender:  # noqa: N802 - in the place of a class
+    def Sender(context: TransportContext) -> ThreadSender:  # noqa: N802 - in place of a class
         def untied(payload: Payload) -> Payload:
             tensors = payload.tensors
             named = {n: tensors[i].detach().clone() for n, i in payload.layout.index.items()}
@@ -562,7 +562,7 @@ class AcceptsAnyOption(Mutant):
     caught_by = "test_an_option_that_does_not_exist"
 
     @staticmethod
-    def Sender(context: TransportContext) -> ThreadSender:  # noqa: N802 - in the place of a class
+    def Sender(context: TransportContext) -> ThreadSender:  # noqa: N802 - in place of a class
         return ThreadSender(replace(context, options={}))
 
 

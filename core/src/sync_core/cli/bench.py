@@ -52,8 +52,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     if arguments.scheme == "collector":
         if arguments.zero_copy or arguments.consolidate or arguments.model != _MODEL:
             parser.error(
-                "a collector has a model of its own; "
-                "leave out --model, --zero-copy and --consolidate"
+                "a collector has its own model; leave out --model, --zero-copy and --consolidate"
             )
         return _run_collector(arguments, rest)
     measurement = measure(

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def diagnose(entry: EntryPoint, timeout: float) -> tuple[Diagnosis, list[Finding]]:
-    """Try a scheme in a process of its own, of which nothing is left afterwards.
+    """Try a scheme in its own process, of which nothing is left afterwards.
 
     A plugin may hang where it heeds no deadline, crash, or change what a process has only once,
     such as torch.distributed's default group; the next one must not feel any of that.

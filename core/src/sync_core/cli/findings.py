@@ -291,7 +291,7 @@ def check_scheme(name: str, timeout: float = 10.0) -> list[Finding]:
 def _ask(plugin: Plugin, found: Future[list[Finding]]) -> None:
     try:
         findings = list(plugin.object.findings())
-        # Nor a class of its own, which the process that asks could not read without the plugin.
+        # Nor its own class, which the process that asks could not read without the plugin.
         strangers = [each for each in findings if type(each) is not Finding]
         if strangers:
             raise TypeError(

@@ -19,7 +19,7 @@ def check_writable(named: Mapping[str, Tensor]) -> None:
 
     Tied tensors are one under several names, and no fault; nor are tensors that lie between each
     other's elements, as columns of a matrix do. Extra state may view what it likes: it is made
-    anew whenever it is read.
+    again whenever it is read.
 
     Example:
         >>> matrix = torch.zeros(3, 4)
@@ -50,7 +50,7 @@ def check_held(named: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None
     for name, tensor in named.items():
         if tensor.data_ptr() != again[name].data_ptr() and not is_extra_state(name):
             raise ModelError(
-                f"{name!r} is made anew whenever it is read, as those of a TensorDict that is "
+                f"{name!r} is recomputed whenever it is read, as those of a TensorDict that is "
                 "stacked lazily are, so that what is written into it is lost; give a model that "
                 "holds its tensors, such as tensordict.contiguous()"
             )

@@ -98,7 +98,7 @@ class Binding:
         layout, prefixes = self.layout, self._module_prefixes()
         for name in self._named:
             if is_extra_state(name):
-                raise ModelError(f"{name!r} is made anew whenever it is read; it has no memory")
+                raise ModelError(f"{name!r} is recomputed whenever it is read; it has no memory")
             if not name.startswith(prefixes):
                 raise ModelError(f"{name!r} is no module's; only modules are moved")
         if not self._current_flat():
@@ -289,7 +289,7 @@ def consolidate(model: Model) -> Model:
     """Move the tensors of a module into one stretch of memory, in which they lie as they travel.
 
     A `Sender` of that model then packs by copying bytes instead of thousands of tensors; a scheme
-    may also send them from where they are. Parameters keep their identity, and optimisers go on
+    may also send them from where they are. Parameters keep their identity, and optimisers continue
     with them. If the module gets other tensors, or one is moved (`module.to`), it is sent tensor by
     tensor again.
 
@@ -306,7 +306,7 @@ def consolidate(model: Model) -> Model:
         ModelError: a tensor that cannot be moved, or whose memory something else holds (a
             `state_dict`, a view, an array, a backward pass that is still to come); the message
             names it, and nothing was moved. An array that a tensor was made on
-            (`torch.from_numpy`) is not seen, and goes on looking at the old memory.
+            (`torch.from_numpy`) is not seen, and continues looking at the old memory.
 
     Example:
         >>> policy = consolidate(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1)))

@@ -20,7 +20,7 @@ Modules = Sequence[tuple[str, nn.Module]]
 
 
 def own_memory(named: Mapping[str, Tensor], lent: Sequence[Tensor]) -> None:
-    """Give every tensor that views the memory of ``lent`` a copy of its own, tied ones the same."""
+    """Give every tensor that views the memory of ``lent`` its own copy, tied ones the same."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in lent}
     copies: dict[object, Tensor] = {}
     # In inference mode they would be given memory that cannot be trained.

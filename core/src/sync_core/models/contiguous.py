@@ -46,7 +46,7 @@ class ContiguousTensors:
         """Move tensors into one block, if nothing else views their memory.
 
         A tensor keeps its identity; only the address of its elements changes. Views of it, numpy
-        arrays or aliases such as a `state_dict` would go on looking at the old memory, so where
+        arrays or aliases such as a `state_dict` would continue looking at the old memory, so where
         there are any, or memory is shared or not on the CPU, nothing is moved. An array that a
         tensor was made on (`torch.from_numpy`) is not seen: torch cannot tell such memory from
         that of a model that was unpickled or loaded from a file.

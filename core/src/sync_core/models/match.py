@@ -22,7 +22,7 @@ def check_match(weights: Layout, model: Layout, *, partial: bool = False) -> Non
     Nothing is broadcast, cast or guessed.
 
     Args:
-        weights: the layout of what is to be loaded.
+        weights: the layout of the update.
         model: the layout of what is to hold it.
         partial: whether the weights may lack some of the model's tensors.
 
@@ -103,7 +103,7 @@ def conform(named: Mapping[str, Tensor], layout: Layout, *, partial: bool) -> Up
     Args:
         named: the weights.
         layout: the layout of the model that they are for.
-        partial: whether some may be missing; the update then has a layout of its own.
+        partial: whether some may be missing; the update then has its own layout.
 
     Raises:
         ModelError: a tensor that cannot travel.

@@ -132,7 +132,7 @@ def look_up(model: Any, context: Any, before: Any = None) -> Any:
 
 
 def either(weights: Any, weights_dict: Mapping[str, Any] | None) -> Any:
-    """Return what is to be sent, given in one of two ways.
+    """Return the models to send, given in one of two ways.
 
     Raises:
         ValueError: both were given.

@@ -40,7 +40,7 @@ def plain_name(module: nn.Module) -> Callable[[str], str]:
             prefixes.append((f"{outer}{_PARALLEL}.", outer))
     if not prefixes:
         return str
-    # The innermost first, so that the prefixes of those around it still stand in the name.
+    # The innermost first, so that the prefixes of those around it still are in the name.
     prefixes.sort(key=lambda pair: len(pair[0]), reverse=True)
 
     def strip(name: str) -> str:

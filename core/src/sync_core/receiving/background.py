@@ -1,4 +1,4 @@
-"""Receives in a thread of its own, so that a version has come already when it is asked for."""
+"""Receives in its own thread, so that a version has come already when it is asked for."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class BackgroundReceiver(ReceiverTransport):
             replaced.release()
 
     def _fail(self, error: Exception) -> None:
-        """Let the next `receive` raise it, and go on after that."""
+        """Let the next `receive` raise it, and continue after that."""
         with self._lock:
             self._failure = error
             self._changed.notify_all()

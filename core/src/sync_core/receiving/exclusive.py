@@ -95,14 +95,14 @@ class Lease:
         self._model, self._payload = model, payload
 
     def end(self) -> None:
-        """Give the model memory of its own."""
+        """Give the model its own memory."""
         if self._payload is not None:
             vacate(self._model, self._payload)
             self._model = self._payload = None
 
 
 def vacate(model: Any, payload: Payload) -> None:
-    """Release a payload, of which the model keeps what it views in memory of its own."""
+    """Release a payload, of which the model keeps what it views in its own memory."""
     try:
         own_memory(named_tensors(model), payload.tensors)
     finally:

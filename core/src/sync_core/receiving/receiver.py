@@ -364,7 +364,7 @@ class Receiver(CollectorReference):
             LayoutMismatchError: they do not fit the model; nothing was written.
         """
         update = Update.of(named_tensors(weights, self._address.strategy))
-        # What zero-copy parameters view is shared and read-only, so they get memory of their own.
+        # What zero-copy parameters view is shared and read-only, so they get their own memory.
         if self._address.zero_copy:
             update = update.copied()
         self._stack_without_layers.apply_weights(
@@ -402,7 +402,7 @@ class Receiver(CollectorReference):
         return told
 
     def close(self) -> None:
-        """Leave the sender. The model keeps what it has, in memory of its own.
+        """Leave the sender. The model keeps what it has, in its own memory.
 
         Where another thread waits in `receive`, that raises `ClosedError` at once.
         """

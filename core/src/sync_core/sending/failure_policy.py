@@ -53,14 +53,14 @@ class FailurePolicy:
 
     Args:
         on_failure: see `sync_core.sending.sender.Sender`.
-        group: likewise.
-        on_restart: likewise.
+        group: the worker group that restarts workers; see `Sender`.
+        on_restart: called in a restarted worker; see `Sender`.
         called: whether the sender calls its workers by handles.
         timeout: how long ``on_restart`` may take, in seconds.
 
     Raises:
         ValueError: no such remedy.
-        OptionError: workers are to be restarted, and cannot be.
+        OptionError: the policy restarts workers, which is not possible here.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class FailurePolicy:
             raise OptionError(f"group={type(group).__name__} cannot restart its workers")
         if group is not None and called:
             raise OptionError(
-                "a worker that is started anew has a new handle, so group= is for workers that "
+                "a worker that is started again has a new handle, so group= is for workers that "
                 "connect by their addresses; leave workers= out, or replace such a worker by "
                 "sender.remove_worker(i) and sender.add_worker(i, worker=…)"
             )

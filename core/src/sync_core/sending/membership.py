@@ -188,7 +188,7 @@ class Membership:
         self._announcer.close()
 
     def add(self, worker_id: int) -> None:
-        """There is one more worker; it is to have the newest version that went to all."""
+        """Add a worker, which gets the newest version that went to all."""
         with self._lock:
             self._seats += 1
             self._next_id = max(self._next_id, worker_id + 1)

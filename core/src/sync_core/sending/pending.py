@@ -90,7 +90,7 @@ class PendingSend:
 
     Args:
         version: the version sent.
-        deliveries: one for each worker that is to get it.
+        deliveries: one for each worker.
         skipped: the workers that a hook held back.
         started: when the send was called (`time.perf_counter`).
         timeout: seconds after ``started`` by which every worker must have answered.
@@ -140,7 +140,7 @@ class PendingSend:
 
     @property
     def worker_ids(self) -> tuple[int, ...]:
-        """The workers that are to get the version."""
+        """The workers of this send."""
         return tuple(self._deliveries)
 
     @property

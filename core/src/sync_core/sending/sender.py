@@ -73,7 +73,7 @@ class Sender(Updater):
             time that doubles, though it gets every version, until it has committed the newest;
             ``"restart"`` it in ``group``; or a function of a `WorkerFailure` that says which.
         group: the worker group in which the workers run, for ``"restart"``.
-        on_restart: run in the worker started anew, ``on_restart(hosted, address)``, to make its
+        on_restart: run in the worker started again, ``on_restart(hosted, address)``, to make its
             `Receiver`; None where the group's factory does.
         verify: ``"checksum"``: checksums travel with the weights, and a worker applies nothing
             that does not match them. ``"readback"``: also, after the commit, the worker reads its

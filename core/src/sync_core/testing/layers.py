@@ -308,7 +308,7 @@ class HistoryCases(LayerCases):
         link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
         pending = link.sender.send_async()
         link.receivers[0].receive(0)
-        assert pending.wait().updated == (0,), "a worker that has no weights is to get some"
+        assert pending.wait().updated == (0,), "a worker without weights must get some"
 
     def test_what_it_says_of_skipping(self) -> None:
         plugin = registry.find(registry.LAYERS, self.layer)

@@ -78,7 +78,7 @@ class LoopbackSender(SenderTransport):
         del self.offers[worker_id]
 
     def close(self) -> None:
-        """Let go of the memory; receivers see that this transport is not known any more."""
+        """Release the memory; receivers find that this transport is closed."""
         _senders.pop(self._name, None)
         self.offers.clear()
 

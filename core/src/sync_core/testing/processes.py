@@ -28,7 +28,7 @@ def descendants() -> set[int]:
 
 def _parent_of(stat: Path) -> int | None:
     try:
-        # The name before it stands in brackets, and may hold anything.
+        # The name before it is in brackets, and may hold anything.
         return int(stat.read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return None

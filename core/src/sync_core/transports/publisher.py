@@ -330,7 +330,7 @@ class Publisher:
         replaced = self._replaced_by_what_goes_to(worker_ids)
         spare = [slot for slot in free if slot in replaced]
         if not spare and len(self.slots) < self._most():
-            # Where there is no memory for it, a worker that comes late goes without.
+            # Where there is no memory for it, a late worker does not get it.
             with suppress(CapacityError):
                 return self._add_slot(nbytes)
         oldest = min(spare or free, key=lambda slot: slot.version)

@@ -63,7 +63,7 @@ PeerT = TypeVar("PeerT", bound=Peer)
 
 
 class ServingTransport(SenderTransport, Generic[PeerT]):
-    """Serves workers that connect over sockets, in a thread of its own.
+    """Serves workers that connect over sockets, in its own thread.
 
     A connection begins with the worker's `hello`, which shows that it knows the token, and ends
     with ``{"type": "gone", "reason": …}`` from the sender, ``{"type": "leave", "reason": …}`` from

@@ -224,7 +224,7 @@ class SharedSlots:
 
     Args:
         directory: see `SharedMemory.create`.
-        remedy: likewise.
+        remedy: what to type, for the error.
     """
 
     def __init__(self, directory: str | None = None, *, remedy: str = "") -> None:
@@ -313,5 +313,5 @@ class MappedSlots:
         return block, partial(self._held.discard, index)
 
     def clear(self) -> None:
-        """Let go of all of them."""
+        """Release all of them."""
         self._mapped.clear()

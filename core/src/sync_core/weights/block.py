@@ -18,7 +18,7 @@ from sync_core.weights.layout import MAX_HEADER_BYTES, Layout, TensorSpec
 
 
 def allocate(nbytes: int) -> mmap.mmap:
-    """Zeroed memory of this process alone, a child of `os.fork` gets a copy of its own."""
+    """Zeroed memory of this process alone, a child of `os.fork` gets its own copy."""
     if sys.platform == "win32":
         return mmap.mmap(-1, nbytes)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -41,7 +41,7 @@ class Block:
 
     Args:
         memory: a one-dimensional uint8 tensor, its first byte aligned to 64 bytes.
-        more: such tensors, which go on where the one before ends; for a payload that arrives in
+        more: such tensors, which continue where the one before ends; for a payload that arrives in
             several stretches. The header lies in the first, and no tensor lies in two.
 
     Example:
@@ -121,7 +121,7 @@ class Block:
         self._written = layout
 
     def read_layout(self, digest: str | None = None, known: Layout | None = None) -> Layout:
-        """The layout whose header stands in this memory.
+        """The layout whose header is in this memory.
 
         Args:
             digest: what its digest must be, or begin with; one that was read before is not read

@@ -93,7 +93,7 @@ def _copy_what_is_left(pieces: deque[_Piece]) -> None:
 
 
 def _same_bytes(target: Tensor, source: Tensor) -> bool:
-    """Return whether to copy is to copy the bytes as they stand in memory."""
+    """Return whether to copy is to copy the bytes as they are in memory."""
     return (
         target.dtype == source.dtype
         and target.shape == source.shape

@@ -92,7 +92,7 @@ _METADATA = "__metadata__"
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether the format has a use of its own for a tensor's name."""
+    """Return whether the format has its own use for a tensor's name."""
     return name in (_METADATA, CHECKSUMS, BASE) or name.startswith(_FILLER)
 
 

@@ -65,7 +65,7 @@ class Update:
             yield name, tensors[position]
 
     def copied(self) -> Update:
-        """The same weights in memory of their own; tied tensors stay tied."""
+        """The same weights in their own memory; tied tensors stay tied."""
         return Update(self.layout, [tensor.detach().clone() for tensor in self.tensors])
 
     def replace(self, tensors: Sequence[Tensor]) -> None:
@@ -170,7 +170,7 @@ class Payload:
         release: Callable[[], None] = _nothing_to_release,
         since: float | None = None,
     ) -> Payload:
-        """The payload that stands in a block, as views of it.
+        """The payload that is in a block, as views of it.
 
         Args:
             block: where it stands.
@@ -190,7 +190,7 @@ class Payload:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, version: int) -> Payload:
-        """The payload that ``data`` holds, in memory of its own.
+        """The payload that ``data`` holds, in its own memory.
 
         Raises:
             PayloadError: the bytes are no payload.

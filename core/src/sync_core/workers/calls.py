@@ -43,7 +43,7 @@ def dumps(value: object) -> list[bytes | memoryview]:
 
 
 def dumps_copy(value: object) -> list[bytearray]:
-    """Pickle a value as it is now; likewise."""
+    """Pickle a value as it is now, into parts."""
     return [bytearray(part) for part in dumps(value)]
 
 

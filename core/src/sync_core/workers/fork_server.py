@@ -216,6 +216,6 @@ def _settle(request: Request, stdout: int, stderr: int, directory: int) -> None:
     os.environ.update(request.environment)
     sys.path[:] = request.path
     importlib.invalidate_caches()
-    # Python's own generator is seeded anew at a fork, NumPy's is not.
+    # Python's own generator is seeded again at a fork, NumPy's is not.
     numpy: Any = sys.modules["numpy"]
     numpy.random.seed()

@@ -30,8 +30,8 @@ class WorkerGroup(ABC):
 
     Raises:
         RemoteCallError: the factory raised in a worker; every worker is stopped first.
-        WorkerLostError: a worker died while it started; likewise.
-        WorkerTimeoutError: a worker did not start in time; likewise.
+        WorkerLostError: a worker died while it started; no worker is left.
+        WorkerTimeoutError: a worker did not start in time; no worker is left.
     """
 
     #: What the group can do; `sync_core.hooks` says what each name means.

@@ -21,7 +21,7 @@ Rows: TypeAlias = Mapping[Any, np.ndarray[Any, Any]]
 
 
 class Chooser(Protocol):
-    """Chooses actions, and keeps what is to be recorded beside the observations, by step."""
+    """Chooses actions, and keeps values to record beside the observations, by step."""
 
     root: list[Leaves]
     next: list[Leaves]
@@ -120,12 +120,12 @@ class _Rows:
     """A batch that is being gathered: how far it has come, and a row for each of its steps.
 
     Args:
-        steps: how many there are to be.
-        seen: the observations; one row more, which is where the next batch goes on.
+        steps: the number of steps.
+        seen: the observations; one row more, which is where the next batch continues.
         following: the true outcome of each step, also where an episode ended.
-        reward: likewise.
-        terminated: likewise.
-        truncated: likewise.
+        reward: of each step.
+        terminated: of each step.
+        truncated: of each step.
         versions: of the policy that acted.
         chooser: chooses the actions.
         action: chosen for the next step, which was cut short; None if it is still to be chosen.
@@ -175,7 +175,7 @@ class ArrayLoop:
         return self._rows is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next run goes on."""
+        """Return where the next run continues."""
         return {"current": self._current, "ended": self._ended, "carried": self._carried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Updates that a collector makes by itself, and the warning when it makes none."""
+"""Automatic updates of a collector's workers, and the warning when there are none."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class AutoUpdate:
         except SendError as error:
             self._under_way = None
             for worker_id in error.report.failed:
-                # It goes on with what it has, as the trainer has been told.
+                # It continues with its weights, as was reported to the trainer.
                 self._requests.require(worker_id, 0)
             # One that was lost lives again where another thread has restarted it meanwhile.
             if any(
@@ -184,7 +184,7 @@ class AutoUpdate:
         self._under_way = None
 
     def forget(self) -> None:
-        """Send anew, the next time, what has not come: Ctrl-C may have cost a worker the weights.
+        """Send again, the next time, what has not come: Ctrl-C may have cost a worker the weights.
 
         That is so of one in the thread that was interrupted.
         """

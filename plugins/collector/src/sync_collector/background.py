@@ -1,4 +1,4 @@
-"""Collects in a thread of its own, into a replay buffer, while the trainer learns."""
+"""Collects in its own thread, into a replay buffer, while the trainer learns."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class BackgroundCollection:
 
     @contextmanager
     def paused(self, timeout: float) -> Iterator[None]:
-        """Come to rest with nothing under way, and go on afterwards; nothing if it does not run.
+        """Come to rest with nothing under way, and continue afterwards; nothing if it does not run.
 
         Raises:
-            TimeoutError: it did not come to rest in time, and goes on.
+            TimeoutError: it did not come to rest in time, and continues.
         """
         with self._lock:
             idle = not self._runs and not self._pauses

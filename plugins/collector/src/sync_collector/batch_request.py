@@ -13,7 +13,7 @@ class BatchRequest:
         number: tells this batch from the one before it; the same where Ctrl-C came before that one
             was delivered. None for a batch that is never asked for again.
         random: act at random, not by the policy.
-        version: the version of the weights that it is to be made with, or a newer one.
+        version: the least version of the weights for the batch.
         patience: how long these are waited for, in seconds.
     """
 

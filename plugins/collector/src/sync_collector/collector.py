@@ -55,13 +55,13 @@ class Collector(Life, Updates):
     With ``sync=True``, all workers make a part of each batch, between two iterations and with the
     newest weights; batches have the shape ``[num_workers, frames_per_batch // num_workers]``.
     Otherwise each batch is one worker's, of the shape ``[frames_per_batch]``, the first that is
-    ready, and a worker that can run by itself begins its next one at once, while the trainer
+    ready, and a worker that runs on its own begins its next one at once, while the trainer
     learns. Environments that are stepped together put their dimension before the one of time,
     which is the last and the only one with a name, ``"time"``.
 
     A frame holds what the policy saw and did, ``"next"`` with what came of it (the true
     observation also where an episode ended), ``("collector", "traj_ids")``, unique over workers
-    and time, and ``policy_version``. A new episode begins by itself where one ended, so ``done`` is
+    and time, and ``policy_version``. A new episode begins where one ended, so ``done`` is
     False at the root, always.
 
     A collector is its own iterator: leaving a loop and beginning another loses and repeats
@@ -95,7 +95,7 @@ class Collector(Life, Updates):
             ``inline``.
         num_workers: how many workers; by default as many as the lists have entries, or 1.
         frames_per_batch: the frames of a batch.
-        total_frames: end as soon as so many frames were yielded; -1 for never.
+        total_frames: end as soon as that many frames were yielded; -1 for never.
         sync: whether a batch is made by all workers.
         layers: layers for the weights on their way.
         zero_copy: let the workers' parameters be views of what arrives.
@@ -107,7 +107,7 @@ class Collector(Life, Updates):
         postproc: changes every batch before it is yielded or written, after ``split_trajs``.
         replay_buffer: has ``extend``, which gets what each worker makes. None is yielded then.
         extend_in_workers: let workers write, for a buffer that is the same wherever it travels.
-        init_random_frames: act at random for at least so many frames of all workers together.
+        init_random_frames: act at random for at least that many frames of all workers together.
         num_workers_per_collector: how many environments each worker makes and steps together.
         on_worker_failure: when a worker dies: ``"raise"`` an error that names it, and shut down; or
             ``"restart"``: another begins new episodes in its place, with the newest weights.
@@ -311,7 +311,7 @@ class Collector(Life, Updates):
     def pause(self, timeout: float | None = None) -> AbstractContextManager[None]:
         """For ``with``: let what is under way come into the replay buffer, and nothing more.
 
-        Leaving the block goes on. Where nothing runs in the background, nothing happens.
+        Leaving the block continues. Where nothing runs in the background, nothing happens.
 
         Args:
             timeout: seconds to come to rest; None for the collector's.

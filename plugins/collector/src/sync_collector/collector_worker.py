@@ -161,7 +161,7 @@ class CollectorWorker:
         self._built.start_over(seat)
 
     def _arrived(self) -> None:
-        """Commit what has arrived; a worker that is at work does so by itself, after its step."""
+        """Commit what has arrived; a worker in a batch does so on its own, after its step."""
         refresher = self._built.refresher
         if not self._at_work.acquire(blocking=False):
             refresher.look_soon()

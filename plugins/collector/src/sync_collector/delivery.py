@@ -55,7 +55,7 @@ class BatchDelivery:
         schedule: says whose batch is next.
         requests: batches that workers were asked for.
         weights: what the policies act with.
-        auto_update: refreshes them by itself.
+        auto_update: the automatic updates.
         stale: warns if they never are.
         output: what happens to a batch in the end.
         total_frames: the frames after which it ends; -1 for never.

@@ -37,7 +37,7 @@ class Devices:
     def of(
         cls, device: Any = None, *, env: Any = None, policy: Any = None, storing: Any = None
     ) -> Self:
-        """The devices, where ``device`` stands in for those that are not given.
+        """The devices, with ``device`` for those that are not given.
 
         Batches of an environment and a policy on one device are delivered there, too.
         """
@@ -79,7 +79,7 @@ class Devices:
         return _Carried(act, self)
 
     def store(self, batch: TensorDictBase) -> TensorDictBase:
-        """The batch where it is to be delivered."""
+        """The batch on the device that it is delivered on."""
         return batch if self.storing is None else batch.to(self.storing)
 
 

@@ -26,7 +26,7 @@ def initialise(act: TensorPolicy | TensorDictPolicy, env: Env) -> None:
     """Act once in an environment, which is reset for that.
 
     Raises:
-        ModelError: the policy calls the ``forward()`` of a lazy module by itself.
+        ModelError: the policy calls the ``forward()`` of a lazy module directly.
     """
     try:
         with torch.no_grad():

@@ -168,7 +168,7 @@ class Life:
             self._requests.drop(worker_id)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the workers' environments, one after the other, and begin their episodes anew.
+        """Seed the workers' environments, one after the other, and begin their episodes again.
 
         Each worker gets the seed that the one before it returned. What they have made before and
         was not taken yet is dropped: no frame that comes is older than the seed. With the same
@@ -191,7 +191,7 @@ class Life:
         return self._at_rest(lambda: self._state.seed(seed, static_seed))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a collector goes on from exactly, as something that pickles (``torch.save``).
+        """Return the state to continue from exactly, as something that pickles (``torch.save``).
 
         That is what was counted, and of each worker the weights, the environment, the trajectory,
         the random state of its own process, and a batch that was not taken yet:
@@ -235,7 +235,7 @@ class Life:
         self._background.end(seconds)
 
     async def async_shutdown(self) -> None:
-        """`shutdown`, while other tasks of the event loop go on."""
+        """`shutdown`, while other tasks of the event loop continue."""
         await asyncio.to_thread(self.shutdown)
 
     def __enter__(self) -> Self:

@@ -57,7 +57,7 @@ class Loop(Protocol):
         """Return whether a run was cut short."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next run goes on, between two runs."""
+        """Return where the next run continues, between two runs."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there."""
@@ -109,7 +109,7 @@ class TensorDictLoop:
         return bool(self._frames) or self._acted is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next run goes on."""
+        """Return where the next run continues."""
         return {"root": self._root, "stepped": self._stepped, "carried": self._carried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -180,7 +180,7 @@ class TensorDictLoop:
 
     def _root_after(self, stepped: TensorDictBase) -> TensorDictBase:
         following = stepped["next"]
-        # What no step gives anew stays, such as the parameters of a model.
+        # What no step gives again stays, such as the parameters of a model.
         root: TensorDictBase = stepped.exclude("next", *self._conventions.action_keys)
         root.update(following.exclude(*self._conventions.reward_keys))
         mask = self._conventions.ended_now(following)

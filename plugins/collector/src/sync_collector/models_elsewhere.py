@@ -1,4 +1,4 @@
-"""Models that other workers than the collector's hold, each updated by a sender of its own."""
+"""Models that other workers than the collector's hold, each updated by its own sender."""
 
 from __future__ import annotations
 

@@ -63,11 +63,11 @@ class MultiModelWeights:
         self._increments = 0
         self._pending: PendingSend | None = None
         # The newest version of each model that every worker was to have; what each was sent last,
-        # and which of that went to some workers only: a new one is to have it too.
+        # and which of that went to some workers only: a new one must have it too.
         self._of_all: dict[str, int] = {}
         self._last: dict[str, Any] = {}
         self._of_some: set[str] = set()
-        # What workers began with, or were told to go on with, until something is sent to all.
+        # What workers began with, or were told to continue with, until something is sent to all.
         self._unsent: Weights = {}
         self.models = dict(models)
         self.senders: dict[str, Sender] = {}
@@ -157,7 +157,7 @@ class MultiModelWeights:
             sender.close()
 
     def _end_last(self) -> None:
-        """Wait for an update that was not waited for; its outcome is told by itself."""
+        """Wait for an update that was not waited for; its outcome is logged."""
         if self._pending is not None:
             with suppress(SendError):
                 self._pending.wait()
@@ -177,7 +177,7 @@ class MultiModelWeights:
     ) -> PendingSend:
         if not weights:
             raise ModelError(
-                "the collector has no weights of its own; type update_policy_weights_(weights_dict="
+                "there are no weights of this model; type update_policy_weights_(weights_dict="
                 f"{{{self.names[0]!r}: …}})"
             )
         for name, given in weights.items():

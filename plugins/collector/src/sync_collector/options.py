@@ -125,12 +125,12 @@ def count_frames(frames_per_batch: int, num_workers: int, *, sync: bool) -> int:
 
 
 def check_on_worker_failure(value: str, group: type[WorkerGroup]) -> None:
-    """Raise unless a worker group can do what is to be done when a worker dies."""
+    """Raise unless a worker group can do what ``on_worker_failure`` asks for."""
     if value not in ("raise", "restart"):
         raise ValueError(f"on_worker_failure is {value!r}; give 'raise' or 'restart'")
     if value == "restart" and "restart" not in group.capabilities:
         raise OptionError(
-            f"{group.__name__} cannot put a worker in the place of another; leave "
+            f"{group.__name__} cannot put a worker in place of another; leave "
             "on_worker_failure out, or use workers='process'"
         )
 
@@ -150,7 +150,7 @@ def check_buffer(replay_buffer: Any, *, extend_in_workers: bool) -> None:
 def refresh_interval(
     max_weight_update_interval: int, *, each_batch: bool, has_weights: bool
 ) -> int:
-    """After how many batches a worker is refreshed by itself; -1 for never.
+    """After how many batches a worker is updated automatically; -1 for never.
 
     Raises:
         TypeError: the interval is no integer.

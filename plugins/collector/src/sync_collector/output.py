@@ -15,7 +15,7 @@ def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
     """One row for each trajectory, padded with zeros to the length of the longest.
 
     Rows come in the order of the batch: environment after environment, each in the order of time.
-    A trajectory that goes on in the next batch has a row in both, with the same id.
+    A trajectory that continues in the next batch has a row in both, with the same id.
 
     Args:
         batch: frames with ``("collector", "traj_ids")``; time is the last dimension.
@@ -64,7 +64,7 @@ class Output:
     """The last steps of a batch, in the order of the arguments.
 
     Args:
-        split_trajs: put each trajectory into a row of its own.
+        split_trajs: put each trajectory into its own row.
         postproc: changes the batch.
         replay_buffer: where the batch is written to; None to yield it.
         extend_in_workers: let the workers do all of that, which then deliver only how many frames
@@ -90,7 +90,7 @@ class Output:
         return made.select("policy_version", strict=False)
 
     def written_by_driver(self, batch: TensorDictBase, *, of_all: bool) -> Sequence[TensorDictBase]:
-        """Return what of a batch that was delivered is to be written, one after the other.
+        """Return the parts of a delivered batch to write, one after the other.
 
         Args:
             batch: the batch.

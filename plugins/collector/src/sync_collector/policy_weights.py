@@ -28,7 +28,7 @@ from sync_core.workers import gather, normalize
 
 # How long a worker at rest waits for weights that come later than the call that announces them.
 _PATIENCE = 0.1
-# How long a worker that commits by itself is given to, in seconds, before it is asked as well.
+# Seconds for a worker to commit on its own, before it is asked to.
 _UNASKED = 0.02
 # How often the driver looks whether a worker has to be asked again.
 _GLANCE = 0.002
@@ -72,7 +72,7 @@ class CommitRequests:
         self._calls, self._unasked = {}, {}
 
     def see_through(self, pending: PendingSend, timeout: float) -> None:
-        """Wait until every worker has answered, or so many seconds are over.
+        """Wait until every worker has answered, or that many seconds are over.
 
         A worker in the middle of a batch commits between two steps; one at rest when it is asked.
         """
@@ -146,10 +146,10 @@ class PolicyWeights:
         self._timeout = timeout
         self._increments = 0
         self._pending: PendingSend | None = None
-        # What was sent last, and whether it went to all workers: a new one is to have it too.
+        # What was sent last, and whether it went to all workers: a new one must have it too.
         self._last: Mapping[str, Any] = {}
         self._last_to_all = True
-        # What workers began with, or were told to go on with, until something is sent to all.
+        # What workers began with, or were told to continue with, until something is sent to all.
         self._unsent: Weights = {}
         self.sender: Sender | None = None
         self.seconds = 0.0
@@ -302,7 +302,7 @@ class PolicyWeights:
         self._connect(weights)
 
     def _end_last(self) -> None:
-        """See an update through that was not waited for; its outcome is told by itself."""
+        """See an update through that was not waited for; its outcome is logged."""
         if self._pending is not None:
             self._commit_requests.see_through(self._pending, self._timeout)
             self._pending.abandon()

@@ -17,7 +17,7 @@ def seed_process(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The random state of this process, to go on from later."""
+    """The random state of this process, to continue from later."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,

@@ -32,7 +32,7 @@ class Relay:
     Args:
         weights: the collector's models, and the way to its workers.
         pool: its workers.
-        replacement: puts others in the place of those that are found dead.
+        replacement: puts others in place of those that are found dead.
         timeout: deadline of calls to workers, in seconds.
     """
 

@@ -23,7 +23,7 @@ _NOTICE = 2.0
 
 
 class Replacement:
-    """Replaces the workers that have died, if they are to be replaced.
+    """Replaces the workers that have died, if the collector asks for it.
 
     Args:
         pool: the workers.
@@ -37,7 +37,7 @@ class Replacement:
         self._lock = threading.Lock()
 
     def replace(self, lost: WorkerLostError) -> None:
-        """Put another worker in the place of one; it has the newest weights when this returns.
+        """Put another worker in place of one; it has the newest weights when this returns.
 
         Raises:
             WorkerLostError: workers are not to be replaced, or this one's place is lost again

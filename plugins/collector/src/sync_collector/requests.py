@@ -22,7 +22,7 @@ from sync_collector.worker_pool import WorkerPool
 from sync_core import WorkerLostError, WorkerTimeoutError
 from sync_core.transports import uninterrupted
 
-# How often it is looked whether a worker that is held back was let go on, in seconds.
+# How often it is looked whether a worker that is held back was let continue, in seconds.
 _GLANCE = 0.002
 
 
@@ -46,7 +46,7 @@ class Requests:
         pool: the workers.
         timeout: the longest that a batch is waited for, in seconds.
         make_request: says what to ask a worker for, when it is asked.
-        replacement: puts another in the place of a worker that is lost, which is then asked for
+        replacement: puts another in place of a worker that is lost, which is then asked for
             the batch; None for an error.
     """
 
@@ -97,7 +97,7 @@ class Requests:
             if self._held[worker_id]:
                 self._postponed.add(worker_id)
                 return
-            # A worker without a thread of its own works in the call, and can be interrupted.
+            # A worker without its own thread works in the call, and can be interrupted.
             with uninterrupted() if self._pool.parallel else nullcontext():
                 self._ask(worker_id)
 
@@ -219,7 +219,7 @@ class Requests:
         while True:
             left = max(0.0, deadline - time.monotonic())
             if self._postponed and left:
-                # Another thread holds them back, and may let others go on before these.
+                # Another thread holds them back, and may let others continue before these.
                 time.sleep(min(left, _GLANCE))
                 continue
             futures = dict(sorted(self._futures.items()))
@@ -285,7 +285,7 @@ class Requests:
     def _made_by(
         self, worker_id: int, future: Future[TensorDictBase | None]
     ) -> TensorDictBase | None:
-        """The batch of a worker; None where it is asked for anew.
+        """The batch of a worker; None where it is asked for again.
 
         That is so if its worker is lost and another takes its place, or if it did not get the
         weights that the batch required. Of one that was removed, nothing is expected any more.
@@ -323,7 +323,7 @@ class Requests:
     def _late(self, worker_id: int) -> WorkerTimeoutError:
         return WorkerTimeoutError(
             worker_id,
-            f"gave no batch within {self._timeout:g} s; iterate again to go on waiting, as a "
+            f"gave no batch within {self._timeout:g} s; iterate again to continue waiting, as a "
             "collector in the background does by itself, or give it a longer timeout or fewer "
             "frames_per_batch",
         )

@@ -294,7 +294,7 @@ class Rollout:
         return batch if deliver is None else deliver(batch)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment and begin its episodes, and a batch, anew.
+        """Seed the environment and begin its episodes, and a batch, again.
 
         A worker with a process to itself seeds torch, numpy and random too, for its policy.
 
@@ -319,7 +319,7 @@ class Rollout:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next batch depends on; ``"env"`` is None if it is not saved.
 
-        Of random states, only that of a process of its own is among it.
+        Of random states, only that of its own process is among it.
         """
         state = {
             "ids": self._ids.state_dict(),

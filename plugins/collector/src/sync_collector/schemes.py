@@ -130,7 +130,7 @@ _NAMES_MODELS = (
 )
 # Arguments of a `Sender` that are not for the user of a collector, and what to type instead.
 _GIVEN_BY_COLLECTOR = {
-    "scheme": "the scheme is an argument of its own: Collector(…, scheme='shm')",
+    "scheme": "the scheme is its own argument: Collector(…, scheme='shm')",
     "timeout": "the deadline is the collector's: Collector(…, timeout=60.0)",
     "model": _NAMES_MODELS,
     "model_id": _NAMES_MODELS,

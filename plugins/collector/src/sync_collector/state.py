@@ -61,7 +61,7 @@ class State:
         if lost:
             warnings.warn(
                 f"the environments of workers {lost} cannot be saved, and will begin new episodes "
-                "when this state is loaded; write save_state() and load_state() to go on exactly "
+                "when this state is loaded; write save_state() and load_state() to continue "
                 "(sync_collector.envs.Env)",
                 stacklevel=6,
             )
@@ -78,7 +78,7 @@ class State:
         }
 
     def seed(self, seed: int, static_seed: bool) -> int:
-        """Seed one worker after the other, and begin anew; the seed that the last one returned."""
+        """Seed one worker after the other, and begin again; the seed that the last one returned."""
         self.requests.drop_all()
         self.delivery.drop()
         for worker_id in self.pool.ids:

@@ -16,10 +16,10 @@ class CollectorStats:
         lag: how many versions the oldest policy that acted in the last batch was behind the
             newest one, when the batch was delivered.
         mean_lag: the same, on average over the batches delivered.
-        max_lag: likewise, the most that it ever was.
+        max_lag: the largest such number of all batches.
         sync_seconds: how long the last `update_policy_weights_` took, from the call to the last
             worker's acknowledgement; 0.0 before the first. One with ``blocking=False``, and one
-            that the collector did by itself, count only for what the caller waited.
+            that were automatic count only for what the caller waited.
     """
 
     frames: int = 0

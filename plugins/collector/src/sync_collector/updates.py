@@ -77,7 +77,7 @@ class Updates:
         Args:
             policy_or_weights: a module, a TensorDict or a state_dict; None for the trainer's own.
             weights: the same, by another name.
-            policy: likewise.
+            policy: the same, by another name.
             worker_ids: one worker or several; None for all.
             model_id: whose weights they are; the policy's by default, or those of all models that
                 the collector's workers hold if none were given. A model that other workers hold,
@@ -174,7 +174,7 @@ class Updates:
         Args:
             path: from ``env``, ``policy`` or another model on: ``"env.transform[0].reset"``.
             *args: for what is called.
-            **kwargs: likewise.
+            **kwargs: its keyword arguments.
 
         Raises:
             RemoteCallError: the path leads nowhere in a worker, or what was called raised.

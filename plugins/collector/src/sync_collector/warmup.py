@@ -1,4 +1,4 @@
-"""Random actions at first: at least so many frames of all workers together."""
+"""Random actions at first: at least that many frames of all workers together."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Warmup:
 
     Args:
         pool: the workers.
-        frames: how many frames of random actions there are to be, at least.
-        together: all workers are asked in turn for parts of one batch, which are to be alike: a
+        frames: the least number of frames of random actions.
+        together: all workers are asked in turn for parts of one batch, which must be alike: a
             policy may set more than the action.
     """
 

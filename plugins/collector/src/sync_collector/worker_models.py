@@ -56,7 +56,7 @@ def write_models(
         ModelError: a model is missing.
     """
     models = _models(parts, saved)
-    # What a receiver lends to a model may be part of another one, which has memory of its own
+    # What a receiver lends to a model may be part of another one, which has its own memory
     # once the receiver has written.
     for name in sorted(saved, key=lambda name: name not in receivers):
         if name in receivers:

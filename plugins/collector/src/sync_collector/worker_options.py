@@ -57,7 +57,7 @@ class WorkerOptions(TypedDict, total=False):
         exploration_type: what a probabilistic policy takes of its distributions: a
             `tensordict.nn.InteractionType` or its name; by default, ``"random"`` samples.
         trust_policy: give the policy the TensorDict, whatever its arguments are called.
-        device: stands in for each of the following that is not given. In `Collector`, a device
+        device: the default of each of the following. In `Collector`, a device
             may also be a list, one for each worker.
         env_device: where actions are put; an environment that has a ``to()`` is moved there.
         policy_device: where a worker's policy acts.
@@ -114,7 +114,7 @@ def options_of_workers(
 
 
 def changed_options(base: RolloutOptions, given: Mapping[str, Any]) -> RolloutOptions:
-    """Return options of which one worker has some of its own.
+    """Return options of one worker, which differ from the common ones.
 
     Args:
         base: what holds for all that is not given.

@@ -33,8 +33,8 @@ class WorkerPool:
     Raises:
         RemoteCallError: an environment or a policy could not be made; it has the traceback. Every
             worker is stopped first.
-        PolicyError: the policy's arguments do not fit the environment; likewise.
-        WorkerError: a worker did not start; likewise.
+        PolicyError: the policy's arguments do not fit the environment.
+        WorkerError: a worker did not start.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WorkerPool:
         self.next_seat = 0
         # What differs from the spec of workers that were added.
         self._changes: dict[int, dict[str, Any]] = {}
-        # Workers that were started in the place of others and never came to be like the rest.
+        # Workers that were started in place of others and never came to be like the rest.
         self._unready: dict[int, str] = {}
         # Those that have joined, and those that are being replaced: only the thread that
         # adds or restarts a worker calls it before it is like the rest.
@@ -103,7 +103,7 @@ class WorkerPool:
             return False
 
     def restarting(self, worker_id: int) -> bool:
-        """Return whether another is being put in the place of a worker."""
+        """Return whether another is being put in place of a worker."""
         return worker_id in self._restarting
 
     def removed(self, worker_id: int) -> bool:
@@ -159,7 +159,7 @@ class WorkerPool:
         return worker_id
 
     def restart(self, worker_id: int) -> None:
-        """Put a new worker in the place of one, dead or alive, under the same id.
+        """Put a new worker in place of one, dead or alive, under the same id.
 
         One that is removed meanwhile is not replaced.
 

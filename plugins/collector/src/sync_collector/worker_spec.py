@@ -30,7 +30,7 @@ class WorkerSpec:
         policy_fn: makes its policy.
         models: what it has beside the policy, by name.
         share_policy: let it act with the very object ``policy``, not with a copy.
-        seed: where its random state begins, if it has a process of its own.
+        seed: where its random state begins, if it has its own process.
         one_thread: let torch use one thread there.
         options: how it makes batches.
     """
@@ -50,7 +50,7 @@ class WorkerSpec:
         return f"WorkerSpec(seat={self.seat})"
 
     def make_env(self) -> Env:
-        """The environment, made in the worker; several as one if there are to be several.
+        """Make the environment, in the worker; several as one.
 
         Raises:
             TypeError: what was made is no environment.
@@ -95,10 +95,10 @@ class WorkerSpecs:
         policy: the policy of all; None for random actions, or where functions make them.
         policy_fns: a function that makes a policy, or None, for each of the first workers.
         models: see `WorkerSpec`.
-        share_policy: likewise.
+        share_policy: see `WorkerSpec`.
         seed: of the first seat; every other one is derived from it.
         one_thread: see `WorkerSpec`.
-        num_envs: likewise.
+        num_envs: see `WorkerSpec`.
         options: how each of the first workers makes batches.
     """
 

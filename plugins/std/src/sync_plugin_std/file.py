@@ -59,7 +59,7 @@ class DirectoryStore(Store):
         Path(part).replace(path)
 
     def get(self, name: str) -> bytes | None:
-        """Return what stands in a file."""
+        """Return what is in a file."""
         try:
             return (self._directory / name).read_bytes()
         except FileNotFoundError:

@@ -21,7 +21,7 @@ class InlineGroup(LaunchedGroup["InlineWorker"]):
 
     Args:
         factory: see `WorkerGroup`.
-        num_workers: likewise.
+        num_workers: see `WorkerGroup`.
         timeout: not used; nothing is waited for.
 
     Example:

@@ -12,7 +12,7 @@ from sync_core import SkipContext, hookimpl
 class Interval:
     """Holds a push back unless it is the k-th since the worker was last updated.
 
-    Counted for each worker by itself, so that a push to some workers counts for those alone.
+    Counted for each worker separately, so that a push to some workers counts for those alone.
     The first push to a worker always goes out; after an update k - 1 pushes are held back and
     the next one goes out. With a collector that pushes after every batch, a worker is refreshed
     every k batches. A push that failed does not count as an update, so the next one goes out.

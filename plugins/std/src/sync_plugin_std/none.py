@@ -91,16 +91,16 @@ class NoneSender(SenderTransport):
         self.newest.pop(worker_id, None)
 
     def joined(self, worker_id: int) -> None:
-        """Tell that a worker is there, and has what it is to have: it acts with the same object."""
+        """Report a worker as connected and current: it acts with the same object."""
         self._notify(worker_id, Notice("connected"))
         newest = self.newest.get(worker_id)
         if newest is not None:
-            # One that was added is to have what went to all, and the last may have gone to some.
+            # A worker that was added must have what went to all; the last may have gone to some.
             self._notify(worker_id, Notice("acknowledged", self._version_for_all))
             self._notify(worker_id, Notice("acknowledged", newest.version))
 
     def close(self) -> None:
-        """Let go of the trainer's tensors."""
+        """Release the trainer's tensors."""
         self.newest.clear()
         self._last = None
 

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 from sync_core.workers import LaunchedGroup, Launcher, pickle_factory
 from sync_plugin_std.process_rpc import Child
 
-# The longest that stopping waits for a worker to end by itself, and after SIGTERM.
+# The longest that stopping waits for a worker to end on its own, and after SIGTERM.
 _ASKING = 5.0
 _TERMINATING = 2.0
 
 
 class ProcessGroup(LaunchedGroup[Child]):
-    """Objects in processes of their own, which have run nothing else: safe with CUDA and threads.
+    """Objects in their own processes, which have run nothing else: safe with CUDA and threads.
 
     The caller's ``__main__`` is not run again in the workers: scripts without a main guard,
     notebooks and ``python -`` work. The factory, functions, arguments, results and exceptions
@@ -31,8 +31,8 @@ class ProcessGroup(LaunchedGroup[Child]):
 
     Args:
         factory: see `WorkerGroup`.
-        num_workers: likewise.
-        timeout: likewise.
+        num_workers: see `WorkerGroup`.
+        timeout: see `WorkerGroup`.
         torch_threads: threads that torch uses in each worker; None shares the cores out.
 
     Example:

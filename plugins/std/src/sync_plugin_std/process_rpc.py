@@ -105,7 +105,7 @@ class Outbox:
             self._backlog.put(pieces)
 
     def join(self) -> None:
-        """Wait until all is sent, or the other end is gone; nothing is to be put in any more."""
+        """Wait until all is sent, or the other end is gone; `put` is not called after this."""
         self._backlog.put([])
         self._thread.join()
 

@@ -33,7 +33,7 @@ class ThreadOptions:
     Args:
         slots: how many versions may be kept at a time, for readers of old ones. None: three,
             and one more for each further version that workers which do not get on still hold, or
-            that only some were sent, until they let go of it or get a newer one.
+            that only some were sent, until they release it or get a newer one.
     """
 
     slots: int | None = None

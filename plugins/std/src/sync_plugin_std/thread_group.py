@@ -15,7 +15,7 @@ from sync_plugin_std.process_rpc import PendingCalls
 
 
 class ThreadGroup(LaunchedGroup["ThreadWorker"]):
-    """Objects that live in this process, each run by a thread of its own.
+    """Objects that live in this process, each run by its own thread.
 
     For environments that wait or compute outside the interpreter lock, and for models too big to
     have twice. Arguments and results are passed as they are, not copied.
@@ -27,8 +27,8 @@ class ThreadGroup(LaunchedGroup["ThreadWorker"]):
 
     Args:
         factory: see `WorkerGroup`.
-        num_workers: likewise.
-        timeout: likewise.
+        num_workers: see `WorkerGroup`.
+        timeout: see `WorkerGroup`.
 
     Example:
         >>> with ThreadGroup(lambda worker_id: [worker_id], 2) as group:

@@ -67,7 +67,7 @@ def _stop_here(seconds: float) -> None:
 
 
 def _stands_still(pid: int) -> bool:
-    # The state follows the name, which stands in parentheses and may have any characters.
+    # The state follows the name, which is in parentheses and may have any characters.
     try:
         stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     except (FileNotFoundError, ProcessLookupError):

@@ -297,7 +297,7 @@ class Faulty:
         self._plugin = registry.find(registry.SCHEMES, scheme)
         # What is amiss around the scheme, it tells by its own name.
         self.capabilities = self._plugin.capabilities - {"findings"}
-        # A scheme that loads weights itself goes on doing so, and one that does not must not
+        # A scheme that loads weights itself continues doing so, and one that does not must not
         # seem to: the hooks that are there are looked up by name.
         for hook in implemented(self._plugin.object):
             if hook != "create_transport":
@@ -336,7 +336,7 @@ class Faulty:
         make_address = context.make_address
 
         def make_marked(**arguments: Any) -> Address:
-            # For a scheme that makes the receivers itself, and gives them endpoints of its own.
+            # For a scheme that makes the receivers itself, and gives them endpoints.
             assert make_address is not None
             newest = made[0].newest if made else 0
             return replace(

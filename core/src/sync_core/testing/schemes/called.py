@@ -100,7 +100,7 @@ class CalledSchemeConformance(DeliveryCases, FaultCases):
         """Runs in a worker, when a sender is about to call it.
 
         Args:
-            worker: what the worker group hosts; the attribute ``model`` is to be updated.
+            worker: the object that the group hosts; its attribute ``model`` is updated.
 
         Returns:
             What the sender is given in ``workers`` to call this worker.

@@ -34,7 +34,7 @@ _INTERRUPTS = 40
 
 
 class FaultCases(SchemeCases):
-    """One of two workers is hurt, or the trainer; the others go on."""
+    """One of two workers is hurt, or the trainer; the others continue."""
 
     def test_an_apply_that_raises_reaches_the_sender(self, start: Start) -> None:
         workers = start(make_policy(1.0))
@@ -220,7 +220,7 @@ class FaultCases(SchemeCases):
     @pytest.mark.parametrize("receiving", [False, True], ids=["idle", "receiving"])
     def test_stopped_for_a_while(self, start: Start, receiving: bool) -> None:
         policy = make_policy(1.0)
-        # A scheme may wait for all workers a while, which is to be short.
+        # A scheme may wait for all workers a short while.
         workers = start(policy, timeout=3.0)
         if receiving:
             waiting = workers.submit(0, 20.0)

@@ -202,7 +202,7 @@ def parametrised(seed: int) -> nn.Module:
 
 
 def nested(seed: int) -> nn.Module:
-    """Containers in containers, and a module that stands in two places."""
+    """Containers in containers, and a module that is in two places."""
 
     def make() -> nn.Module:
         shared = nn.Linear(2, 2)

@@ -46,7 +46,7 @@ class Worker:
         return os.getpid()
 
     def connect(self, address: Address, make: Callable[[], Any] | None = None) -> None:
-        """Make a receiver, and a model if it is to be another one."""
+        """Make a receiver, and a model if it is another one."""
         if make is not None:
             self.model = make()
         self.receiver = Receiver(address, self.model)
@@ -163,7 +163,7 @@ class Worker:
     def train(
         self, scheme: Any, options: Mapping[str, Any], zero_copy: Iterable[bool]
     ) -> list[Address]:
-        """Send a tensor by several senders of its own; an address of each."""
+        """Send a tensor by several senders; return an address of each."""
         for flag in zero_copy:
             weights = {"weight": torch.full((1000,), 5.0)}
             sender = Sender(scheme, weights, num_workers=1, zero_copy=flag, **options)

@@ -80,7 +80,7 @@ def _found(name: str) -> Any:
     """The name, or the object that it leads to."""
     if ":" not in name:
         return name
-    # As with python -m; a program of its own, as pytest is, does not look for modules here.
+    # As with python -m; its own program, as pytest is, does not look for modules here.
     sys.path.insert(0, str(Path.cwd()))
     try:
         return pkgutil.resolve_name(name)

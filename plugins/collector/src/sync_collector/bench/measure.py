@@ -207,8 +207,8 @@ class CollectorMeasurement:
         frames_per_second: of each round: frames over seconds, the round's update included.
         sync_seconds: of each `update_policy_weights_` after training on a batch, which waits until
             all workers have committed the weights.
-        refresh_seconds: what each refresh that a collector does by itself, with
-            ``update_after_each_batch``, kept the training loop from going on.
+        refresh_seconds: what each automatic update of a collector, with
+            ``update_after_each_batch``, kept the training loop from continuing.
         by_hand_seconds: of each update in such a loop that was written without a collector; see
             `measure_by_hand`.
         bare_seconds: rounds of a bare sender with a model of that size, and as many workers, which

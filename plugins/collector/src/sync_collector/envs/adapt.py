@@ -69,7 +69,7 @@ class VectorGymEnv(ArrayEnv):
         if env.num_envs > 1 and _normalizes_all(env):
             raise TypeError(
                 f"{env} normalizes the observations of all its environments together, and cannot "
-                "reset one and go on with another; let each normalize its own: type "
+                "reset one and continue with another; let each normalize its own: type "
                 "gymnasium.make_vec(…, vectorization_mode='sync', "
                 "wrappers=[gymnasium.wrappers.NormalizeObservation])"
             )
@@ -92,7 +92,7 @@ class VectorGymEnv(ArrayEnv):
             return self._fresh
         if not self._resets_some:
             raise RuntimeError(
-                f"{self._env} cannot reset one environment and go on with another, so leave out "
+                f"{self._env} cannot reset one environment and continue with another, so leave out "
                 "max_frames_per_traj, or make it with autoreset_mode="
                 "gymnasium.vector.AutoresetMode.DISABLED"
             )
@@ -150,7 +150,7 @@ class VectorGymEnv(ArrayEnv):
 
     def _with_last(self, outcome: Arrays, infos: Any) -> Arrays:
         """Return what was observed, with what episodes ended with where they did."""
-        # Gymnasium's DictInfoToList gives the infos of each environment by itself.
+        # Gymnasium's DictInfoToList gives the infos of each environment separately.
         of_each = isinstance(infos, list)
         merged = {key: np.array(row) for key, row in outcome.items()}
         for i in np.flatnonzero(self._is_fresh):
@@ -225,7 +225,7 @@ class _Members:
         return None if any(state is None for state in states) else states
 
     def load_state(self, states: list[Any]) -> None:
-        """Let each go on from its own."""
+        """Let each continue from its own."""
         for env, state in zip(self._envs, states, strict=True):
             load_env(env, state)
 

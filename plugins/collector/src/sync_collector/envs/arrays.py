@@ -107,7 +107,7 @@ class ArrayEnv(ABC):
     def step_and_maybe_reset(
         self, tensordict: TensorDictBase, /
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        """`step`, and the root of the step after it: begun anew where the episode has ended."""
+        """`step`, and the root of the step after it: begun again where the episode has ended."""
         tensordict = self.step(tensordict)
         root = tensordict["next"].exclude("reward")
         done = root["done"].reshape(self.batch_size)

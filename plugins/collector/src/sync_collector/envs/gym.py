@@ -104,7 +104,7 @@ class GymEnv(ArrayEnv):
         return np.array(samples[0] if self._single else samples, dtype=self._action.spec.dtype)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed by ``reset(seed=seed)``, every environment of a batch with a seed of its own.
+        """Seed by ``reset(seed=seed)``, every environment of a batch with its own seed.
 
         Args:
             seed: for the first environment; each next one gets a seed derived from it.
@@ -135,7 +135,7 @@ class GymEnv(ArrayEnv):
         try:
             return pickle.dumps(self._envs)
         except Exception:
-            # What holds a lock, a pointer or the like says no by an exception of its own.
+            # Objects that hold a lock or a pointer raise their own exceptions.
             return None
 
     def load_state(self, state: bytes) -> None:

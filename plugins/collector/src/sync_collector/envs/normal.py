@@ -60,7 +60,7 @@ class Conventions:
         return frozenset(_key((*group, name)) for group in self._groups for name in FLAGS)
 
     def outcome(self, leaves: Mapping[Any, Tensor], dims: int) -> Leaves:
-        """Return what came of steps, with reward and flags as they are to be.
+        """Return the results of steps, with reward and flags in the normal form.
 
         Args:
             leaves: what the environment gave, by key.
@@ -78,9 +78,9 @@ class Conventions:
         return made
 
     def root(self, leaves: Mapping[Any, Tensor], outcome: Leaves, dims: int) -> Leaves:
-        """Return what was seen before steps, with the flags of episodes that go on.
+        """Return what was seen before steps, with the flags of episodes that continue.
 
-        A part of an environment whose other parts go on without it has the flags that were seen.
+        A part of an environment whose other parts continue without it has the flags that were seen.
 
         Args:
             leaves: what was seen, by key.
@@ -129,7 +129,7 @@ class Conventions:
                 following.set(key, over.reshape(leaves.get(key, some).shape))
 
     def clear(self, root: TensorDictBase, where: Tensor) -> None:
-        """Set the flags of an episode that goes on, in place, where another has begun."""
+        """Set the flags of an episode that continues, in place, where another has begun."""
         for key in self.flag_keys:
             flag = root.get(key, None)
             if flag is not None:
@@ -139,7 +139,7 @@ class Conventions:
         """A TensorDict that asks an environment for a reset of a part of its batch.
 
         Args:
-            root: what goes on elsewhere, with flags.
+            root: what continues elsewhere, with flags.
             where: of the shape of the environment's batch.
         """
         request: TensorDictBase = root.copy()
@@ -189,7 +189,7 @@ def outcome_of(reward: Tensor, terminated: Tensor, truncated: Tensor) -> Leaves:
 
 
 def no_flags(shape: Sequence[int]) -> Leaves:
-    """The flags of an episode that goes on."""
+    """The flags of an episode that continues."""
     return {name: torch.zeros(*shape, 1, dtype=torch.bool) for name in FLAGS}
 
 

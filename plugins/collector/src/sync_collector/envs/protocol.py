@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 
-#: The flags that say whether an episode goes on. Each has a trailing dimension of size 1.
+#: The flags that say whether an episode continues. Each has a trailing dimension of size 1.
 FLAGS = ("done", "terminated", "truncated")
 
 
@@ -27,8 +27,8 @@ class Env(Protocol):
     - ``rand_action(td)``: put a random action into ``td``; else ``action_spec.rand()`` gives one.
       A collector without a policy needs one of the two.
     - ``set_seed(seed)``: seed, and give the seed for the next environment in line.
-    - ``save_state()`` and ``load_state(state)``: what goes on from here exactly, as something that
-      pickles; None for what cannot be saved. Without it, a collector that goes on from a saved
+    - ``save_state()`` and ``load_state(state)``: the state to continue from, as something that
+      pickles; None for what cannot be saved. Without it, a collector that continues from a saved
       state begins new episodes.
     - ``close()``, and ``is_closed``.
 
@@ -125,7 +125,7 @@ def save_env(env: Env) -> Any:
 
 
 def load_env(env: Any, state: Any) -> None:
-    """Let an environment go on from its saved state."""
+    """Let an environment continue from its saved state."""
     env.load_state(state)
 
 

@@ -56,7 +56,7 @@ class Store(ABC):
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Options that every scheme over a store has; those of its own go into a subclass.
+    """Options that every scheme over a store has; a subclass adds further ones.
 
     A subclass may declare other defaults, such as a longer ``poll`` where each look costs.
 
@@ -91,7 +91,7 @@ class StoreOptions:
             raise OptionError(f"keep={self.keep} leaves no version; it is 1 or more")
 
 
-#: The record of the sender: which version each worker is to have.
+#: The record of the sender: the version that each worker should have.
 SENDER = "sender.json"
 
 
@@ -130,7 +130,7 @@ class Records:
         return record
 
     def write(self, name: str, record: dict[str, Any]) -> None:
-        """Put a record in the place of the one that is there."""
+        """Put a record in place of the one that is there."""
         text = json.dumps(record).encode()
         self._store.put(self._path(name), self._seal(name, text) + b"\n" + text)
 

@@ -64,7 +64,7 @@ class StoreReceiver(ReceiverTransport):
         self._lock = threading.RLock()
         self._sender = Watch(options.lost_after)
         if self._records.read(SENDER) is None:
-            raise SenderLostError("the sender is gone, or the address is not one of its own")
+            raise SenderLostError("the sender is gone, or the address is another sender's")
         self._write()
         self._pulse = Pulse(self._beat, options.lost_after / SIGNS)
 
@@ -177,7 +177,7 @@ class _Place:
 
 
 class StoreSender(SenderTransport):
-    """Tells by one record which version each worker is to have, and lives by rewriting it.
+    """Publishes the version of each worker in one record, and rewrites it as a sign of life.
 
     Args:
         context: what the core knows.
@@ -243,7 +243,7 @@ class StoreSender(SenderTransport):
             place.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
 
     def close(self) -> None:
-        """End the threads, and remove all that stands in the store."""
+        """End the threads, and remove all that is in the store."""
         with self._lock:
             if self._closed:
                 return
