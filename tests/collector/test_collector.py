@@ -220,7 +220,9 @@ def test_workers_as_many_as_environments() -> None:
 )
 def test_counts_that_are_no_integers(name: str, value: Any) -> None:
     options = {"frames_per_batch": 8, "scheme": "none", name: value}
-    with pytest.raises(TypeError, match=f"^{name} is {value!r}, which is no integer; give [01]"):
+    with pytest.raises(
+        TypeError, match=f"^{name} is {value!r}, which is not an integer; give [01]"
+    ):
         Collector(CountingEnv, **options)
 
 

@@ -41,7 +41,7 @@ def test_list_says_why_a_plugin_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for module, scheme in (("broken", "pigeon"), ("first", "owl"), ("second", "owl")):
-        (tmp_path / f"{module}.py").write_text("raise RuntimeError('a [/] is no markup')")
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError('a [/] is not a markup')")
         info = tmp_path / f"{module}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
@@ -49,7 +49,7 @@ def test_list_says_why_a_plugin_cannot_be_used(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["list"]) == 0
     out = capsys.readouterr().out
-    assert "(broken 1.0) does not import: RuntimeError: a [/] is no markup" in out
+    assert "(broken 1.0) does not import: RuntimeError: a [/] is not a markup" in out
     assert out.count("first 1.0 and second 1.0; remove one") == 2
     assert main(["list", "--json"]) == 0
     plugins = {p["distribution"]: p for p in json.loads(capsys.readouterr().out)}

@@ -319,8 +319,8 @@ class Counting(nn.Linear):
     ("given", "message"),
     [
         (Counting(2, 2), "'_extra_state' is recomputed whenever it is read"),
-        ({"policy": nn.Linear(2, 2), "step": torch.zeros(1)}, "'step' is no module's"),
-        (model().state_dict(), "'0.weight' is no module's"),
+        ({"policy": nn.Linear(2, 2), "step": torch.zeros(1)}, "'step' is not a module's"),
+        (model().state_dict(), "'0.weight' is not a module's"),
         (nn.Identity(), "Identity has no tensors"),
         (nn.LazyLinear(2), "no shape yet"),
         (nn.Linear(2, 2, device="meta"), "meta device"),

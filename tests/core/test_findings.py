@@ -1,4 +1,4 @@
-"""Each misconfiguration that doctor knows is one line with a remedy, and what is right is none."""
+"""Each misconfiguration that doctor knows is one line with a remedy."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_few_descriptors(hard: int, line: str) -> None:
     [
         ("64", 8, "OMP_NUM_THREADS=64: is more than the 8 cores .*; type: unset OMP_NUM_THREADS"),
         ("1", 8, "with one of 8 cores, as torchrun .*; type: export OMP_NUM_THREADS=8, divided"),
-        ("many", 8, "OMP_NUM_THREADS=many: is no number of threads; type: unset"),
-        ("0", 8, "is no number of threads"),
+        ("many", 8, "OMP_NUM_THREADS=many: is not a number of threads; type: unset"),
+        ("0", 8, "is not a number of threads"),
     ],
 )
 def test_threads_that_do_not_fit(wanted: str, cores: int, line: str) -> None:
@@ -191,7 +191,7 @@ class Scheme(NoneScheme):
         ),
         (
             "return ['dark']",
-            "raised TypeError: it gave 'dark', which is no sync_core.transports.Finding; type:",
+            "raised TypeError: it gave 'dark', which is not a sync_core.transports.Finding; type:",
         ),
         ("import time; time.sleep(30)", r"findings\(\) took more than 0.5 s; type: pip .* -U nest"),
     ],

@@ -81,7 +81,7 @@ def test_what_is_read_when_torch_is_loaded(program: str, monkeypatch: pytest.Mon
     before = descendants()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert evaluate(program, "__import__('torch').get_num_threads()") == "1"
-    # What forked until then has been replaced, and was no worker.
+    # What forked until then has been replaced, and was not a worker.
     assert eventually(lambda: descendants() <= before)
 
 

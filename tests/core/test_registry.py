@@ -199,7 +199,7 @@ def test_a_plugin_made_for_another_core_is_refused_before_it_is_imported(
         ["sync-core"],
         ["sync-core[testing]<0.1 ; extra == 'test'"],
         ["sync-core<0.1 ; python_version < '3'"],
-        ["this is no requirement"],
+        ["this is not a requirement"],
     ],
 )
 def test_a_plugin_made_for_this_core_is_loaded(site: Site, requires: list[str]) -> None:

@@ -63,7 +63,7 @@ BAD_HEADERS: dict[str, object] = {
     b'"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}',
     "no entry": {"a": None},
     "an unknown dtype": {"a": entry(0, 1, [1], "OBJECT")},
-    "a dtype that is no text": {"a": entry(0, 1, [1], ["U8"])},
+    "a dtype that is not a text": {"a": entry(0, 1, [1], ["U8"])},
     "a negative dimension": {"a": entry(0, 1, [-1, -1])},
     "true for a dimension": {"a": entry(0, 1, [True])},
     "a fraction of a dimension": {"a": entry(0, 1, [1.0])},

@@ -375,7 +375,7 @@ def test_a_receiver_says_what_to_pickle_instead() -> None:
 
 
 def test_an_address_is_what_a_receiver_wants() -> None:
-    with pytest.raises(AddressError, match=r"get one by sender\.address"):
+    with pytest.raises(AddressError, match=r"type sender\.address"):
         Receiver("tcp://somewhere", nn.Linear(1, 1))  # type: ignore[arg-type]
 
 

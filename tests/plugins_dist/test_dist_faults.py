@@ -94,7 +94,7 @@ def begin_with(workers: Workers) -> None:
 
 
 def held(worker: Worker) -> set[float]:
-    """The values in a model that is no module."""
+    """The values in a model that is not a module."""
     return {float(end) for t in worker.model.values() for end in (t.min(), t.max())}
 
 

@@ -71,12 +71,15 @@ def is_filled(model: nn.Module, value: float) -> bool:
         ({"topology": "ring"}, r"topology='ring' is not known; type topology='p2p' or 'broadcast'"),
         ({"backend": "mpi"}, r"backend='mpi' is not known; type backend='gloo' or 'nccl'"),
         *(
-            ({"host": host}, rf"host={host!r} is no address to connect to; give the one of this")
+            (
+                {"host": host},
+                rf"host={host!r} is not an address to connect to; give the one of this",
+            )
             for host in ("", "0.0.0.0", "0", "::", "::0")
         ),
         ({"host": "192.0.2.1"}, r"cannot listen on 192.0.2.1, .*; host= is an address of this"),
         ({"host": "no-such-host.invalid"}, r"cannot listen on no-such-host.invalid, .*; host= is"),
-        *(({"port": port}, rf"port={port!r} is no port") for port in (-1, 1 << 16)),
+        *(({"port": port}, rf"port={port!r} is not a port") for port in (-1, 1 << 16)),
         ({"host": None}, r"scheme 'dist' takes host: str, not None"),
         *(({"port": p}, rf"scheme 'dist' takes port: int, not {p!r}") for p in ("80", True)),
         *(

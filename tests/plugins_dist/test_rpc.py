@@ -239,8 +239,8 @@ class TestPlaces:
         for worker, message in (
             ("nobody", r"no worker 'nobody'; it knows: 'left', 'middle', 'right'"),
             (("right", rref), r"the rref is of 'left', and not of 'right'"),
-            (("left", "policy"), r"is no RPC worker; workers= takes names, or pairs"),
-            (3, r"3 is no RPC worker"),
+            (("left", "policy"), r"is not a RPC worker; workers= takes names, or pairs"),
+            (3, r"3 is not a RPC worker"),
         ):
             with pytest.raises(OptionError, match=message):
                 to(worker)

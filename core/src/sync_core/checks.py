@@ -21,7 +21,7 @@ __all__ = [
 
 
 def check_count(value: Any, name: str, *, least: int = 1, never: str = "") -> int:
-    """The number; integers of numpy are some too, True and False are none.
+    """The number; integers of numpy are accepted too, True and False are not.
 
     Args:
         value: what was given.
@@ -30,7 +30,7 @@ def check_count(value: Any, name: str, *, least: int = 1, never: str = "") -> in
         never: what -1 stands for; nothing where it stands for nothing.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: it is not an integer.
         ValueError: it is too small.
 
     Example:
@@ -45,9 +45,9 @@ def check_count(value: Any, name: str, *, least: int = 1, never: str = "") -> in
 
 
 def check_integer(value: Any, name: str, advice: str) -> int:
-    """The number, of whatever sign; raise `TypeError` with the advice if it is no integer."""
+    """The number, of whatever sign; raise `TypeError` with the advice if it is not an integer."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is {value!r}, which is no integer; {advice}")
+        raise TypeError(f"{name} is {value!r}, which is not an integer; {advice}")
     return int(value)
 
 
@@ -66,7 +66,7 @@ def check_layers(value: Any) -> None:
 def check_path(value: Any, name: str) -> None:
     """Raise `TypeError` unless this is a string, as paths to what a worker has are."""
     if not isinstance(value, str):
-        raise TypeError(f'{name} is {value!r}, which is no string; write it like "env.reset"')
+        raise TypeError(f'{name} is {value!r}, which is not a string; write it like "env.reset"')
 
 
 def check_mapping(value: Any, name: str, example: str) -> None:
@@ -78,10 +78,10 @@ def check_mapping(value: Any, name: str, example: str) -> None:
         example: what to write instead.
     """
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} is {value!r}, which is no mapping; write it like {example}")
+        raise TypeError(f"{name} is {value!r}, which is not a mapping; write it like {example}")
     for key in value:
         if not isinstance(key, str):
-            raise TypeError(f"{name} has the key {key!r}, which is no string; write {example}")
+            raise TypeError(f"{name} has the key {key!r}, which is not a string; write {example}")
 
 
 # As a number of milliseconds, more does not fit into what the calls of an operating system take.
@@ -92,7 +92,7 @@ def check_seconds(seconds: float, name: str = "timeout") -> float:
     """The deadline, at most 23 days: what is longer, as `math.inf` is, counts as that.
 
     Raises:
-        OptionError: it is no number of seconds, or less than none.
+        OptionError: it is not a number of seconds, or less than none.
 
     Example:
         >>> check_seconds(2.5), check_seconds(float("inf"))

@@ -86,7 +86,7 @@ class HookResultError(PluginError, TypeError):
 
 
 class PluginNewError(PluginError, ValueError):
-    """A plugin that cannot be written: its name is no good or taken, or its folder exists."""
+    """A plugin that cannot be written: its name is invalid or taken, or its folder exists."""
 
 
 class OptionError(SyncError, TypeError):

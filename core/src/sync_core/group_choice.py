@@ -42,7 +42,7 @@ def check_worker_options(group: type[WorkerGroup], options: Mapping[str, Any]) -
     """Raise unless a worker group can be given these options.
 
     Raises:
-        TypeError: they are no mapping.
+        TypeError: they are not a mapping.
         OptionError: one that the group does not have.
     """
     check_mapping(options, "worker_options", "{'torch_threads': 1}")

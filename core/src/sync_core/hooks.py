@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options")
 
-# Those of numpy are none of Python's own.
+# Numbers of numpy are not Python's.
 _NUMBERS: Mapping[Any, type] = {int: Integral, float: Real}
 
 
@@ -348,7 +348,7 @@ def check_hooks(owner: str, plugin: object) -> tuple[str, ...]:
             near = difflib.get_close_matches(name, HOOKS, n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             raise UnknownHookError(
-                f"{owner} implements {name!r}, which is no hook; {meant}"
+                f"{owner} implements {name!r}, which is not a hook; {meant}"
                 f"The hooks are: {', '.join(HOOKS)}"
             )
     return tuple(marks)

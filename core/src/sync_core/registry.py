@@ -388,7 +388,7 @@ def _name_of(given: Any) -> str:
 def _check(owner: str, group: str, plugin: Any) -> None:
     if group == WORKERS:
         if not (inspect.isclass(plugin) and issubclass(plugin, WorkerGroup)):
-            raise NotAPluginError(f"{owner} is no subclass of sync_core.workers.WorkerGroup")
+            raise NotAPluginError(f"{owner} is not a subclass of sync_core.workers.WorkerGroup")
         return
     hooks = check_hooks(owner, plugin)
     if group == LAYERS:
@@ -400,7 +400,7 @@ def _check(owner: str, group: str, plugin: Any) -> None:
         if not set(hooks) & set(_LAYER_HOOKS) and not _is_reporter(plugin):
             raise NotAPluginError(
                 f"{owner} has none of {', '.join(_LAYER_HOOKS)} marked with @sync_core.hookimpl, "
-                "and is no sync_core.Reporter"
+                "and is not a sync_core.Reporter"
             )
         return
     if "create_transport" not in hooks:

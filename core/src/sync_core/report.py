@@ -30,7 +30,7 @@ class WorkerResult:
         pause_seconds: how long the version held up the thread in the worker that called
             `receive`, from when it was there until it was answered for, as the worker measured.
         error: why the worker does not have the new version, or None.
-        skipped: True when a `skip_update` hook held this worker back; that is no error.
+        skipped: True when a `skip_update` hook held this worker back; that is not an error.
         remedy: what was done about a worker that failed, or was done before and still holds: it
             was dropped, it is in quarantine, or another is started in its place. The send did not
             wait for the last two if they were so before it began.

@@ -97,7 +97,7 @@ def sealed(layout: Layout) -> Layout:
 
 @lru_cache(maxsize=64)
 def unsealed(layout: Layout) -> Layout | None:
-    """The layout that was sealed; None when this is none that was."""
+    """Return the layout that was sealed; None for one that was not."""
     if not layout.specs or layout.specs[-1].name != CHECKSUMS:
         return None
     plain = Layout(layout.specs[:-1], layout.aliases)

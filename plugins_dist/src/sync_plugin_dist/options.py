@@ -42,11 +42,11 @@ class DistOptions:
         _check_one_of("backend", self.backend, ("gloo", "nccl"))
         if _is_any(self.host):
             raise OptionError(
-                f"host={self.host!r} is no address to connect to; give the one of this machine "
+                f"host={self.host!r} is not an address to connect to; give the one of this machine "
                 "that workers can reach, such as host=socket.gethostbyname(socket.gethostname())"
             )
         if not 0 <= self.port < 1 << 16:
-            raise OptionError(f"port={self.port!r} is no port; leave it out for a free one")
+            raise OptionError(f"port={self.port!r} is not a port; leave it out for a free one")
         if not 1 <= self.bucket_mb * 1e6 < inf:
             raise OptionError(f"bucket_mb={self.bucket_mb!r} holds nothing; give a size in MB")
         if self.backend == "nccl" and not _has_nccl():

@@ -238,7 +238,7 @@ class RpcSender(SenderTransport):
         options: of the connections over which weights travel.
 
     Raises:
-        OptionError: a worker that RPC does not know, or something that is no worker.
+        OptionError: a worker that RPC does not know, or something that is not a worker.
     """
 
     def __init__(self, context: TransportContext, options: DistOptions) -> None:
@@ -379,7 +379,7 @@ def _find(worker: Any) -> tuple[WorkerInfo, Any]:
         name = name.name
     if not isinstance(name, str) or not isinstance(holder, PyRRef | None):
         raise OptionError(
-            f"{worker!r} is no RPC worker; workers= takes names, or pairs (name or info, rref)"
+            f"{worker!r} is not a RPC worker; workers= takes names, or pairs (name or info, rref)"
         )
     if holder is not None and holder.owner_name() != name:
         raise OptionError(f"the rref is of {holder.owner_name()!r}, and not of {name!r}")

@@ -160,7 +160,7 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
             peer.knows.discard(int(message["index"]))
         elif isinstance(lane, LocalReaders):
             if kind not in ("wait", "enough"):
-                raise ValueError(f"{kind!r} is no message")
+                raise ValueError(f"{kind!r} is not a message")
             (lane.wait if kind == "wait" else lane.enough)(peer)
         elif kind == "key":
             lane.hear(peer, message)
@@ -172,7 +172,7 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
             lane.received(peer)
             self.offer(peer)
         else:
-            raise ValueError(f"{kind!r} is no message")
+            raise ValueError(f"{kind!r} is not a message")
 
     def withdraw(self, peer: DistPeer) -> None:
         """Serve the worker no longer."""

@@ -168,7 +168,7 @@ class StreamConnection:
         """A worker tells a key, which is for the others too.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is invalid.
         """
         if message["number"] != self.number or peer not in self.members:
             return

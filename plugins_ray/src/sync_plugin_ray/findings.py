@@ -87,7 +87,7 @@ def ask(address: str, timeout: float = _ANSWERING) -> ClusterFacts:
 
     Raises:
         OSError: nothing listens there.
-        ValueError: it is no address.
+        ValueError: it is not an address.
         TimeoutError: something does, and does not answer.
     """
     host, _, port = address.rpartition(":")

@@ -79,7 +79,7 @@ def join(pieces: list[Any]) -> Array:
     """The bytes that were cut, where they lie if they lie one after the other.
 
     Raises:
-        PayloadError: they are no bytes.
+        PayloadError: they are not bytes.
     """
     try:
         arrays = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
@@ -88,7 +88,7 @@ def join(pieces: list[Any]) -> Array:
         size = (ends[-1] - addresses[0],)
     except (TypeError, ValueError, IndexError) as error:
         found = type(pieces).__name__
-        raise PayloadError(f"what was published is no payload, but a {found}") from error
+        raise PayloadError(f"what was published is not a payload, but a {found}") from error
     if ends[:-1] != addresses[1:]:
         return np.concatenate(arrays)
     # Every piece keeps the whole object in memory, and the result keeps the first piece.
@@ -241,7 +241,7 @@ def read(data: Sequence[Any]) -> Block:
 def _memory_of(data: Any) -> Tensor:
     if isinstance(data, Tensor):
         if data.dtype != torch.uint8 or data.ndim != 1:
-            raise PayloadError(f"what was published is no payload, but a {data.dtype} tensor")
+            raise PayloadError(f"what was published is not a payload, but a {data.dtype} tensor")
         return data
     joined = join(data)
     with warnings.catch_warnings():

@@ -92,7 +92,7 @@ def _options(rest: list[str], parser: argparse.ArgumentParser) -> dict[str, Any]
         for name, value in zip(names, values, strict=True)
     }
     for name in _NO_OPTIONS.intersection(options):
-        parser.error(f"--{name} is no option of a scheme")
+        parser.error(f"--{name} is not an option of a scheme")
     return options
 
 

@@ -163,7 +163,7 @@ def threads(wanted: str, cores: int) -> Iterator[Finding]:
     if not first:
         return
     if not first.isdecimal() or int(first) == 0:
-        yield Finding(about, "is no number of threads", "type: unset OMP_NUM_THREADS")
+        yield Finding(about, "is not a number of threads", "type: unset OMP_NUM_THREADS")
     elif int(first) > cores:
         yield Finding(
             about,
@@ -295,7 +295,7 @@ def _ask(plugin: Plugin, found: Future[list[Finding]]) -> None:
         strangers = [each for each in findings if type(each) is not Finding]
         if strangers:
             raise TypeError(
-                f"it gave {strangers[0]!r:.80}, which is no sync_core.transports.Finding"
+                f"it gave {strangers[0]!r:.80}, which is not a sync_core.transports.Finding"
             )
     except BaseException as error:
         found.set_exception(error)

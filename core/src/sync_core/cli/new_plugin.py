@@ -102,7 +102,7 @@ def write_plugin(name: str, kind: str = "scheme", directory: Path | None = None)
         directory: a folder that does not exist yet; None for one of that name here.
 
     Raises:
-        PluginNewError: the name is no good or taken, or the folder exists or cannot be written.
+        PluginNewError: the name is invalid or taken, or the folder exists or cannot be written.
     """
     chosen = next(each for each in (_SCHEME, _LAYER, _WORKERS) if each.folder == kind)
     directory = Path(name) if directory is None else directory
@@ -164,7 +164,7 @@ def _names_taken(kind: _Kind) -> set[str]:
 def _check(name: str, kind: _Kind, directory: Path) -> None:
     if not _NAME.fullmatch(name):
         raise PluginNewError(
-            f"{name!r} is no name for a plugin: lower-case letters, digits and single hyphens, "
+            f"{name!r} is not a name for a plugin: lower-case letters, digits and single hyphens, "
             "beginning with a letter; such as my-transport"
         )
     owners = [entry for entry in registry.installed(kind.group) if entry.name == name]

@@ -64,7 +64,7 @@ def answer(fd: int, scheme: str, timeout: str) -> None:
     # A process group of its own: whatever the scheme starts can be ended by that.
     os.setsid()
     os.set_inheritable(fd, False)
-    # What a plugin prints is no part of the output, which may be JSON.
+    # What a plugin prints is not part of the output, which may be JSON.
     os.dup2(2, 1)
     connection = Connection(fd)
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()

@@ -22,7 +22,7 @@ from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.payload import Update
 
-# Below so many bytes, one copy is no faster than one for each tensor.
+# Below this size in bytes, one copy takes as long as one for each tensor.
 _WORTHWHILE = 1 << 20
 
 
@@ -100,7 +100,7 @@ class Binding:
             if is_extra_state(name):
                 raise ModelError(f"{name!r} is recomputed whenever it is read; it has no memory")
             if not name.startswith(prefixes):
-                raise ModelError(f"{name!r} is no module's; only modules are moved")
+                raise ModelError(f"{name!r} is not a module's; only modules are moved")
         if not self._current_flat():
             self._flat = ContiguousTensors.gather(layout, self._named)
 

@@ -31,7 +31,7 @@ def check_saved(model: nn.Module) -> None:
 
 
 def check_tensors(state: Mapping[str, Any]) -> None:
-    """Raise `ModelError` for what is no tensor in the `state_dict` of a module."""
+    """Raise `ModelError` for what is not a tensor in the `state_dict` of a module."""
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ModelError(
@@ -62,7 +62,7 @@ def named_tensors(weights: Any, strategy: Strategy = "tensordict") -> dict[str, 
         strategy: how a module is read; see `Strategy`.
 
     Raises:
-        ModelError: weights of another kind, something in them that is no tensor, or two tensors
+        ModelError: weights of another kind, something in them that is not a tensor, or two tensors
             under one name.
     """
     if isinstance(weights, Mapping):
@@ -85,7 +85,7 @@ def combined(found: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
         found: names, each with a tensor or with a dict of named tensors.
 
     Raises:
-        ModelError: something that is no tensor, or two tensors under one name.
+        ModelError: something that is not a tensor, or two tensors under one name.
     """
     named: dict[str, Tensor] = {}
     for name, value in found:

@@ -87,7 +87,7 @@ def _guards(tensors: Sequence[Tensor]) -> Any:
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
 
-# Those of TorchScript are no dicts.
+# Those of TorchScript are not dicts.
 _values = operator.methodcaller("values")
 
 

@@ -37,7 +37,7 @@ def leaves(models: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
     """The modules, the tensors, and whatever else a mapping holds, under dotted names.
 
     Raises:
-        ModelError: a name that is no string.
+        ModelError: a name that is not a string.
     """
     if is_tensordict(models):
         for key, value in models.items(include_nested=True, leaves_only=True):
@@ -136,7 +136,7 @@ def either(weights: Any, weights_dict: Mapping[str, Any] | None) -> Any:
 
     Raises:
         ValueError: both were given.
-        ModelError: ``weights_dict`` is no mapping.
+        ModelError: ``weights_dict`` is not a mapping.
     """
     if weights_dict is None:
         return weights

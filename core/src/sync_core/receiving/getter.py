@@ -40,7 +40,7 @@ class GetterScheme:
     def create_transport(self, context: TransportContext) -> ReceiverTransport:
         """The receiver's side; there is no other."""
         if context.side == "sender":
-            raise OptionError("a getter is no sender; use it by Receiver.from_getter()")
+            raise OptionError("a getter is not a sender; use it by Receiver.from_getter()")
         backend = registry.find(registry.SCHEMES, self)
         layers = [registry.find(registry.LAYERS, layer) for layer in self.layers]
         return _GetterTransport(self, Stack(Defaults(self.strategy), backend, layers))

@@ -88,7 +88,7 @@ class Receiver(CollectorReference):
         consolidate: bool = True,
     ) -> None:
         if not isinstance(address, Address):
-            raise AddressError(f"{address!r} is no address; get one by sender.address(worker_id)")
+            raise AddressError(f"{address!r} is not an address; type sender.address(worker_id)")
         if on_commit is not None:
             check_function(on_commit, "on_commit")
         self._address = address

@@ -81,7 +81,7 @@ class FailurePolicy:
             check_function(on_restart, "on_restart")
         if group is not None and not isinstance(group, WorkerGroup):
             raise OptionError(
-                f"group={group!r} is no worker group; give the one in which the workers run, such "
+                f"group={group!r} is not a worker group; give the one that runs the workers, such "
                 "as sync_plugin_std.process_group.ProcessGroup(…)"
             )
         if group is not None and "restart" not in group.capabilities:

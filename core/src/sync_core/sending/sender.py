@@ -344,7 +344,7 @@ class Sender(Updater):
 
         Raises:
             OptionError: a handle where the others have none, or none where they have one.
-            ValueError: there is such a worker already, or that is no id.
+            ValueError: there is such a worker already, or that is not an id.
         """
         self._check_open()
         check_handle(worker, needed=bool(self._handles))

@@ -349,7 +349,7 @@ class WorkerGroupConformance(Conformance):
 
     def test_what_is_no_number_of_workers_is_an_error(self) -> None:
         no_number: Any = "2"
-        with pytest.raises(TypeError, match="num_workers is '2', which is no integer"):
+        with pytest.raises(TypeError, match="num_workers is '2', which is not an integer"):
             self.group_class(Counter, no_number)
 
     def test_a_forgotten_group_ends_with_its_last_reference(self) -> None:

@@ -116,7 +116,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         """Act on a message other than a hello.
 
         Raises:
-            Exception: it is no message of this scheme; the worker is lost.
+            Exception: it is not a message of this scheme; the worker is lost.
         """
 
     def withdraw(self, peer: PeerT) -> None:

@@ -129,7 +129,7 @@ class Answer:
         """The answer that `to_message` made; what else a newer worker tells is left out.
 
         Raises:
-            ValueError: it is none; says which of its entries is wrong.
+            ValueError: it is invalid; the message names the wrong entry.
         """
         given = message if isinstance(message, Mapping) else {}
         values = {name: given[name] for name in _FITS if name in given}
@@ -226,7 +226,7 @@ class Delivery:
     def settle(self, message: object) -> None:
         """The worker has answered by a message, which `Answer.to_message` made in it.
 
-        A message that is no answer means a worker that does not keep to the protocol: it is lost.
+        A message that is not an answer breaks the protocol: the worker is lost.
         One about another version changes nothing.
         """
         try:

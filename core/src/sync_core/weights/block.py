@@ -137,7 +137,7 @@ class Block:
                 return layout
         length = int.from_bytes(_bytes(self.memory[:8]), "little")
         if length > min(MAX_HEADER_BYTES, self.memory.numel() - 8):
-            raise PayloadError(f"a header of {length} bytes does not fit; this is no payload")
+            raise PayloadError(f"a header of {length} bytes does not fit; this is not a payload")
         layout = Layout.from_header(_bytes(self.memory[: 8 + length]))
         if digest is not None and not layout.digest.startswith(digest):
             raise PayloadError(

@@ -176,7 +176,7 @@ def _read_entry(
     dtype = _RAW_DTYPES[dtype_name] if raw is not None else _DTYPES[dtype_name]
     spec = TensorSpec(name, dtype, tuple(shape), start)
     if not all(type(n) is int and 0 <= n < _TOO_LARGE for n in (start, stop, *spec.shape)):
-        raise ValueError(f"{name!r} has a size or an offset that is no natural number")
+        raise ValueError(f"{name!r} has a size or an offset that is not a natural number")
     if len(spec.shape) > _MAX_RANK:
         raise ValueError(f"{name!r} has {len(spec.shape)} dimensions")
     if prod(filter(None, spec.shape)) * dtype.itemsize >= _TOO_LARGE:
@@ -197,7 +197,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         raise ValueError("a name is there twice")
     for name in content:
-        name.encode()  # half of a surrogate pair is no text
+        name.encode()  # half of a surrogate pair is not a text
     return content
 
 

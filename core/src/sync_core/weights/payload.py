@@ -193,6 +193,6 @@ class Payload:
         """The payload that ``data`` holds, in its own memory.
 
         Raises:
-            PayloadError: the bytes are no payload.
+            PayloadError: the bytes are not a payload.
         """
         return cls.unpack(Block.of_bytes(data), version)

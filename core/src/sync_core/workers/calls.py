@@ -99,7 +99,7 @@ def close_hosted(worker_id: int, hosted: object) -> None:
     """Call ``close()`` of a hosted object whose class has one; a warning tells if that raises.
 
     For authors of worker groups: it is the last call that a worker runs, where all others ran.
-    As with special methods, an instance's own attribute is none.
+    As with special methods, an attribute of the instance does not count.
 
     Args:
         worker_id: the worker, which the warning names.
@@ -120,7 +120,7 @@ def close_hosted(worker_id: int, hosted: object) -> None:
         close(hosted)
     except (Exception, SystemExit) as error:
         summary = traceback.format_exception_only(error)[0].strip()
-        # What was on its way when the worker was ended is no part of this.
+        # What was on its way when the worker was ended is not part of this.
         frames = traceback.format_exception(error, chain=error.__cause__ is not None)
         warnings.warn(
             f"worker {worker_id}: {type(hosted).__name__}.close raised {summary}\n"

@@ -253,7 +253,7 @@ def fork(request: Request, fds: Sequence[int]) -> ForkedProcess:
 
 
 def fork_server_pids() -> set[int]:
-    """The processes of the fork server and of those that it replaced, which are no workers."""
+    """The processes of the fork server and of those that it replaced, which are not workers."""
     return _current.pids
 
 

@@ -19,7 +19,7 @@ def normalize(worker_ids: int | Iterable[int] | None, known: Iterable[int]) -> t
         known: the ids there are.
 
     Raises:
-        UnknownWorkerError: an id that is none of these; there are no negative ones.
+        UnknownWorkerError: an unknown id; ids are not negative.
 
     Example:
         >>> normalize([2, 0, 2], known=range(4))
@@ -45,7 +45,7 @@ def as_id(worker_id: int) -> int:
     """The id of a worker to be added.
 
     Raises:
-        ValueError: that is no id.
+        ValueError: that is not an id.
     """
     try:
         index = operator.index(worker_id)
@@ -60,8 +60,8 @@ def count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int
     """The number of workers that a sender starts with.
 
     Raises:
-        OptionError: the workers are no list.
-        TypeError: the number is none.
+        OptionError: the workers are not a list.
+        TypeError: the number is not an integer.
         ValueError: none is given, or two that differ, or less than no workers.
     """
     if workers is not None and (isinstance(workers, str) or not isinstance(workers, Sequence)):

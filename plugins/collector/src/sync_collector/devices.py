@@ -108,4 +108,4 @@ def _device(given: Any) -> torch.device:
     try:
         return torch.device(given)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{given!r} is no device here; write it like 'cpu' or 'cuda:0'") from error
+        raise ValueError(f"{given!r} is not a device; write it like 'cpu' or 'cuda:0'") from error

@@ -153,7 +153,7 @@ def refresh_interval(
     """After how many batches a worker is updated automatically; -1 for never.
 
     Raises:
-        TypeError: the interval is no integer.
+        TypeError: the interval is not an integer.
         ValueError: arguments that do not go together, or nothing to refresh with.
     """
     interval = check_count(

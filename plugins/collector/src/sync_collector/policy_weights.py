@@ -297,7 +297,7 @@ class PolicyWeights:
         if not self._made_by_workers:
             raise ModelError(
                 f"there is nothing to load a {type(weights).__name__} into: the collector's "
-                "policy is no module with tensors; give Collector the nn.Module that it acts with"
+                "policy is not a module with tensors; give Collector an nn.Module"
             )
         self._connect(weights)
 

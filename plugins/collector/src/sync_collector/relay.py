@@ -56,7 +56,7 @@ class Relay:
         """Get models from these senders from now on.
 
         Raises:
-            TypeError: that is no mapping from names.
+            TypeError: that is not a mapping from names.
             KeyError: the collector has no such model.
             ModelError: neither the collector nor its workers have weights of that name.
             WorkerTimeoutError: a worker that makes the model was not ready in time.

@@ -47,7 +47,7 @@ def schemes_of(
         models: what the trainer has besides the policy.
 
     Raises:
-        TypeError: schemes or models are no mapping from names.
+        TypeError: schemes or models are not a mapping from names.
         ValueError: the arguments do not go together.
         OptionError: a scheme that cannot be one of several, or an argument of a `Sender` that the
             collector gives itself.
@@ -89,7 +89,7 @@ def elsewhere(schemes: Mapping[str, ModelScheme]) -> dict[str, ModelScheme]:
 
 
 def copied(models: Mapping[str, Any]) -> dict[str, Any]:
-    """The models of which workers get copies: those whose name is no path to one of theirs."""
+    """The models of which workers get copies: those whose name is not a path to one of theirs."""
     return {name: model for name, model in models.items() if name.isidentifier()}
 
 

@@ -17,7 +17,7 @@ def leaves_of(tensordict: TensorDictBase) -> Leaves:
     """The tensors of a TensorDict by key, without what is under ``"next"``.
 
     Raises:
-        TypeError: an entry that is no tensor.
+        TypeError: an entry that is not a tensor.
     """
     leaves: Leaves = {}
     items = tensordict.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)

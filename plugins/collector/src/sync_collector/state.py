@@ -120,7 +120,7 @@ class State:
     def _check(self, state: Mapping[str, Any]) -> None:
         """Raise `ValueError` unless a state suits the workers."""
         if not isinstance(state, Mapping) or "frames_per_worker" not in state:
-            raise ValueError("that is no state of a collector; state_dict() gives one")
+            raise ValueError("that is not a state of a collector; state_dict() gives one")
         saved = state["frames_per_worker"]
         frames = [self.pool.frames[i] for i in self.pool.ids]
         if saved and len(saved) != len(frames):

@@ -44,7 +44,7 @@ def chosen(
         Nothing if all models were meant.
 
     Raises:
-        TypeError: the weights of several models are no mapping from names.
+        TypeError: the weights of several models are not a mapping from names.
         ValueError: several were given.
         KeyError: a model that there is not.
     """

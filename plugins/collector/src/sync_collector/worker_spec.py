@@ -53,7 +53,7 @@ class WorkerSpec:
         """Make the environment, in the worker; several as one.
 
         Raises:
-            TypeError: what was made is no environment.
+            TypeError: what was made is not an environment.
             ValueError: environments differ, or there are none in what was made.
         """
         envs: list[Env] = []
@@ -70,7 +70,7 @@ class WorkerSpec:
         Copies are made of all of them as one: a policy that uses a model uses the worker's copy.
 
         Raises:
-            TypeError: what was made is no policy.
+            TypeError: what was made is not a policy.
         """
         if self.share_policy:
             self.options.devices.check_shared(self.policy)

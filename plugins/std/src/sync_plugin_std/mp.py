@@ -150,7 +150,7 @@ def _socket_of(connection: Connection) -> socket.socket:
         duplicate = socket.socket(fileno=os.dup(connection.fileno()))
     except (OSError, AttributeError) as error:
         raise OptionError(
-            f"{connection!r} is no duplex pipe; make it by multiprocessing.Pipe(duplex=True)"
+            f"{connection!r} is not a duplex pipe; make it by multiprocessing.Pipe(duplex=True)"
         ) from error
     return duplicate
 

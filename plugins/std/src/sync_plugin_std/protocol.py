@@ -72,7 +72,7 @@ class Board:
         """The board that a sender has made.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is invalid.
         """
         memory = SharedMemory(descriptor, populate=False)
         if memory.block.nbytes != _NBYTES:

@@ -92,7 +92,7 @@ class SharedSender(ServingTransport[SharedPeer]):
             self.offer(peer)
             return
         else:
-            raise ValueError(f"{kind!r} is no message")
+            raise ValueError(f"{kind!r} is not a message")
         peer.offered, peer.seen = None, version
         self._publisher.give_back(peer, message["held"])
         if answer is not None:

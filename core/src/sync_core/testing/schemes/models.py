@@ -151,7 +151,7 @@ class Tied(nn.Module):
 
 
 class Stateful(nn.Module):
-    """Has extra state, which is no parameter and no buffer."""
+    """Has extra state, which is not a parameter and no buffer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -327,7 +327,7 @@ def as_env(made: Any) -> Env:
         made: an environment of any of these kinds.
 
     Raises:
-        TypeError: it is none of them.
+        TypeError: it is not an environment.
         ValueError: it is a batch of no environment.
 
     Example:

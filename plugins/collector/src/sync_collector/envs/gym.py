@@ -199,7 +199,7 @@ def _takes_seed(env: Any) -> bool:
 
 
 def wrong_reward(reward: Any, env: Any, wanted: str) -> TypeError:
-    """The error about a reward that is none."""
+    """The error about a reward that is not a number."""
     given = " ".join(reprlib.repr(reward).split())
     return TypeError(
         f"{type(unwrapped(env)).__name__} gave the reward {given}; let its step() return {wanted}"

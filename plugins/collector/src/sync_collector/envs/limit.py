@@ -109,7 +109,7 @@ class _LimitedTensorDicts:
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
         stepped = self._env.step(tensordict)
-        # Before the copy, which what is no TensorDict cannot be asked for.
+        # Before the copy, which what is not a TensorDict cannot be asked for.
         following_of(self._env, tensordict, stepped)
         stepped = stepped.copy()
         self._count = self._count + 1

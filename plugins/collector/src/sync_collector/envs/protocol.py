@@ -66,7 +66,7 @@ def reset_env(env: Env, request: TensorDictBase | None = None) -> TensorDictBase
         request: says where to reset; None for everywhere.
 
     Raises:
-        TypeError: what the environment gave is no TensorDict.
+        TypeError: what the environment gave is not a TensorDict.
     """
     root = env.reset() if request is None else env.reset(request)
     if not is_tensor_collection(root):
@@ -87,7 +87,7 @@ def following_of(env: Env, given: TensorDictBase, stepped: Any) -> TensorDictBas
         stepped: what its step gave.
 
     Raises:
-        TypeError: that is no TensorDict with the outcome in it.
+        TypeError: that is not a TensorDict with the outcome in it.
     """
     cause = None
     # Asked first, since it is so in every step of most environments, and costs nothing.
