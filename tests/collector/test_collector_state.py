@@ -357,7 +357,7 @@ def test_the_state_of_other_models_changes_nothing() -> None:
         next(made)
         with pytest.raises(ValueError, match=r"(?s)that of other models: .*not in the model"):
             made.load_state_dict(state)
-        with pytest.raises(ValueError, match="no state of a collector"):
+        with pytest.raises(ValueError, match="not a state of a collector"):
             made.load_state_dict({})
         assert (made.stats().version, made.stats().frames) == (0, 12)
         made.update_policy_weights_()

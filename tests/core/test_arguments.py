@@ -148,8 +148,8 @@ def test_options_of_any_worker_group() -> None:
     ("call", "error", "message"),
     [
         (lambda c: c.update_policy_weights_(Scale(), model_id=["a"]), KeyError, "no model"),
-        (lambda c: c.update_policy_weights_(weights_dict=["policy"]), TypeError, "no mapping"),
-        (lambda c: c.update_policy_weights_(weights_dict="policy"), TypeError, "no mapping"),
+        (lambda c: c.update_policy_weights_(weights_dict=["policy"]), TypeError, "not a mapping"),
+        (lambda c: c.update_policy_weights_(weights_dict="policy"), TypeError, "not a mapping"),
         (lambda c: c.register_scheme_receiver(None), TypeError, "addresses is None"),
         (
             lambda c: c.set_seed("x"),
@@ -162,7 +162,7 @@ def test_options_of_any_worker_group() -> None:
             TypeError,
             'path is 3, which is not a .* like "env.reset"',
         ),
-        (lambda c: c.load_state_dict(None), ValueError, "no state of a collector"),
+        (lambda c: c.load_state_dict(None), ValueError, "not a state of a collector"),
     ],
 )
 def test_calls_of_a_collector(

@@ -74,7 +74,7 @@ def test_what_is_written_conforms(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["My_Transport"], "no name for a plugin: lower-case letters"),
+        (["My_Transport"], "not a name for a plugin: lower-case letters"),
         (["shm"], "sync-plugin-std has a scheme 'shm' already.* such as my-shm"),
         (["bf16", "--layer"], "sync-plugin-std has a layer 'bf16' already"),
         (["json"], "the module 'json' exists already.* such as sync-json"),

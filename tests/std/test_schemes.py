@@ -386,7 +386,7 @@ class TestMp(SharedMemoryCases):
             receiver.close()
         for end in (mine, theirs):
             end.close()
-        with pytest.raises(OptionError, match="no duplex pipe"):
+        with pytest.raises(OptionError, match="not a duplex pipe"):
             Sender("mp", policy, workers=["worker"])
 
     def test_pipes_that_cannot_be_used_are_left_as_they_were(self) -> None:
@@ -394,7 +394,7 @@ class TestMp(SharedMemoryCases):
         before = opened()
         with no_threads(), pytest.raises(RuntimeError, match="new thread") as refused:
             Sender("mp", make_policy(), workers=[mine])
-        with pytest.raises(OptionError, match="no duplex pipe") as unusable:
+        with pytest.raises(OptionError, match="not a duplex pipe") as unusable:
             Sender("mp", make_policy(), workers=[mine, "worker"])
         assert opened() == before
         del refused, unusable

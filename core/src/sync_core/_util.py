@@ -21,7 +21,7 @@ def uninterrupted() -> Iterator[None]:
     """For ``with``: Ctrl-C comes at the end of the block, which must be short.
 
     Python looks for it between almost any two calls of the main thread. Where the other side is
-    told of something in one of them and it is noted in the next, both would be at odds for good.
+    notified in one of them and it is recorded in the next, both would disagree from then on.
 
     Example:
         >>> done = []

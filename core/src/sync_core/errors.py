@@ -189,7 +189,7 @@ class SendError(SyncError):
     """Some workers were not updated. The others, if any, were, before this was raised.
 
     Args:
-        report: what became of every worker.
+        report: the result for every worker.
     """
 
     def __init__(self, report: SendReport) -> None:

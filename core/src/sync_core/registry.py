@@ -107,7 +107,7 @@ def is_met(requirement: Requirement) -> bool:
 def promised_to(core: str) -> str:
     """The requirement of a plugin that uses nothing deprecated in a version of the core.
 
-    What is deprecated by the next minor release still works in that and in the one after it:
+    A name that the next minor release deprecates still works in that and in the one after it:
     ``docs/reference/stability.md``.
 
     Example:
@@ -141,7 +141,7 @@ def entry_points_of(group: str) -> list[EntryPoint]:
     """The entry points of a group, sorted by name; a distribution seen twice counts once.
 
     Every sender and receiver looks plugins up, and to read the metadata of all distributions takes
-    tens of milliseconds. What is installed or removed changes the folder that it is in, by which
+    tens of milliseconds. Installing or removing changes the folder, by which
     `importlib_metadata` tells too whether its own list of such a folder still holds.
 
     Args:

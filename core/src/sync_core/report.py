@@ -22,10 +22,10 @@ class WorkerResult:
             as the worker measured; 0 where that is nothing, or is not measured.
         commit_seconds: what loading it into the model took, as the worker measured.
         deliver_seconds: from when the send was published until the worker's transport knew of the
-            version: until it was told, and asked for it. None where the worker's clock is not known
+            version: until it asked for it. None where the worker's clock is not known
             to be the sender's, as on another host.
         acknowledge_seconds: from the worker's answer until it was here. Where ``deliver_seconds``
-            is None, they cannot be told apart, and this is all the time after the send
+            is None, they cannot be separated, and this is all the time after the send
             was published: what of it was neither staging nor commit.
         pause_seconds: how long the version held up the thread in the worker that called
             `receive`, from when it was there until it was answered for, as the worker measured.
@@ -37,7 +37,7 @@ class WorkerResult:
         returned: True when the worker has come back from quarantine: it has committed the newest
             version since the last report.
 
-    What a worker measures is 0 where the scheme brings no answers back, and where it failed.
+    A worker's times are 0 where the scheme brings no answers back, and where it failed.
 
     Where ``deliver_seconds`` is known, prepare, publish, deliver, stage, pause and acknowledge
     follow each other. They add up to less than ``seconds`` where a version that was staged waited

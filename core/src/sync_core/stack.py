@@ -56,7 +56,7 @@ def trace_if_asked(manager: pluggy.PluginManager) -> None:
         told = {
             "pid": os.getpid(),
             "hook": hook,
-            # Called in this order, the reverse of that of registration. What has no name is the
+            # In the order of the calls, the reverse of registration. The one without a name is the
             # core's own check of what plugins return.
             "plugins": ",".join(_names(impls)),
             **{name: getattr(context, name) for name in _CONTEXT_FIELDS if _has(context, name)},

@@ -121,7 +121,7 @@ def _bytes(tensor: Tensor) -> Any:
     return plain.reshape(-1).view(torch.uint8).numpy()
 
 
-#: What is proved of a send: see `Sender`, and docs/decisions/0011-verify.md.
+#: The kinds of verification: see `Sender`, and docs/decisions/0011-verify.md.
 Verify = Literal["checksum", "readback"]
 
 
@@ -234,7 +234,7 @@ class _Readback:
         expected = checksums(layout, given)
         result = yield
         named = named_tensors(model, self._strategy)
-        # What a module makes of its extra state is its own affair.
+        # A module may change its extra state as it likes.
         held = [
             mine if is_extra_state(spec.name) else named[spec.name]
             for spec, mine in zip(layout.specs, given, strict=True)

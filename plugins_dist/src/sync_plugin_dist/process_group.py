@@ -210,7 +210,7 @@ class TensorGroup:
             raise BrokenGroupError(str(error)) from error
         self._wait_for_all(deadline)
         if self._link.collective and control.interrupts():
-            # What a sender gave up may be overwritten while it is still being broadcast.
+            # A version that a sender gave up may be overwritten while it is still being broadcast.
             raise BrokenGroupError("the sender begins again")
         if self._link.device.type == "cuda":
             torch.cuda.current_stream().synchronize()

@@ -22,7 +22,7 @@ sender    ``again``                               leave the process group; ``tak
 sender    ``nothing``                             there is nothing newer any more
 worker    ``received``, version                   it has come whole, and is staged
 worker    ``broken``, number                      the process group failed here
-worker    ``lacks``, index                        it could not map a slot that it was told of
+worker    ``lacks``, index                        it could not map a slot that was announced
 worker    ``answer``, answer, held                committed, or not; reads ``held`` and newer
 worker    ``reads``, held                         no answer yet; it reads only ``held``
 worker    ``leave``, reason                       it closes its receiver

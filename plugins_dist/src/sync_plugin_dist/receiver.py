@@ -51,14 +51,14 @@ class DistReceiver(ReceiverTransport):
         self._asked = 0.0
         # The sender owes a reply: a second request would get two, and mistake one for the other.
         self._asking = False
-        # What it owes is the next version, unless it was told that this is enough.
+        # It owes the next version, unless the worker has what it wants.
         self._waiting = self._had_enough = False
         self._shortage: CapacityError | None = None
         # The slots that the sender was last told are read.
         self._told: list[int] = []
         connection = connect(context)
         self._line = ControlChannel(connection, self._put_key)
-        # What comes over a wire is in no slot.
+        # A version from a process group is in no slot.
         self._slots = MappedSlots()
         interface = context.endpoint.host if self._line.local else connection.getsockname()[0]
         self._link = options.link(context, interface)
@@ -74,7 +74,7 @@ class DistReceiver(ReceiverTransport):
 
         One that is offered by then is fetched, however long that takes: to give it up would cost
         the process group, and all its members. A sender that is silent is given up after
-        the receiver's own timeout, or a quarter more where something was told just before.
+        the receiver's own timeout, or a quarter more after a recent message.
 
         Raises:
             CapacityError: there are no descriptors for a connection.
@@ -210,7 +210,7 @@ class DistReceiver(ReceiverTransport):
         try:
             return self._slots.hear(message, self._line.channel)
         except CapacityError as error:
-            # Which version lies there is told next.
+            # The next message names the version there.
             self._shortage = error
             self._line.send({"type": "lacks", "index": message["index"]})
             return True

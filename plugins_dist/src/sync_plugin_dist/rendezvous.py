@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from sync_core.transports import Message
 
-# What an end tells of itself is some hundred bytes, and 8 more for each other end.
+# The keys of an end take some hundred bytes, and 8 more for each other end.
 _MAX_VALUE = 1 << 16
 
 
@@ -72,16 +72,16 @@ class Rendezvous(Store):
         self._tell({"type": "key", "number": self.number, "key": key, "value": text})
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it was told."""
+        """Return the value of a key, once it has arrived."""
         self.wait([key])
         return self._values[key]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of these were told."""
+        """Return whether all of these have arrived."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all of these were told.
+        """Return when all of these have arrived.
 
         Raises:
             BrokenGroupError: they were not in time, or the wire is given up.

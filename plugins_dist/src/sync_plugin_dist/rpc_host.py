@@ -89,7 +89,7 @@ def make(key: str, worker_id: int, factory: Message) -> _Reply:
         factory: a pickled call of it.
 
     Returns:
-        What becomes of it, without a value.
+        Its outcome, without a value.
     """
     host = _hosts[key] = _Host(worker_id)
     return host.put(factory)

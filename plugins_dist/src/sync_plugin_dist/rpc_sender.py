@@ -121,7 +121,7 @@ class _Kept:
             if self.receiver is not None:
                 self.receiver.receive(0)
         except Exception as error:
-            # What could not be committed, its own sender is told.
+            # Its own sender reports a version that could not be committed.
             return not isinstance(error, SenderLostError)
         return self.receiver is not None
 
@@ -231,7 +231,7 @@ class _Worker:
 class RpcSender(SenderTransport):
     """Updates a model in each of some RPC workers.
 
-    A worker has one call of ours at a time. What is sent meanwhile replaces what waits.
+    A worker has one call of ours at a time. A later version replaces the one that waits.
 
     Args:
         context: what the sender gave to `create_transport`.
@@ -333,7 +333,7 @@ class RpcSender(SenderTransport):
                 self._call(worker)
 
     def _outcome(self, worker: _Worker, ended: Any) -> Delivered | WorkerError | None:
-        """Return what the worker answered, or what became of it; None when it was too late."""
+        """Return the worker's answer, or how it ended; None when it was too late."""
         try:
             delivered = ended.value()
         except RuntimeError as error:

@@ -45,7 +45,7 @@ class Peer:
         return True
 
     def epitaph(self) -> str:
-        """Return what became of it, now that it cannot be reached any more."""
+        """Return how it ended, now that it cannot be reached any more."""
         return f"RPC has lost {self.name!r}"
 
 

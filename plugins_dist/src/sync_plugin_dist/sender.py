@@ -140,7 +140,7 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
         kind = message["type"]
         if kind == "answer":
             answer = Answer.from_message(message["answer"])
-            # What is newer may have been shown while this was on its way.
+            # A newer version may have been shown while this was in transfer.
             newer = [slot.index for slot in self.publisher.slots if slot.version > answer.version]
             self.publisher.give_back(peer, [*message["held"], *newer])
             self.publisher.answer(peer.id, answer, peer)

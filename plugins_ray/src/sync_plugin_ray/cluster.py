@@ -25,7 +25,7 @@ class Cluster:
     """This process's part in a cluster, until `leave`.
 
     If Ray is running in this process, that is used; else one that runs on this machine, or that
-    ``RAY_ADDRESS`` names; else a local one is started. What was begun here ends here: the last to
+    ``RAY_ADDRESS`` names; else a local one is started. A cluster begun here ends here: the last to
     leave disconnects from a cluster that was joined, and shuts down one that was started. Ray that
     the user initialised is left alone.
 

@@ -118,7 +118,7 @@ class RayGroup(LaunchedGroup[ActorWorker]):
         remote_configs: what `ActorClass.options` takes (``num_cpus``, ``num_gpus``, ``memory``,
             ``resources``, ``scheduling_strategy``, ``runtime_env``, …): one mapping for all
             workers, or a list with one for each, of which workers that are added get the last.
-            What it leaves open is 1 CPU, 0.2 GPUs and 2 GiB of memory, or an equal share where
+            The defaults are 1 CPU, 0.2 GPUs and 2 GiB of memory, or an equal share where
             the cluster has less.
         shutdown_ray: shut Ray down in `stop`, even where it was not begun here.
 

@@ -148,7 +148,7 @@ class Mailbox:
         """Answer once `take` would give something, or the seconds are over.
 
         With its content, if that has no references: a late reader would keep an
-        old version in the object store. What a call brings to this receiver is not a news.
+        old version in the object store. A version that a call brings to this receiver is left out.
 
         Args:
             worker_id: the worker.

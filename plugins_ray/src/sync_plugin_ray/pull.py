@@ -104,7 +104,7 @@ class PullSender(SenderTransport):
             rest = [each for each in worker_ids if not self._hand(each, publication)]
             self._want(publication, worker_ids)
             taken_back = [self._workers[each].take_back(publication.version) for each in rest]
-        # What the mailbox refers to stays in the store: which should be the newest version.
+        # The version that the mailbox refers to stays in the store: it should be the newest.
         if rest or not publication.travels_in_calls:
             self._inform(taken_back)
         # The thread may be waiting for events only; now there is a worker that may die.

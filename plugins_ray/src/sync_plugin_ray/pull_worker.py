@@ -70,7 +70,7 @@ class PullWorker:
         return _offer(self.wanted, handed_to)
 
     def hand(self, publication: Publication) -> Future[Any] | None:
-        """Bring it a version by a call; what becomes of that, or None where that cannot be.
+        """Bring it a version by a call; return the result, or None where that is not possible.
 
         That holds for a worker that has not committed the version before: during a call,
         a receiver that asks would find the older one.

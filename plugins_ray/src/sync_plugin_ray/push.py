@@ -63,7 +63,7 @@ _Event = tuple[_Worker, Publication, "Future[Delivered]"] | None
 class PushSender(SenderTransport):
     """Updates a model in each of some actors.
 
-    Every actor has at most one call of ours under way. What is sent meanwhile replaces what waits,
+    Every actor has at most one call of ours in progress. A later version replaces one that waits,
     so an actor that is stuck keeps one old version alive and no more. An actor that Ray restarts
     is given the version again.
 
@@ -250,7 +250,7 @@ class PushSender(SenderTransport):
     def _answer(
         self, worker: _Worker, publication: Publication, future: Future[Delivered]
     ) -> Delivered | WorkerError | None:
-        """Return what the actor answered, or what became of it; None to ask again."""
+        """Return the actor's answer, or how it ended; None to ask again."""
         try:
             return future.result()
         except ray.exceptions.ActorUnavailableError:

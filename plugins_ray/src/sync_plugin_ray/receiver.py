@@ -26,7 +26,7 @@ _GRACE = 10.0
 _WATCH = 30.0
 # How often a waiting receiver checks whether ray.shutdown was called; Ray has no event for it.
 _LOOKING = 1.0
-# What came with news that lies here for longer is asked for again, as there may be a newer version.
+# A version that lies here for longer is asked for again, as there may be a newer one.
 _FRESH = 0.02
 
 

@@ -257,7 +257,7 @@ def _put_all(values: Sequence[Any], tensor_transport: str | None) -> list[ray.Ob
     try:
         return [_put(first, tensor_transport), *(each.result() for each in putting)]
     finally:
-        # What is read is written to as soon as this returns; and an error holds no object.
+        # The array is written to as soon as this returns; and an error holds no object.
         wait(putting)
         putting.clear()
 

@@ -111,7 +111,7 @@ class ActorWorker:
         """Let the call in progress finish, and no other begin.
 
         Returns:
-            What is done when that is and what it hosts is closed; None where there is nothing to
+            A future that ends when its object is closed; None where there is nothing to
             wait for.
         """
         self._ending = True

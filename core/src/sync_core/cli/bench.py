@@ -19,7 +19,7 @@ from sync_core.hooks import read_option
 from sync_core.sending.sender import Sender
 
 _MODEL = "large"
-# What the command gives the sender itself, or could not check what arrives with.
+# Arguments of the sender that the command gives itself, or that would change the values.
 _NO_OPTIONS = frozenset(signature(Sender.__init__).parameters) - {"options", "timeout", "verify"}
 
 

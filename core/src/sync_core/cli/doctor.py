@@ -1,6 +1,6 @@
 """``sync-core doctor``: does each installed scheme really move weights on this machine?
 
-What is amiss around the schemes is found in `sync_core.cli.findings`, and by those themselves that
+Problems around the schemes are found in `sync_core.cli.findings`, and by those schemes that
 declare the capability ``findings``.
 """
 
@@ -41,7 +41,7 @@ _STYLES = {"ok": "green", "failed": "red", "skipped": "yellow"}
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A scheme, and what became of it.
+    """A scheme and its outcome.
 
     Args:
         name: its name.
@@ -88,7 +88,7 @@ def diagnose(entry: EntryPoint, timeout: float) -> tuple[Diagnosis, list[Finding
         timeout: deadline in seconds.
 
     Returns:
-        What became of it, and what it has found amiss itself.
+        The outcome, and the scheme's own findings.
     """
     ours, theirs = multiprocessing.Pipe()
     with ours:

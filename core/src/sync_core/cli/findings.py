@@ -37,7 +37,7 @@ _BOOT = (
     "import sys; sys.path[:] = sys.argv[1:]; from sync_core.cli import main; "
     "sys.exit(main(['list', '--json']))"
 )
-# What a plugin prints when it is imported comes before it.
+# The output of a plugin's import comes before it.
 _LIST = "\n["
 
 
@@ -59,7 +59,7 @@ def check_imports(timeout: float = 120.0) -> Iterator[Finding]:
         return
     _, _, text = f"\n{listed}".rpartition(_LIST)
     for plugin in json.loads(f"[{text}"):
-        # Two that claim one name are told apart by their metadata already.
+        # Their metadata distinguishes two that claim one name.
         if plugin["error"] and plugin["kind"] != "schemes" and not plugin["conflicts"]:
             problem, _, remedy = plugin["error"].splitlines()[0].partition("; type: ")
             owner = plugin["distribution"]
@@ -81,7 +81,7 @@ def _list(timeout: float) -> str:
         try:
             listed, _ = process.communicate(timeout=timeout)
         finally:
-            # What a plugin starts when it is imported would keep the pipe open.
+            # Processes that a plugin's import starts would keep the pipe open.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:

@@ -51,7 +51,7 @@ class Outcome:
 
 
 def answer(fd: int, scheme: str, timeout: str) -> None:
-    """Try a scheme in this process, which was started for that, and send what became of it.
+    """Try a scheme in this process, which was started for that, and send the outcome.
 
     First that the process is there, then what the scheme finds amiss, and then the outcome.
 
@@ -64,7 +64,7 @@ def answer(fd: int, scheme: str, timeout: str) -> None:
     # A process group of its own: whatever the scheme starts can be ended by that.
     os.setsid()
     os.set_inheritable(fd, False)
-    # What a plugin prints is not part of the output, which may be JSON.
+    # The output of plugins is not part of this program's, which may be JSON.
     os.dup2(2, 1)
     connection = Connection(fd)
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
@@ -152,7 +152,7 @@ def _send(sender: Sender, group: WorkerGroup, timeout: float) -> float:
     try:
         seconds = pending.wait().seconds
     except SendError:
-        # What a worker has raised says more than that it did not confirm.
+        # A worker's error says more than that it did not confirm.
         for call in wait(calls.values(), _EXPLAINING, FIRST_EXCEPTION).done:
             call.result()
         raise

@@ -29,7 +29,7 @@ _WORTHWHILE = 1 << 20
 class Binding:
     """A model, or several, whose weights are read into updates and written from them.
 
-    What was found in the model is kept while the model stays as it is; finding out that it did
+    The tensors found in the model are kept while the model stays as it is; checking that it did
     costs no Python code per tensor of a module. A write is all of the models or none. Parameters
     that view an update's memory are watched: the write after one in place by someone else raises.
 
@@ -179,7 +179,7 @@ class Binding:
         """Raise unless every tensor of an update of this layout can be written where it belongs."""
         named = self._named
         if self._loads_state_dicts():
-            # What the state_dict shows is not always what is written.
+            # A state_dict may show other tensors than those that are written.
             named = named_tensors(self.model, "tensordict")
         if self._extra_state:
             named = {name: tensor for name, tensor in named.items() if not is_extra_state(name)}

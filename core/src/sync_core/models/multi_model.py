@@ -109,7 +109,7 @@ def look_up(model: Any, context: Any, before: Any = None) -> Any:
     Args:
         model: a model, a reference, or a mapping with references among its values.
         context: the object in which references are looked up.
-        before: what came of it the last time, which is given again if nothing has changed, so
+        before: the previous result, which is returned again if nothing has changed, so
             that what is known of several models can be kept.
 
     Raises:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 _COMPILED = "_orig_mod"
 _PARALLEL = "module"
-#: What a name may contain that comes from a wrapper, and the wrappers that it comes from.
+#: The parts of names that come from wrappers, and these wrappers.
 WRAPPERS = {
     _COMPILED: "torch.compile",
     _PARALLEL: "DistributedDataParallel or DataParallel",

@@ -64,7 +64,7 @@ class WriteGuard:
 
 
 def _is_counted(tensor: Tensor) -> bool:
-    # What was made in inference mode has no counter.
+    # Tensors made in inference mode have no counter.
     try:
         _writes(tensor)
     except RuntimeError:

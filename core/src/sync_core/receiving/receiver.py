@@ -60,7 +60,7 @@ class Receiver(CollectorReference):
         timeout: deadline of blocking calls, in seconds; None for the sender's.
         background: with a scheme whose weights take time to come, receive them in a thread,
             which only stages the newest version; `receive` commits it, in the thread that calls.
-        on_commit: called with every version that was committed, before the sender is told that
+        on_commit: called with every version that was committed, before the sender learns that
             it was; should it raise, that is reported instead. It is for workers that pass
             weights on, and acknowledge them once they have arrived.
         consolidate: whether the first version of a megabyte or more may move a module's tensors
@@ -147,7 +147,7 @@ class Receiver(CollectorReference):
         """Connect only to let the sender know, at once, why this worker cannot receive."""
         stack = Stack(Defaults(self._address.strategy), self._backend)
         context = self._address.transport_context(self._backend.name, self._timeout)
-        # What is raised to the caller is why, and not that the sender could not be reached.
+        # The caller gets the reason, and not that the sender could not be reached.
         with suppress(Exception), closing(stack.create_receiver_transport(context)) as transport:
             payload = transport.receive(0.0)
             if payload is not None:
@@ -191,7 +191,7 @@ class Receiver(CollectorReference):
 
     @property
     def refused(self) -> int:
-        """The last version that came and was not committed, of which the sender was told; or 0."""
+        """The last version that arrived and was refused, as the sender knows; or 0."""
         return self._refused
 
     @property
@@ -228,7 +228,7 @@ class Receiver(CollectorReference):
             ClosedError: the receiver is closed, or another thread closes it meanwhile.
             SyncError: the weights could not be committed. The model keeps its version, unless
                 it was a layer or ``on_commit`` that raised after they were loaded: see `version`.
-                The sender is told which.
+                The sender learns which.
         """
         with self._exclusive:
             if self.stage(timeout) is None:
@@ -243,7 +243,7 @@ class Receiver(CollectorReference):
     def stage(self, timeout: float | None = None) -> int | None:
         """Fetch what `receive` would commit, and keep it; see `receive_together`.
 
-        What was staged before is dropped: a sender may wait for its answer before it offers more.
+        A version that was staged before is dropped: a sender may wait for its answer.
 
         Returns:
             The version that is staged now, or None when there was no newer one in time.
@@ -293,7 +293,7 @@ class Receiver(CollectorReference):
                     model, self._address.token, self._address.strategy, self._backend.describe()
                 )
             try:
-                # What a layer makes in inference mode could not be trained.
+                # Tensors that a layer makes in inference mode could not be trained.
                 with torch.inference_mode(mode=False):
                     self._stack.apply_weights(update, model, context)
             finally:
@@ -432,7 +432,7 @@ class Receiver(CollectorReference):
 
     def _next(self, deadline: float) -> Payload | None:
         try:
-            # What a transport allocates may become the memory of parameters, or of later versions.
+            # Memory that a transport allocates may become that of parameters, or of later versions.
             with torch.inference_mode(mode=False), self._exclusive.waiting():
                 return self._transport.receive(max(0.0, deadline - time.monotonic()))
         except SenderLostError as error:

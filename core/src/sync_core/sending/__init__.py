@@ -1,1 +1,1 @@
-"""The trainer's side: from a model to what became of each worker."""
+"""The trainer's side: from a model to the result for each worker."""

@@ -28,7 +28,7 @@ from sync_core.sending.worker_state import (
 from sync_core.transports.transport import Delivery, Notice
 
 _log = logging.getLogger("sync_core")
-# How long closing waits for what is still to be told, in seconds.
+# How long closing waits for pending notifications, in seconds.
 _PATIENCE = 1.0
 
 Event = TypeVar("Event")
@@ -98,7 +98,7 @@ class Announcer(Generic[Event]):
                 try:
                     callback(event)
                 except Exception:
-                    _log.exception("a subscriber raised when it was told of %r", event)
+                    _log.exception("a subscriber raised when it was called with %r", event)
 
 
 class _Entry(Generic[Event]):

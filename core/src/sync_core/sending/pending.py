@@ -29,7 +29,7 @@ def tell(report: SendReport, reporters: Iterable[Callable[[SendReport], object]]
 
 
 def log_send(report: SendReport) -> None:
-    """Log what became of a send: INFO when it went well, WARNING when a worker failed.
+    """Log the result of a send: INFO when it succeeded, WARNING when a worker failed.
 
     The same values are attributes of the record, each with ``sync_`` before its name. Of phases
     that each worker has, it is the longest; ``deliver_seconds`` is left out where no worker's clock
@@ -130,7 +130,7 @@ class PendingSend:
         self._publish_seconds = publish_seconds
         self._packing = packing or Stopwatch()
         self._report: SendReport | None = None
-        # What is called at the end may ask for the report.
+        # The callbacks at the end may ask for the report.
         self._ending = threading.RLock()
 
     @property
@@ -214,7 +214,7 @@ class PendingSend:
     def _end(self, *, waited: bool, reason: str | None = None) -> SendReport:
         with self._ending:
             if self._report is None:
-                # Ended once, even if Ctrl-C comes while others are told of it.
+                # Ended once, even if Ctrl-C comes during notifications.
                 self._report = self._make_report(reason)
                 report = self._finish(self._report, waited=waited)
                 self._report = report.counted_as(self.version)

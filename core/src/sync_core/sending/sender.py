@@ -190,7 +190,7 @@ class Sender(Updater):
         return self._members.statuses
 
     def subscribe(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
-        """Be told of every worker that comes into another state.
+        """Subscribe to changes of workers' states.
 
         Args:
             callback: called with each event, in order, in a thread of the sender's and without

@@ -89,7 +89,7 @@ class Link:
     def _push(self, weights: Any, worker_ids: list[int]) -> SendReport:
         pending = self.sender.send_async(weights, worker_ids)
         for worker_id in worker_ids:
-            # What it raises, the sender is told.
+            # The sender reports what it raises.
             with suppress(SyncError):
                 self.receivers[worker_id].receive(0)
         return pending.wait(0.0)

@@ -28,7 +28,7 @@ def no_more_descriptors() -> CapacityError:
     )
 
 
-#: What the longest message takes, in bytes.
+#: The size of the longest message, in bytes.
 MAX_MESSAGE = 1 << 20
 _MAX_DESCRIPTORS = 4
 _HUNG_UP = (BrokenPipeError, ConnectionResetError)
@@ -179,7 +179,7 @@ class Channel:
             self._messages.append(message)
 
 
-# In seconds; no kernel need be told of a longer one.
+# In seconds; the kernel needs no longer one.
 _LONGEST = 1e6
 
 

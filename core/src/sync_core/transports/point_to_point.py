@@ -51,7 +51,7 @@ class PointToPointTransport(SenderTransport):
         """Deliver a version to one worker, and return when it has committed it.
 
         Returns:
-            What the worker's transport was given to `acknowledge`, if that came back; or None.
+            The answer that the worker's transport acknowledged, if it came back; or None.
 
         Raises:
             WorkerError: the worker does not have the version. Any other exception counts as the

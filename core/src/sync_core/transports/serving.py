@@ -248,7 +248,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         self.offer(peer)
 
     def _say_gone(self, peer: PeerT, reason: str) -> None:
-        # What it reads stays lent until it hangs up: it may still look at those weights.
+        # Slots that it reads stay lent until it disconnects: it may still read those weights.
         self.withdraw(peer)
         self.tell(peer, {"type": "gone", "reason": reason})
 

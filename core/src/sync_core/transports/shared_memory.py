@@ -165,7 +165,7 @@ def _create(nbytes: int, directory: str | None, *, sparse: bool, remedy: str) ->
 def _seal(descriptor: int) -> None:
     """Seal the memory: no holder of the descriptor can write to it or shrink it from now on.
 
-    What is mapped already stays writable: by the sender. Only anonymous memory can be sealed, and
+    Existing mappings, the sender's, stay writable. Only anonymous memory can be sealed, and
     only since Linux 5.1 against being written to.
     """
     if sys.platform != "linux":
@@ -220,7 +220,7 @@ def _shortage(nbytes: int, available: int, directory: str | None) -> str:
 
 
 class SharedSlots:
-    """The sender's: makes the memory, and knows what a worker has to be told.
+    """The sender's side: makes the memory, and knows what to announce to a worker.
 
     Args:
         directory: see `SharedMemory.create`.
@@ -248,7 +248,7 @@ class SharedSlots:
         """Return what a worker has to hear before it is offered a slot; None for nothing.
 
         Args:
-            known: the slots that it was told of, which is brought up to date.
+            known: the slots that were announced to it; updated here.
             offered: the slot.
             slots: those that there are.
 
@@ -268,7 +268,7 @@ class SharedSlots:
 
 
 class MappedSlots:
-    """A worker's: those that it was told of, and which of them it reads."""
+    """A worker's side: the slots that were announced, and those that it reads."""
 
     def __init__(self) -> None:
         self._mapped: dict[int, SharedMemory] = {}
@@ -276,7 +276,7 @@ class MappedSlots:
 
     @property
     def held(self) -> list[int]:
-        """The slots that are read, of which the sender is told with each answer."""
+        """The slots that are read, which each answer lists."""
         return list(self._held)
 
     def hear(self, message: Message, channel: Channel) -> bool:

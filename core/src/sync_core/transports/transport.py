@@ -25,7 +25,7 @@ from sync_core.weights.payload import Payload
 class Notice:
     """News of a worker, for `TransportContext.notify`.
 
-    A transport need not know any of it: what becomes of its deliveries is heard in any case.
+    A transport need not report any of it: the results of its deliveries are known in any case.
 
     Args:
         kind: ``"connected"``, a receiver has taken the worker's place, and has no version yet;
@@ -203,7 +203,7 @@ class Delivery:
         self.error: WorkerError | None = None
         self.answer: Answer | None = None
         self.ended_at: float | None = None
-        #: What a transport knows of a worker that is late, for the report; a clause.
+        #: Return a clause about a late worker, for the report.
         self.remark = ""
         # Reentrant, as the garbage collector may close a receiver in a thread that holds it.
         self._lock = threading.RLock()
@@ -342,7 +342,7 @@ class ReceiverTransport(ABC):
 
     @abstractmethod
     def acknowledge(self, answer: Answer) -> None:
-        """Tell the sender what became of a version; `Delivery.acknowledge` is where it ends."""
+        """Report the result of a version to the sender, for `Delivery.acknowledge`."""
 
     def wake(self) -> None:  # noqa: B027 - what does not wait need not be woken
         """Let `receive` return, or raise `SenderLostError`, soon: now, and whenever it is called.

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 # (GRAIN_SIZE in ATen/TensorIterator.h), and waits for all of them. Where other processes have the
 # cores that is a slice of their time, hundreds of times as long as a small copy takes.
 _DIVIDED = 32_768
-# What a thread takes at a time, and from how much on a second thread is worth its start, in bytes.
+# The size of a piece, and the size from which a second thread is worth its start, in bytes.
 _PIECE = 4 << 20
 _WORTHWHILE = 16 << 20
 
@@ -44,7 +44,7 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def writing_to(targets: Iterable[Tensor]) -> AbstractContextManager[object]:
     """The mode in which tensors can be written to, and nothing is recorded for a backward pass."""
-    # What was made in inference mode can be written to in that mode only.
+    # Tensors made in inference mode can be written to in that mode only.
     inference = any(map(Tensor.is_inference, targets))
     return torch.inference_mode() if inference else torch.no_grad()
 

@@ -120,7 +120,7 @@ def close_hosted(worker_id: int, hosted: object) -> None:
         close(hosted)
     except (Exception, SystemExit) as error:
         summary = traceback.format_exception_only(error)[0].strip()
-        # What was on its way when the worker was ended is not part of this.
+        # Calls in transfer when the worker was ended are not among them.
         frames = traceback.format_exception(error, chain=error.__cause__ is not None)
         warnings.warn(
             f"worker {worker_id}: {type(hosted).__name__}.close raised {summary}\n"

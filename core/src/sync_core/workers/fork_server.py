@@ -40,8 +40,8 @@ def run(main: str, given: Sequence[int | str]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    # What a program is promised at its end, without taking its modules apart: that does nobody
-    # any good, and takes torch half a second. No public function runs the exit handlers.
+    # The exit handlers, without the destruction of modules, which is of no
+    # use and takes torch half a second. No public function runs the exit handlers.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -109,7 +109,7 @@ def main(control: int, load: str) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     for module in load.split(","):
         importlib.import_module(module)
-    # What was loaded is never freed; a collection would only write to memory that is shared.
+    # Imported modules are never freed; a collection would only write to shared memory.
     gc.freeze()
     gc.enable()
     _Server(socket.socket(fileno=control)).serve()
@@ -205,7 +205,7 @@ def _receive(control: socket.socket) -> tuple[Request, list[int]] | None:
 
 
 def _settle(request: Request, stdout: int, stderr: int, directory: int) -> None:
-    """Make this process one that a fresh interpreter could not be told from."""
+    """Make this process look like a fresh interpreter."""
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     os.fchdir(directory)

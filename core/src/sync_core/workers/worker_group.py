@@ -34,7 +34,7 @@ class WorkerGroup(ABC):
         WorkerTimeoutError: a worker did not start in time; no worker is left.
     """
 
-    #: What the group can do; `sync_core.hooks` says what each name means.
+    #: The capabilities of the group; `sync_core.hooks` explains each.
     capabilities: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod

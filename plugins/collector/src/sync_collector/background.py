@@ -152,7 +152,7 @@ class BackgroundCollection:
         return more
 
     def _took(self, take: Callable[[], bool]) -> bool:
-        """Take a batch; one that is late is told by the trainer's next call, and waited for."""
+        """Take a batch; a late one is waited for, and the trainer's next call reports it."""
         try:
             return take()
         except WorkerTimeoutError as error:

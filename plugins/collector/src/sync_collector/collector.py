@@ -59,7 +59,7 @@ class Collector(Life, Updates):
     learns. Environments that are stepped together put their dimension before the one of time,
     which is the last and the only one with a name, ``"time"``.
 
-    A frame holds what the policy saw and did, ``"next"`` with what came of it (the true
+    A frame holds what the policy saw and did, ``"next"`` with the outcome (the true
     observation also where an episode ended), ``("collector", "traj_ids")``, unique over workers
     and time, and ``policy_version``. A new episode begins where one ended, so ``done`` is
     False at the root, always.

@@ -182,7 +182,7 @@ class CollectorWorker:
         try:
             return self._built.refresher.reach(order.version, order.patience)
         except Exception:
-            # The sender is told why, and tells the trainer.
+            # The sender learns why, and reports it to the trainer.
             return False
 
     @property

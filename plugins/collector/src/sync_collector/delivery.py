@@ -37,7 +37,7 @@ class _Progress:
     """The progress of the batch in hand.
 
     Args:
-        noted: whether its workers were told that it was taken.
+        noted: whether its workers were notified that it was taken.
         written: how many of its parts were written into the replay buffer.
         yielded: what is yielded for it, in a tuple; None before that is made.
     """

@@ -104,7 +104,7 @@ class Life:
                 gets the weights that the other workers get, so that names, shapes and dtypes of
                 its own must be the same.
             collector_kwargs: how the new workers make batches, as in `Collector`: a mapping, or a
-                list with one for each. What is left out is as with the first worker.
+                list with one for each. Options that are left out are as with the first worker.
             remote_configs: options of the new workers' actors, with ``workers="ray"``: a mapping,
                 or a list with one for each.
 
@@ -170,7 +170,7 @@ class Life:
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the workers' environments, one after the other, and begin their episodes again.
 
-        Each worker gets the seed that the one before it returned. What they have made before and
+        Each worker gets the seed that the one before it returned. Batches made before and
         was not taken yet is dropped: no frame that comes is older than the seed. With the same
         seed and the same weights, each worker makes the same batches. Workers with a process of
         their own seed its whole random state. Others share this process's: seed that yourself
@@ -287,7 +287,7 @@ class Life:
                 if whole_batches:
                     self._state.finish_batches()
                 with self._requests.settled():
-                    # What was sent and has not been committed belongs to what workers act with.
+                    # A version that was sent and not committed belongs to the workers' weights.
                     self._weights.let_end(self._timeout)
                     return function()
 

@@ -26,7 +26,7 @@ class Steps:
 
     Args:
         root: what the policy saw and did, by key.
-        next: what came of it, by key.
+        next: the outcome, by key.
         ended: after which steps an episode was over.
         versions: the version of the policy that acted in each step.
     """
@@ -70,7 +70,7 @@ class _Acted:
     tensordict: TensorDictBase
     root: Leaves
     version: int
-    #: What the environment gave for it, and the root of the next step, if it gave that too.
+    #: Return the environment's result, and the root of the next step, if there is one.
     made: tuple[TensorDictBase, TensorDictBase | None] | None = None
 
 
@@ -175,7 +175,7 @@ class TensorDictLoop:
         return self._root
 
     def _reset(self) -> TensorDictBase:
-        # What a policy sets must not come back where an environment gives its own one every time.
+        # Values of a policy must not come back where an environment gives its own every time.
         return reset_env(self._env).copy()
 
     def _root_after(self, stepped: TensorDictBase) -> TensorDictBase:

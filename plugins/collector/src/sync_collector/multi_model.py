@@ -36,7 +36,7 @@ class MultiModelWeights:
     """A sender for each model, and the workers that commit what belongs together at once.
 
     All sources are read and checked before anything is sent. A worker commits between two batches,
-    when it is told which versions belong together and has all of them.
+    when it knows which versions belong together and has all of them.
 
     Args:
         pool: the workers.
@@ -67,7 +67,7 @@ class MultiModelWeights:
         self._of_all: dict[str, int] = {}
         self._last: dict[str, Any] = {}
         self._of_some: set[str] = set()
-        # What workers began with, or were told to continue with, until something is sent to all.
+        # The weights that workers began or continue with, until something is sent to all.
         self._unsent: Weights = {}
         self.models = dict(models)
         self.senders: dict[str, Sender] = {}

@@ -35,7 +35,7 @@ def module_of(policy: Any) -> nn.Module | None:
         policy: what a collector acts with; None for random actions.
 
     Raises:
-        ModelError: it acts with modules that cannot be told for certain.
+        ModelError: it acts with modules that cannot be identified.
 
     Example:
         >>> net = nn.Linear(2, 1)

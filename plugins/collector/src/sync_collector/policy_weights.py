@@ -91,7 +91,7 @@ class CommitRequests:
                 if error is None:
                     if not call.result():
                         self._calls[worker_id] = self._ask(worker_id, pending)
-                # What the worker itself has to say may still be on its way, and says more.
+                # The worker's own answer may still be in transfer, and says more.
                 elif isinstance(error, WorkerError) and not delivery.wait(_PATIENCE):
                     delivery.fail(error)
             # The one that was offered its version last is likely to answer last.
@@ -146,10 +146,10 @@ class PolicyWeights:
         self._timeout = timeout
         self._increments = 0
         self._pending: PendingSend | None = None
-        # What was sent last, and whether it went to all workers: a new one must have it too.
+        # The last weights sent, and whether they went to all workers: a new one must have them too.
         self._last: Mapping[str, Any] = {}
         self._last_to_all = True
-        # What workers began with, or were told to continue with, until something is sent to all.
+        # The weights that workers began or continue with, until something is sent to all.
         self._unsent: Weights = {}
         self.sender: Sender | None = None
         self.seconds = 0.0

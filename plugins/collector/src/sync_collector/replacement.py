@@ -83,7 +83,7 @@ class Replacement:
         """Send weights, and replace the workers that do not get them because they have died.
 
         Returns:
-            What the update did; or the report: the new ones have the version.
+            Return the update's result; or the report: the new workers have the version.
 
         Raises:
             SendError: others did not get them either, or the dead are not replaced.

@@ -62,7 +62,7 @@ class Requests:
         self._make_request = make_request
         self._replacement = replacement
         self._futures: dict[int, Future[TensorDictBase | None]] = {}
-        # What has ended, in that order; also what was forgotten since.
+        # The requests that have ended, in that order; also those forgotten since.
         self._ended: deque[tuple[int, Future[TensorDictBase | None]]] = deque()
         #: The batch that was taken last, until it is handed over.
         self.in_hand: TakenBatch | None = None
@@ -276,7 +276,7 @@ class Requests:
         self._required.pop(worker_id, None)
 
     def _expect(self, worker_id: int, future: Future[TensorDictBase | None]) -> None:
-        # What is expected and never noted would be waited for.
+        # A request that is expected and never recorded would be waited for.
         with uninterrupted():
             self._futures[worker_id] = future
             self._numbers[worker_id] += 1

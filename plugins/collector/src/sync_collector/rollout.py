@@ -56,7 +56,7 @@ class Refresher:
         # The version that the error is about; infinite where only this worker knows of it.
         self._error_about = math.inf
         self._increments = 0
-        # What the version counted to when another one was restored, and that one.
+        # The version when another one was restored, and the restored one.
         self._restored: tuple[int, int] | None = None
         self._cost = math.inf
         self._due = 0.0
@@ -107,7 +107,7 @@ class Refresher:
         """Commit a version, or a newer one, unless the policy has that; whether it came in time.
 
         Raises what went wrong in the middle of a batch, if anything did; but of an older version
-        its sender was told.
+        its sender knows.
         """
         if self._error_about < version:
             self._error = None

@@ -51,7 +51,7 @@ def copy_of(leaves: Leaves) -> Leaves:
 class Copies:
     """Copies of the tensors of steps, each tensor once.
 
-    What a step gave is what the next one begins with: often the very same tensors.
+    The next step begins with the result of the last one: often the very same tensors.
 
     Example:
         >>> copies, given = Copies(), {"observation": torch.zeros(1)}

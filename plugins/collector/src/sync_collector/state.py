@@ -24,7 +24,7 @@ from sync_core.workers import gather
 class State:
     """Reads and writes the state of a collector whose workers are at rest.
 
-    Workers are told apart by their order, not by their ids.
+    Workers are identified by their order, not by their ids.
 
     Args:
         pool: the workers.

@@ -121,7 +121,7 @@ class Updates:
     ) -> None:
         """Get models from senders elsewhere, as the worker that this collector is to them.
 
-        What is received, before every batch and by `receive_weights`, is passed on to this
+        Weights received, before every batch and by `receive_weights`, are passed on to this
         collector's own workers, and is acknowledged when they have committed it. A model that only
         the workers have, such as a policy of ``policy_factory``, is received into a copy of its
         tensors.
@@ -162,7 +162,7 @@ class Updates:
         Raises:
             ValueError: weights where there are senders, or neither.
             SenderLostError: a sender is gone.
-            SendError: some workers do not have the version; its sender was told.
+            SendError: some workers do not have the version; its sender knows.
         """
         self._check_open()
         limit = self._timeout if timeout is None else check_seconds(timeout)

@@ -56,7 +56,7 @@ def write_models(
         ModelError: a model is missing.
     """
     models = _models(parts, saved)
-    # What a receiver lends to a model may be part of another one, which has its own memory
+    # Tensors that a receiver lends to a model may be part of another one, which has its own memory
     # once the receiver has written.
     for name in sorted(saved, key=lambda name: name not in receivers):
         if name in receivers:
@@ -131,7 +131,7 @@ class ModelReceivers:
         return module_of(found) if name == POLICY else found
 
     def _check_shared(self, name: str, *, views: bool) -> None:
-        # What is copied into a parameter that views a version would be in the memory of other
+        # Values copied into a parameter that views a version would be in the memory of other
         # workers too; where that cannot be written to, the write would end this one.
         own = _parameters(self._found(name))
         for other in self._receivers:

@@ -76,7 +76,7 @@ class WorkerSpec:
             self.options.devices.check_shared(self.policy)
             return self.policy, {}
         given = self.policy, dict(self.models)
-        # What came from another process is a copy already.
+        # Objects from another process are copies already.
         policy, models = given if self.options.owns_process else detached_copy(given)
         place = self.options.devices.place_policy
         if self.policy_fn is not None:

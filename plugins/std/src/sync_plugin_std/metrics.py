@@ -1,4 +1,4 @@
-"""The layer ``metrics``: what became of every send, for Prometheus and for OpenTelemetry."""
+"""The layer ``metrics``: the result of every send, for Prometheus and for OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SENDS = Instrument(
 _WORKERS = Instrument(
     "sync_worker_updates",
     "counter",
-    "Workers addressed, by what became of them.",
+    "Workers addressed, by result.",
     (*_WHICH, "outcome"),
 )
 _BYTES = Instrument("sync_delivered_bytes", "counter", "Bytes delivered to workers.", _WHICH, "By")
@@ -57,7 +57,7 @@ Record = Callable[[Instrument, float, dict[str, str]], None]
 
 
 class Metrics(Reporter):
-    """Exports what became of every send: ``Sender(…, layers=["metrics"])``.
+    """Exports the result of every send: ``Sender(…, layers=["metrics"])``.
 
     To Prometheus where prometheus-client is installed, to OpenTelemetry where its API is: what
     that does with them is for its SDK to say. Any number of senders may share one, or have their

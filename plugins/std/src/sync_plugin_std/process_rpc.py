@@ -59,7 +59,7 @@ class PendingCalls:
         """Fail every call, and each one that is added from now on.
 
         Args:
-            reason: what became of the worker: ``killed by SIGKILL``.
+            reason: how the worker ended: ``killed by SIGKILL``.
             running: whether that was in the middle of the oldest call.
         """
         with self._lock:

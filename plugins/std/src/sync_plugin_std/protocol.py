@@ -16,7 +16,7 @@ sender    ``welcome`` + 2 descriptors            accepted; the board, and the pi
 sender    ``slot``, index, live + descriptor     a slot that will be offered; those there are
 sender    ``live``, live                         the slots that there are, as some are no more
 worker    ``answer``, answer, held               committed, or not; reads only ``held`` from now
-worker    ``lacks``, index                       it could not open a slot that it was told of
+worker    ``lacks``, index                       it could not open a slot that was announced
 worker    ``on``, version, held                  asks for more, and will not answer about this one
 worker    ``leave``, reason                      it closes its receiver
 sender    ``gone``, reason                       refused, replaced, removed, or the sender closes

@@ -18,7 +18,7 @@ class SharedPeer(Peer):
     Args:
         tokens: where its offers are accepted or revoked.
         offered: the slot that it was offered, and has not answered about.
-        knows: the slots that it was told of.
+        knows: the slots that were announced to it.
     """
 
     tokens: TokenPipe = field(default_factory=TokenPipe)

@@ -78,7 +78,7 @@ def _stands_still(pid: int) -> bool:
 def fork(seconds: float) -> None:
     """Have a copy of this process that holds all of its descriptors, and does nothing."""
     with warnings.catch_warnings():
-        # What it says is what is being tried here: there are threads.
+        # Its warning is expected here: there are threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -112,7 +112,7 @@ def few_descriptors(left: int = 0) -> Iterator[None]:
     """
     probe = os.dup(0)
     os.close(probe)
-    # What the limit counts is the number of a new descriptor, which is the lowest that is free.
+    # The limit applies to the number of a new descriptor, the lowest that is free.
     with _limited(resource.RLIMIT_NOFILE, probe + left):
         yield
 

@@ -103,7 +103,7 @@ class CalledSchemeConformance(DeliveryCases, FaultCases):
             worker: the object that the group hosts; its attribute ``model`` is updated.
 
         Returns:
-            What the sender is given in ``workers`` to call this worker.
+            Return the entry of ``workers`` by which the sender calls this worker.
         """
         raise NotImplementedError
 

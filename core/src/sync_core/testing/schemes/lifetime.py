@@ -210,7 +210,7 @@ class LifetimeCases(SchemeCases):
         if not Path("/proc/self/fd").exists():
             pytest.skip("what a process has open is looked up in /proc, which is not there")
         pool.make_ready()
-        # What is made once and kept, such as torch's threads, must be there before.
+        # Objects that are made once and kept, such as torch's threads, must exist before.
         self._use(pool)
         before, names = _resources(pool), _shared_memory()
         for _ in range(3):
@@ -230,7 +230,7 @@ class LifetimeCases(SchemeCases):
 
     def test_no_file_is_left_in_the_temporary_directory(self, pool: Pool) -> None:
         pool.make_ready()
-        # What is made once and kept, such as sockets of multiprocessing, is made elsewhere.
+        # Objects that are made once and kept, such as sockets, are made elsewhere.
         self._use(pool)
         with _temporary_directory(pool) as directory:
             self._use(pool, pending=True)

@@ -57,7 +57,7 @@ class Worker:
         return self.receiver.receive(timeout)
 
     def attend(self) -> bool:
-        """Receive whenever the scheme tells of a version; whether it says that it will."""
+        """Receive whenever the scheme reports a version; return whether it does."""
         assert self.receiver is not None
         # A receiver that knows itself is kept until garbage is collected.
         receiver = weakref.ref(self.receiver)

@@ -38,14 +38,14 @@ class VectorGymEnv(ArrayEnv):
     """A Gymnasium vector environment, stepped as one batch; it may have any autoreset mode.
 
     What an episode ended with is found under ``"next"``, and no frame is spent on a reset: where
-    the vector environment would reset with the next step, it is told to do so before that.
+    the vector environment would reset with the next step, it is set to do so before that.
 
     Args:
         env: the vector environment.
         categorical: see `GymEnv`.
 
     Raises:
-        TypeError: it would reset with the next step and cannot be told to do so earlier, or cannot
+        TypeError: it would reset with the next step and cannot be set to do so earlier, or cannot
             reset a part.
 
     Example:
@@ -320,7 +320,7 @@ class _TensorDictStack(_Members):
 def as_env(made: Any) -> Env:
     """The object itself if it is an `Env`, else an adapter for what Gymnasium knows.
 
-    What it is shows in its members: a ``batch_size`` for an `Env`, such as TorchRL's ``EnvBase``
+    Its members tell its kind: a ``batch_size`` for an `Env`, such as TorchRL's ``EnvBase``
     or a class of the user's own; the spaces of a vector environment, or of a single one.
 
     Args:

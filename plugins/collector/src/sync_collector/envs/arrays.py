@@ -128,7 +128,7 @@ class ArrayEnv(ABC):
         return TensorDict(root, batch_size=self.batch_size)
 
     def _reset_where(self, mask: Tensor, root: TensorDictBase) -> TensorDictBase:
-        # What a policy carries from step to step is nothing yet where an episode begins.
+        # Values that a policy carries from step to step are zero where an episode begins.
         merged = root.copy()
         for key in root.keys(include_nested=True, leaves_only=True):
             old = root.get(key)

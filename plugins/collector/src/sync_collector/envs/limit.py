@@ -104,7 +104,7 @@ class _LimitedTensorDicts:
         else:
             root = reset_env(self._env, tensordict)
             self._count = torch.where(where.unsqueeze(-1), 0, self._count)
-        # What is set here and below would come back from an environment that keeps its own.
+        # Values set here and below would come back from an environment that keeps its own.
         return root.copy().set(STEP_COUNT, self._count)
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:

@@ -84,7 +84,7 @@ class Conventions:
 
         Args:
             leaves: what was seen, by key.
-            outcome: what came of it.
+            outcome: the result of the step.
             dims: see `outcome`.
         """
         made = {**leaves, **{key: torch.zeros_like(outcome[key]) for key in self.flag_keys}}

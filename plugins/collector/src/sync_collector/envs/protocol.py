@@ -53,7 +53,7 @@ class Env(Protocol):
 
         Returns:
             The same TensorDict, with the true outcome under ``"next"``: the observation, the
-            reward and the flags, also at the end of an episode. What a policy has set there for
+            reward and the flags, also at the end of an episode. Values that a policy set there for
             its own next step stays.
         """
 
@@ -79,7 +79,7 @@ def reset_env(env: Env, request: TensorDictBase | None = None) -> TensorDictBase
 
 
 def following_of(env: Env, given: TensorDictBase, stepped: Any) -> TensorDictBase:
-    """Return what came of a step.
+    """Return the result of a step.
 
     Args:
         env: the environment.
