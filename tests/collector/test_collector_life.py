@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -31,6 +32,7 @@ from sync_collector.worker_options import WorkerOptions
 from sync_core import (
     ClosedError,
     LayoutMismatchError,
+    ModelError,
     OptionError,
     RemoteCallError,
     SendReport,
@@ -497,6 +499,10 @@ class Twice(Scale):
         return 2 * super().forward(observation)
 
 
+def act_with_zero(observation: Tensor) -> Tensor:
+    return torch.zeros_like(observation)
+
+
 def test_add_collectors_with_a_policy_and_options_of_their_own() -> None:
     with collector(policy=Scale(1.0), max_frames_per_traj=100) as made:
         longest: list[WorkerOptions] = [{"max_frames_per_traj": 1}, {}]
@@ -522,6 +528,8 @@ def test_add_collectors_with_a_policy_and_options_of_their_own() -> None:
         ("none", {"policy": Scale()}, OptionError, "the trainer's own policy"),
         ("thread", {"collector_kwargs": {"frames": 3}}, TypeError, "collector_kwargs got 'frames'"),
         ("thread", {"collector_kwargs": [{}, {}]}, ValueError, "has 2 entries for 1 workers"),
+        ("thread", {"collector_kwargs": 0}, TypeError, "collector_kwargs is 0"),
+        ("thread", {"policy": act_with_zero}, ModelError, "the given policy has no weights"),
         (
             "thread",
             {"remote_configs": {"num_cpus": 1}},
@@ -537,6 +545,32 @@ def test_add_collectors_refuses(
         with pytest.raises(error, match=message):
             made.add_collectors(long_episodes, **options)
         assert made.worker_ids == (0,)
+
+
+@pytest.mark.parametrize(("workers", "scheme"), [("thread", "thread"), ("process", "shm")])
+def test_added_policies_fit_those_that_workers_make(workers: str, scheme: str) -> None:
+    with collector(policy_factory=Scale, scheme=scheme, workers=workers) as made:
+        with pytest.raises(LayoutMismatchError, match="'bias' is in the model"):
+            made.add_collectors(long_episodes, policy=torch.nn.Linear(1, 1))
+        assert made.add_collectors(long_episodes, policy=Twice(9.0)) == (1,)
+        assert made.update_policy_weights_(Scale(3.0)).updated == (0, 1)
+
+
+def test_an_added_policy_has_weights_only_if_the_others_have() -> None:
+    with collector(policy=None, scheme="thread") as made:
+        with pytest.raises(ModelError, match="the collector's policy has no weights"):
+            made.add_collectors(long_episodes, policy=Scale())
+        assert made.worker_ids == (0,)
+        assert made.add_collectors(long_episodes, policy=act_with_zero) == (1,)
+
+
+@pytest.mark.parametrize("called", [lambda policy: policy.forward, partial])
+def test_an_added_policy_may_be_a_call_of_a_module(called: Callable[[Any], Any]) -> None:
+    with collector(policy=called(Scale(1.0)), scheme="thread") as made:
+        assert made.add_collectors(long_episodes, policy=called(Twice(9.0))) == (1,)
+        made.update_policy_weights_(Scale(3.0))
+        batches = {seat(batch): batch for batch in (next(made) for _ in range(4))}
+        assert {i: values(each, "action")[0] for i, each in batches.items()} == {0: 3.0, 1: 6.0}
 
 
 class InterruptsWhenClosed(CountingEnv):

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -243,6 +243,11 @@ class TestResources:
     def test_an_option_that_is_the_groups_own(self) -> None:
         with pytest.raises(OptionError, match=r"'max_restarts', which the worker group decides"):
             RayGroup(repr, 2, remote_configs={"max_restarts": 3})
+
+    def test_a_config_that_is_not_a_mapping(self) -> None:
+        for configs in (3, [3], "num_cpus"):
+            with pytest.raises(TypeError, match=r"remote_configs .*{'num_cpus': 1}"):
+                RayGroup(repr, 1, remote_configs=cast(Any, configs))
 
     def test_an_option_that_ray_does_not_have(self) -> None:
         with pytest.raises(ValueError, match="num_cpu"):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import ray
 
 from sync_core import OptionError, RemoteCallError
-from sync_core.checks import check_count
+from sync_core.checks import check_count, check_mapping
 from sync_core.workers import LaunchedGroup, Launcher
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.host import encode
@@ -53,9 +53,16 @@ def check_configs(
     """The user's options for each worker; none where all is left to `usual_options`.
 
     Raises:
+        TypeError: neither a mapping nor a list of mappings.
         ValueError: a list of another length.
         OptionError: an option that is the worker group's own matter.
     """
+    example = "{'num_cpus': 1}"
+    if isinstance(remote_configs, str) or not isinstance(remote_configs, Mapping | Sequence | None):
+        raise TypeError(
+            f"remote_configs must be a mapping such as {example} or a list of them, got "
+            f"{remote_configs!r}"
+        )
     if remote_configs is None or isinstance(remote_configs, Mapping):
         configs = (remote_configs or {},) * max(1, num_workers)
     else:
@@ -65,6 +72,8 @@ def check_configs(
                 f"remote_configs has {len(configs)} entries for {num_workers} workers; "
                 "give one for each, or a single mapping for all"
             )
+        for config in configs:
+            check_mapping(config, "an entry of remote_configs", example)
     for name in _FIXED:
         if any(name in config for config in configs):
             raise OptionError(

@@ -12,6 +12,7 @@ from sync_collector.delivery import BatchDelivery
 from sync_collector.models_elsewhere import ModelsElsewhere
 from sync_collector.multi_model import MultiModelWeights
 from sync_collector.options import check_acts, count_workers, factories, per_worker
+from sync_collector.policy_module import module_of
 from sync_collector.policy_weights import MOMENT, PolicyWeights
 from sync_collector.relay import Relay
 from sync_collector.replacement import Replacement
@@ -22,7 +23,7 @@ from sync_collector.warmup import Warmup
 from sync_collector.worker_options import WorkerOptions, changed_options
 from sync_collector.worker_pool import WorkerPool
 from sync_collector.worker_spec import WorkerSpecs
-from sync_core import ClosedError, Layout, OptionError
+from sync_core import ClosedError, Layout, ModelError, OptionError
 from sync_core.checks import check_count, check_integer, check_seconds
 from sync_core.models import check_match, named_tensors
 from sync_core.workers import normalize
@@ -113,6 +114,7 @@ class Life:
 
         Raises:
             LayoutMismatchError: the policy's weights are others than those of the collector's.
+            ModelError: one of the given and the collector's policy has weights, the other none.
             OptionError: the worker group has no ``remote_configs``, or the workers act with the
                 trainer's own policy.
             TypeError: something that cannot differ between workers.
@@ -124,7 +126,9 @@ class Life:
         env_fns = factories(create_env_fn, num_workers, "create_env_fn")
         configs = per_worker(remote_configs, num_workers, "remote_configs")
         given = per_worker(collector_kwargs, num_workers, "collector_kwargs")
-        options = [changed_options(self._specs.options[0], each or {}) for each in given]
+        options = [
+            changed_options(self._specs.options[0], {} if each is None else each) for each in given
+        ]
         changes: dict[str, Any] = {"num_envs": num_envs}
         if policy is not None:
             self._check_policy(policy)
@@ -147,10 +151,22 @@ class Life:
                 "workers act with the trainer's own policy, so new ones have no other; leave out "
                 "policy=, or use scheme='thread'"
             )
+        module = module_of(policy)
+        if POLICY not in self._weights.names:
+            return
         own = self._weights.models.get(POLICY)
-        if own is not None:
-            layouts = (Layout.of(named_tensors(each, "tensordict")) for each in (own, policy))
-            check_match(*layouts)
+        held = self._relay.read_model(POLICY) if own is None else named_tensors(own, "tensordict")
+        given = {} if module is None else named_tensors(module, "tensordict")
+        if bool(held) != bool(given):
+            raise ModelError(
+                "the given policy has no weights, but the collector's policy has; give policy= a "
+                "module with the same weights, or leave it out"
+                if held
+                else "the given policy has weights, but the collector's policy has no weights, so "
+                "they would never be updated; give policy= a function, or leave it out"
+            )
+        if held:
+            check_match(Layout.of(held), Layout.of(given))
 
     def remove_workers(self, worker_ids: int | Iterable[int]) -> None:
         """End some workers; batches that were not taken yet are lost, uncounted.

@@ -174,12 +174,17 @@ class Relay:
         model.write(Update.of(named_tensors(weights, "tensordict")))
         self._pass_on(POLICY)
 
-    def _copied(self, name: str) -> Mapping[str, Tensor]:
-        """Return a copy of a model's tensors as a worker has them."""
+    def read_model(self, name: str) -> Mapping[str, Tensor]:
+        """Return a copy of a model's tensors as a worker has them; empty if it has none."""
         first = self._pool.ids[0]
         call = self._pool.request(first, CollectorWorker.read_model, name)
         what = f"read its {name!r}"
         tensors: Mapping[str, Tensor] = gather({first: call}, self._timeout, what)[0]
+        return tensors
+
+    def _copied(self, name: str) -> Mapping[str, Tensor]:
+        """Return a copy of a model's tensors, which a worker must have."""
+        tensors = self.read_model(name)
         if not tensors:
             raise ModelError(
                 f"the workers' {name!r} has no tensors to receive into; register no sender for it"
