@@ -3,7 +3,7 @@
     make chaos ARGS='--jobs 3'                          # all of it: hours on two cores
     make chaos ARGS='--schemes shm,mp --cases 20 --sequences 50 --reads 100000'
 
-What is done is kept in a journal, so that a run that was broken off is gone on with; `--fresh`
+Finished cases are kept in a journal, so that an interrupted run continues; `--fresh`
 begins a new one. Cases mostly wait for deadlines, so that `--jobs` processes, each with a share of
 them, take little longer than one with its own; the readers have the machine to themselves. A
 process is ended when a case hangs, and the next one continues. Then the tables are printed, and

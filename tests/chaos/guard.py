@@ -1,8 +1,8 @@
-"""Runs a program, and ends every process that it has started when it ends or is told to (Linux).
+"""Runs a program, and ends every process that it started when it ends or gets a signal (Linux).
 
     python tests/chaos/guard.py tests/chaos/chaos.py --schemes shm
 
-What hurts workers leaves some of them stopped while it runs, and those do not notice that whoever
+Faults leave some workers stopped while they last, and those do not notice that the process that
 started them is gone. So this process becomes the parent of all that are orphaned, and kills what is
 left (https://man7.org/linux/man-pages/man2/PR_SET_CHILD_SUBREAPER.2const.html).
 """
@@ -26,20 +26,20 @@ _TOLD_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def run(command: Sequence[str]) -> int:
-    """Run a command until it ends, or this process is told to end; nothing is left of it then.
+    """Run a command until it ends, or this process gets a signal; nothing is left of it then.
 
     Returns:
         Its exit code.
 
     Raises:
-        SystemExit: this process was told to end, by SIGTERM, SIGINT (Ctrl-C) or SIGHUP.
+        SystemExit: this process got SIGTERM, SIGINT (Ctrl-C) or SIGHUP.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in _TOLD_TO_END:
         signal.signal(number, _end)
     try:
-        # A session of its own, since Ctrl-C is for this process to act on.
+        # Its own session, since Ctrl-C is for this process to act on.
         return subprocess.call(command, start_new_session=True)
     finally:
         for number in _TOLD_TO_END:

@@ -1,4 +1,4 @@
-"""A collector refreshes workers by itself, says how stale batches are, and warns who forgets."""
+"""Automatic updates of workers, the lag of batches, and the warning when none are sent."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ def test_a_dead_worker_is_replaced(sync: bool) -> None:
             frames += batch.numel()
             ids = batch["collector", "traj_ids"] // PER_WORKER
             seats.update(ids.flatten().tolist())
-            # Who came later has never acted with less than this.
+            # A later worker has never acted with less than this.
             assert (batch["policy_version"][ids > 1] >= 1).all()
             assert torch.equal(batch["action"].squeeze(-1).long(), batch["policy_version"])
             if count == 1:
@@ -408,7 +408,7 @@ def test_who_joins_acts_with_the_weights_of_the_others_and_not_with_unsent_ones(
     policy = Scale()
     options: dict[str, Any] = {"workers": "process", "num_workers": 2, "sync": True, **models}
     with collector(Pid, policy, on_worker_failure="restart", **options) as made:
-        policy.set(5.0)  # a training step, which nobody was told of
+        policy.set(5.0)  # a training step that was not sent
         kill(made, 0)
         made.add_workers()
         with pytest.warns(UserWarning, match="the policy has changed"):
@@ -761,7 +761,7 @@ def test_a_worker_that_dies_while_all_are_at_rest(when: str, tmp_path: Path) -> 
         batch = next(made)
         assert set(versions(batch)) == {1}
         assert made.stats().frames == 8
-        # Whoever died when it was saved has not been seeded since.
+        # A worker that was dead when it was saved has not been seeded since.
         assert batch["observation"][:, 0, 0].tolist() == [7.0, 8.0] or when == "saved"
 
 

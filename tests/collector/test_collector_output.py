@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Buffer:
-    """Keeps what it is given, as a list; slow, or broken, if it is to be."""
+    """Keeps batches in a list; slow, or broken, if asked to."""
 
     def __init__(self, *, seconds: float = 0.0, fails_after: int | None = None) -> None:
         self.batches: list[TensorDictBase] = []

@@ -1,4 +1,4 @@
-"""The parts of a collector, each by itself: loops, conventions, workers, requests, weights."""
+"""The parts of a collector, each alone: loops, conventions, workers, requests, weights."""
 
 from __future__ import annotations
 

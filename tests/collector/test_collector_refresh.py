@@ -132,7 +132,7 @@ def test_random_frames_that_were_not_made_do_not_count() -> None:
 
 def test_who_dies_while_it_is_refreshed_is_replaced(tmp_path: Path) -> None:
     policy = Scale()
-    # By seat: nobody acts with older weights, and whoever takes a place not with the first.
+    # By seat: no worker acts with older weights, and a replacement not with the first.
     least = {0: 0, 1: 0, 2: 1}
     options: dict[str, Any] = {"workers": "process", "scheme": "shm", "layers": [Dies(tmp_path)]}
     options["on_worker_failure"] = "restart"
@@ -178,7 +178,7 @@ def test_who_is_due_goes_on_with_no_old_weights_after_an_error() -> None:
                 told = True
             step += 1
             policy.set(step)
-    # Worker 0 keeps what it had, once; nobody else acts twice with the same weights.
+    # Worker 0 keeps what it had, once; no other acts twice with the same weights.
     assert len(set(acts[1])) == len(acts[1])
 
 

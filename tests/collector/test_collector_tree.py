@@ -143,6 +143,7 @@ def test_policies_that_workers_make(workers: str, kind: Any, options: dict[str, 
         collector.register_scheme_receiver({"policy": sender.address(0)})
         assert held(collector) == [5.0, 5.0]
         pending = sender.send_async(kind(6.0))
+        collector.receive_weights(timeout=20.0)
         assert act(collector) == [6.0]
         assert pending.wait().updated == (0,)
         collector.add_workers()
@@ -195,7 +196,7 @@ def test_a_batch_is_preceded_by_what_has_come() -> None:
             stack.enter_context(inner(weight_recv_schemes={"policy": sender.address(i)}))
             for i in range(2)
         ]
-        # What was sent before is there from the beginning.
+        # An earlier version is there from the beginning.
         assert [held(each) for each in made] == [[5.0, 5.0]] * 2
         pending = sender.send_async(Scale(6.0))
         assert [act(each) for each in made] == [[6.0]] * 2
@@ -275,7 +276,7 @@ def test_a_collector_that_is_shut_down_while_it_listens_leaves_its_senders() -> 
         listening = threading.Thread(target=made.receive_weights, kwargs={"timeout": 300.0})
         listening.start()
         time.sleep(0.2)
-        next(made)  # which does not wait for who listens
+        next(made)  # which does not wait for listeners
         made.shutdown()
         listening.join(20.0)
         assert not listening.is_alive()

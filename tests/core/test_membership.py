@@ -86,7 +86,7 @@ def test_a_late_answer_counts_for_its_own_version_only(members: Membership) -> N
     assert not second.wait(0)
     second.acknowledge()
     assert (state(members), members.statuses[0].version) == ("current", 2)
-    first.fail(WorkerLostError(0, "was told twice"))
+    first.fail(WorkerLostError(0, "failed twice"))
     assert state(members) == "current"
 
 
@@ -131,7 +131,7 @@ def test_quarantine_doubles_and_ends(members: Membership, clock: Clock) -> None:
         send(members, version)[0].fail(WorkerTimeoutError(0, "is silent"))
         members.quarantine(0, seat(members))
         waits.append(members.statuses[0].retry_at - clock.now)
-        # Nobody waits meanwhile, and what fails then is not held against it.
+        # No send waits meanwhile, and failures then do not count.
         unwaited = Delivery(0, version, nbytes=8)
         assert members.sent(version, {0: unwaited}) == {0: "quarantine"}
         unwaited.fail(WorkerLostError(0, "is gone"))

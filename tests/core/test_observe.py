@@ -65,7 +65,7 @@ def test_the_phases_are_told_apart_and_add_up(scheme: str) -> None:
     published = report.prepare_seconds + report.publish_seconds
     in_worker = result.stage_seconds + result.pause_seconds
     parts = published + result.deliver_seconds + in_worker + result.acknowledge_seconds
-    # The time between staging and commit is nobody's, and `dist` stages what is being published.
+    # The time between staging and commit is not counted, and `dist` stages while it publishes.
     assert parts == pytest.approx(result.seconds, abs=0.5)
 
 

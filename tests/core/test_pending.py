@@ -1,4 +1,4 @@
-"""A send ends once, whoever waits for it, abandons it, or closes its sender."""
+"""A send ends once, by a wait, by being abandoned, or when its sender closes."""
 
 from __future__ import annotations
 

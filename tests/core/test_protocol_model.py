@@ -82,7 +82,7 @@ def search(start: StateT, steps: Callable[[StateT], Iterator[StateT]]) -> Graph[
     return graph
 
 
-# The first model: who has which version, and what the sender believes.
+# The first model: the version of each worker, and the sender's record of it.
 
 Outcome = Literal["open", "acknowledged", "lost", "late"]
 
@@ -202,14 +202,14 @@ class Search:
             dead = _put(world, worker_id, replace(process, alive=False))
             dead = replace(dead, faults_left=world.faults_left - 1)
             yield dead
-            # What it has said may be lost with it.
+            # Its messages may be lost with it.
             yield replace(dead, messages=frozenset())
         if not process.connected:
             yield self._connect(world, worker_id)
         elif process.staged:
             yield self._commit(world, worker_id)
         else:
-            # What was the newest when it looked; by mistake, also what was before that.
+            # The newest version when it looked; by mistake, also the one before.
             takes = {status.wanted} if status.wanted > process.version else set()
             if self.mistakes.receiver_takes_anything:
                 takes = set(range(1, status.wanted + 1))
@@ -309,7 +309,7 @@ class Search:
         parcel = parcels.get(worker_id)
         if parcel is not None and message.version == world.version and parcel.seat == message.seat:
             return self._settle(world, worker_id, Delivery.acknowledge)
-        # A delivery that has ended, or that was never there; whoever it was for.
+        # A delivery that has ended, or that never existed.
         late = Delivery(worker_id, message.version, nbytes=8)
         late._watcher = partial(self.members._answered, worker_id, message.seat)
         return self._apply(world, lambda _: late.acknowledge())
@@ -440,7 +440,7 @@ def explore(
 
 
 def is_settled(world: World) -> bool:
-    """Return whether nobody waits, and all have the newest version."""
+    """Return whether no worker waits, and all have the newest version."""
     return world.pending is None and all(
         status.state is WorkerState.CURRENT for _, status in world.members
     )
@@ -461,7 +461,7 @@ def no_garbage() -> Iterator[None]:
 def test_every_order_of_events(remedy: str, versions: int, faults: int) -> None:
     graph = explore(remedy, versions, faults)
     assert len(graph.states) > 500
-    # From everywhere a send comes to its end, and everybody can be brought up to date.
+    # From every state a send ends, and all workers can be brought up to date.
     assert graph.stranded(is_settled) == []
 
 
@@ -498,7 +498,7 @@ def never_back(worker: WorkerStatus, version: int) -> WorkerStatus:
         "takes anything",
         "replaced may answer",
         "silent losses",
-        "waits for everybody",
+        "waits for all",
         "any answer counts",
         "keeps its version",
         "no seats",
@@ -528,7 +528,7 @@ def test_a_way_that_leads_nowhere_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert explore("quarantine", 2, 0).stranded(is_settled)
 
 
-# The second model: which version lies in which slot, and who reads it.
+# The second model: versions in slots, and their readers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -621,13 +621,13 @@ class Slots:
             slot = self.publisher.reserve(64, IDS)
         except CapacityError:
             if self.limit is None:
-                raise ViolationError("no version can be sent until somebody lets go") from None
+                raise ViolationError("no version can be sent until a slot is released") from None
             return
         after = self._freeze(memory)
         yield _write(replace(after, writing=slot.index), slot.index, memory.version + 1, None)
 
     def _announce(self, memory: Memory) -> Memory:
-        """Write the second half, and let everybody know."""
+        """Write the second half, and notify all workers."""
         slots = self._thaw(memory)
         version = memory.version + 1
         payload = Payload(version, self.layout, (torch.zeros(1),))
@@ -711,7 +711,7 @@ def test_every_order_of_reading_and_writing(limit: int) -> None:
 
 
 def test_without_a_limit_a_version_can_always_be_sent() -> None:
-    # Each of two workers keeps one version, and is stuck in another: the fifth is to be sent.
+    # Each of two workers keeps one version, and is stuck in another: the fifth is sent.
     graph = explore_slots(None, versions=5)
     assert max(len(memory.slots) for memory in graph.states) == 2 * len(IDS) + 1
     for memory in graph.states:

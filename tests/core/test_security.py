@@ -80,7 +80,7 @@ BAD_HEADERS: dict[str, object] = {
     "tensors that overlap": {"a": entry(0, 4, [4]), "b": entry(2, 6, [4])},
     "a tensor within another": {"a": entry(0, 8, [8]), "b": entry(2, 4, [2])},
     "the same bytes for two": {"a": entry(0, 4, [4]), "b": entry(0, 4, [4])},
-    "metadata that is none": {META: 5, "a": entry(0, 1, [1])},
+    "metadata that is invalid": {META: 5, "a": entry(0, 1, [1])},
     "tied to nothing": {META: {"sync.aliases": '{"b":"c"}'}, "a": entry(0, 1, [1])},
     "tied to a list": {META: {"sync.aliases": '{"b":["a"]}'}, "a": entry(0, 1, [1])},
     "tied, and a list": {META: {"sync.aliases": '["b"]'}, "a": entry(0, 1, [1])},
@@ -323,7 +323,7 @@ def test_strangers_who_say_nothing_make_room_for_others(listening: tuple[Served,
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or os.getuid() != 0, reason="only root can be somebody else"
+    sys.platform != "linux" or os.getuid() != 0, reason="only root can change its user"
 )
 def test_other_users_are_hung_up_on_whatever_they_know(listening: tuple[Served, str]) -> None:
     _, name = listening

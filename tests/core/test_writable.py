@@ -248,7 +248,7 @@ def test_one_that_was_expanded_where_it_lies() -> None:
 
 
 class MadeAnew(Mapping[str, torch.Tensor]):
-    """Weights that somebody computes whenever they are asked for."""
+    """Weights that are computed whenever they are asked for."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(["a"])

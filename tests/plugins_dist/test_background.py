@@ -1,4 +1,4 @@
-"""A background receiver stages, and commits nothing by itself."""
+"""A background receiver stages, and does not commit."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_one_that_stands_still_with_three_versions_holds_up_nobody() -> None:
         assert receiver.receive(5) == 1
         pending.wait()
         transport: Any = receiver._transport
-        # What is committed, what is staged, and what has been asked for to be staged next.
+        # The committed version, the staged one, and the one requested next.
         for ask in (lambda: transport.receive(5), transport._take):
             sender.send_async().abandon()
             ask()

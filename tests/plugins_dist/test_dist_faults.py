@@ -118,7 +118,7 @@ class HurtCases(SchemeCases):
     def nothing_is_left(self, pool: Pool) -> Any:
         """Of this process's own, however a case ends."""
         pool.make_ready()
-        # What is made once and kept, such as torch's threads, must be there before.
+        # Objects that are made once and kept, such as torch's threads, must exist before.
         with dist(weights_of(1.0), **self.options) as sender, receiver_of(sender) as receiver:
             pending = sender.send_async()
             receiver.receive()
@@ -205,7 +205,7 @@ class HurtCases(SchemeCases):
 
 
 class WireCases(HurtCases):
-    """Workers to whom weights are sent, for which either end needs descriptors."""
+    """Workers that are sent weights, for which either end needs descriptors."""
 
     @pytest.fixture(params=[0, 5])
     def left(self, request: pytest.FixtureRequest) -> int:
@@ -315,7 +315,7 @@ class TestPacking:
             with pytest.raises(SendError, match="cannot be read"):
                 sender.send(weights_of(8.0, once(fail)))
             assert all((tensor == 1).all() for tensor in target.values())
-            # The one that waits is none the wiser, and gets the next version.
+            # The one that waits does not notice, and gets the next version.
             assert not received
             assert sender.send(weights_of(3.0)).updated == (0,)
             waiting.join()

@@ -11,7 +11,7 @@ from sync_plugin_dist import findings
 
 def test_a_host_name_without_an_address() -> None:
     assert not [*findings.host_name("localhost")]
-    # Too long for any name, so that nobody is asked for it.
+    # Too long for any name, so no name server is asked.
     (finding,) = findings.host_name("x" * 64)
     assert_line(str(finding), r"host name: 'x+' has no address .*; type, as root: echo '127")
 

@@ -33,7 +33,7 @@ cloudpickle.register_pickle_by_value(worker_groups)
 
 
 class World:
-    """A group for tests that leave it as it is, for as long as no test needs one of its own."""
+    """A group for tests that leave it as it is, until a test needs its own."""
 
     def __init__(self) -> None:
         self._group: RpcGroup | None = None

@@ -58,7 +58,7 @@ def test_strangers_change_nothing_for_those_who_belong() -> None:
 
 
 class FalseSender:
-    """Listens as a sender does, and says what it is told to."""
+    """Listens as a sender does, and sends given messages."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))

@@ -103,7 +103,7 @@ def left_by_the_group() -> None:
     """Ray, which a group began, ends with it, and not with a fork of this process."""
     group = RayGroup(Host, 4, ray_init_config=CONFIG)
     say("workers", *pids(group))
-    # What is freed in the fork is to be the group alone: Ray's locks stay as they were, and to free
+    # Only the group must be freed in the fork: Ray's locks stay as they were, and to free
     # a reference there stands still when a thread had one (4 of 85 forks, with Ray alone).
     gc.collect()
     fork = os.fork()

@@ -67,12 +67,12 @@ class Worker:
         self.receivers["policy"].receive(20)
 
     def attend(self) -> bool:
-        """Receive whatever comes by itself."""
+        """Receive versions as they arrive."""
         receiver = self.receivers["policy"]
         return receiver.on_arrival(lambda: receiver.receive(0))
 
     def forget(self) -> bool:
-        """Return whether nobody else keeps a receiver."""
+        """Return whether nothing else keeps a receiver."""
         receiver = weakref.ref(self.receivers.pop("policy"))
         gc.collect()
         return receiver() is None
@@ -151,7 +151,7 @@ def test_versions_are_brought_and_the_mailbox_is_told_of_objects_alone(
             calls = [worker.receive.remote(20) for worker in pool]
             assert sender.send(weights(version, size)).updated == (0, 1)
             assert ray.get(calls) == [(version, {float(version)})] * 2
-        # What it refers to stays in the store, so that is to be the newest.
+        # The version that it refers to stays in the store, so it must be the newest.
         assert versions == ([] if size == 4 else [1, 2, 3])
 
 

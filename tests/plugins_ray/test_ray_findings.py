@@ -42,7 +42,7 @@ def test_a_cluster_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     address = ray.get_runtime_context().gcs_address
     facts = findings.ask(address)
     assert (facts.ray, facts.python) == HERE
-    # What the tests of this folder have told it.
+    # The environment that the tests of this folder have set.
     assert facts.stores == (512 * 1024**2,)
     monkeypatch.setenv("RAY_ADDRESS", address)
     (finding,) = findings.find()

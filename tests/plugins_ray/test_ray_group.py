@@ -204,7 +204,7 @@ class TestTravel:
         sent = np.zeros(1_000_000)
         tensor = torch.zeros(1_000_000)
         call = shared.call(0, lambda _, *given: given, sent, tensor)
-        # What was passed is the array as it was.
+        # The array that was passed is unchanged.
         sent += 1
         array, returned = call.result(60)
         array += 2

@@ -112,7 +112,7 @@ class Ledger:
 
 
 def main() -> None:
-    """Soak, and say what came of it."""
+    """Soak, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--frames", type=int, default=200_000)

@@ -1,4 +1,4 @@
-"""The standard layers: what travels, what arrives, and who is skipped."""
+"""The standard layers: values sent and received, and skipped workers."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_a_report_interrupted_by_ctrl_c_is_not_told_again() -> None:
 
 
 def test_a_name_that_is_taken_leaves_the_others_free(registry: CollectorRegistry) -> None:
-    taken = Gauge("sync_version", "Somebody else's.", registry=registry)
+    taken = Gauge("sync_version", "Another library's.", registry=registry)
     with pytest.raises(ValueError, match="sync_version"):
         Metrics(registry)
     registry.unregister(taken)

@@ -364,7 +364,7 @@ class TestTravel:
             start = time.monotonic()
             call = shared.call(0, lambda _, tensor: tensor.sum().item(), big)
             assert time.monotonic() - start < 2
-            # What was passed is the tensor as it was.
+            # The tensor that was passed is unchanged.
             big.fill_(1)
         finally:
             os.kill(pid, signal.SIGCONT)

@@ -92,7 +92,7 @@ def test_a_killed_worker_is_restarted_and_comes_up_to_date(
         report = send(sender, processes, 2.0, 1)
         assert (report.updated, report.restarted, report.failed) == ((1,), (0,), {})
         assert report.seconds < 5
-        # Nobody waits for the one that is being started.
+        # No send waits for the one that is being started.
         assert send(sender, processes, 3.0, 1).updated == (1,)
         wait_until(lambda: sender.workers[0].state == "current")
         assert processes.call(0, Hosted.value).result(20) == 3.0

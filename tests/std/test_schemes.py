@@ -68,7 +68,7 @@ def refuse_memory(nbytes: int) -> Block:
 
 
 class KeepsVersions(SchemeConformance):
-    """Of schemes that keep a version for as long as somebody reads it."""
+    """Of schemes that keep a version for as long as it has readers."""
 
     # Pieces of shared memory in the end.
     mapped = 0
@@ -292,7 +292,7 @@ class SharedMemoryCases(KeepsVersions):
 
     def test_a_sender_that_can_start_no_thread_leaves_nothing_open(self) -> None:
         before = opened()
-        # What the error refers to is not released by itself.
+        # Objects that the error refers to are not released.
         with no_threads(), pytest.raises(RuntimeError, match="new thread") as refused:
             self.sender(make_policy())
         assert opened() == before

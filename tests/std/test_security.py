@@ -122,7 +122,7 @@ def test_sockets_are_nobody_elses() -> None:
     with Sender("shm", {"w": torch.ones(4)}, num_workers=1) as sender:
         name = sender.address(0).endpoint
         if sys.platform == "linux":
-            # It has no permissions: who connects is looked at instead, see tests/core.
+            # It has no permissions: the connecting user is checked instead, see tests/core.
             assert name.startswith("\0")
             assert len(name) > 32
         else:

@@ -46,7 +46,7 @@ class CopyLimit:
     """Measures the copies that no scheme between processes can do without.
 
     The trainer's tensors are packed into one mapping, all of whose pages are there; then every
-    worker copies the mapping, at once with the others, into one block of its own.
+    worker copies the mapping, at once with the others, into its own block.
 
     Args:
         group: the workers, which host a `BenchWorker`.

@@ -53,7 +53,7 @@ class ChildPeer(Peer):
     """A process that dies with this one.
 
     Args:
-        place: what it is told when it starts.
+        place: its arguments.
     """
 
     def __init__(self, place: Place) -> None:

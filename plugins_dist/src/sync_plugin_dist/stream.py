@@ -230,7 +230,7 @@ class StreamConnection:
 class Stream:
     """Serves one worker, or all of a collective, over one wire.
 
-    It waits until those who shall get a version ask for it, makes a wire to just them unless it
+    It waits until the workers of a version ask for it, connects to just them unless it
     has that already, and sends. Whatever fails meanwhile ends the wire; those that have not got
     the version are asked to begin again, and get it over a new wire, without the one that is gone
     or does not move. The publisher's lock is held during every call.
@@ -393,7 +393,7 @@ class Stream:
         members = self._junction.members
         self._junction.end()
         self._waited_enough = False
-        # Another may be found gone meanwhile; nothing is to begin before all have been told.
+        # Another may be found dead meanwhile; nothing begins before all were notified.
         self._beginning_again = True
         for peer in members:
             if shipment is not None:

@@ -17,7 +17,7 @@ class DistPeer(Peer):
 
     Args:
         served: whether it has a stream: its hello has arrived, and it was not replaced.
-        offered: the newest version that it was told of.
+        offered: the newest version that was announced to it.
         knows: the slots that it has mapped, on this machine.
         waits: whether, on this machine, it is shown a version as soon as there is one.
     """

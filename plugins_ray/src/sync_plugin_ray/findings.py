@@ -61,7 +61,7 @@ def find() -> Iterator[Finding]:
 def cluster_address(environment: Mapping[str, str]) -> tuple[str, str | None]:
     """Return the setting that names the cluster to join, and its address; None for a new one.
 
-    A ``ray://`` address is a proxy's, which `ray.init` alone can talk to; nothing is told of that.
+    A ``ray://`` address is a proxy's, which only `ray.init` can talk to; it is not checked.
 
     Args:
         environment: the environment variables.

@@ -1,6 +1,6 @@
-"""Every fault on every scheme: a table of cases, one runner for all, and what became of each.
+"""Every fault on every scheme: a table of cases, one runner for all, and the outcome of each.
 
-``make chaos`` runs all of it; a sample runs with the tests. A scheme of somebody else's is one more
+``make chaos`` runs all of it; a sample runs with the tests. A third party's scheme is one more
 `Subject`.
 """
 

@@ -65,7 +65,7 @@ def cases_of(name: str) -> Iterator[Case]:
     for trial_name, trial in TRIALS.items():
         for mode in MODES:
             if fits(SUBJECTS[name], trial, mode):
-                # Whom a fault strikes makes no difference where it strikes the trainer.
+                # The worker makes no difference where a fault strikes the trainer.
                 counts = range(1, WORKERS + 1) if _is_for_workers(trial) else (WORKERS,)
                 yield from (Case(name, trial_name, mode, count) for count in counts)
 

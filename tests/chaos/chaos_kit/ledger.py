@@ -1,4 +1,4 @@
-"""Compares what came of a send with what is documented."""
+"""Compares the result of a send with the documentation."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Ledger:
             result = report.workers[worker_id]
             silent = isinstance(result.error, WorkerTimeoutError)
             if (hurt and self.round.trial.lenient) or (silent and self._cannot_connect):
-                # Who could not even look at an offer still has it, and may take it up later.
+                # A worker that could not look at an offer still has it, and may accept it later.
                 if silent:
                     self._owed[worker_id] = float(report.version)
                 continue

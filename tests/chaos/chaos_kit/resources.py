@@ -16,7 +16,7 @@ Counts = dict[str, int]
 class Resources:
     """Compares each process with itself, once it has been through a run.
 
-    What is made once and kept, such as the threads of a library, is not to be counted as a leak.
+    Objects that are made once and kept, such as a library's threads, are not leaks.
 
     Args:
         pool: the workers.

@@ -1,4 +1,4 @@
-"""Carries out plans on the workers of a scheme, and compares what comes of them with the table."""
+"""Carries out plans on the workers of a scheme, and compares the results with the table."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Runner:
         return Outcome(plan.key, plan.subject_name, plan.trials, seconds, complaints)
 
     def close(self) -> None:
-        """End the workers, unless somebody else has borrowed them."""
+        """End the workers, unless they are borrowed."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -101,7 +101,7 @@ class _Run:
     def go(self) -> None:
         self._connect(_IDS)
         for round_ in self._plan.rounds:
-            # Where workers cannot be replaced, nobody may be left to send to.
+            # Where workers cannot be replaced, none may be left to send to.
             if not self._there:
                 return
             self._ledger.round = round_
@@ -157,7 +157,7 @@ class _Run:
         waits = self._plan.mode in ("blocking", "zero_copy")
         if waits:
             calls = self._receive(version, round_)
-            # They are to be waiting for it.
+            # They must be waiting for it.
             time.sleep(0.03)
         limit = self._limit(round_)
         begin = time.monotonic()
@@ -186,7 +186,7 @@ class _Run:
         return report, calls, failure
 
     def _limit(self, round_: Round) -> float:
-        # What is not sent, nobody receives.
+        # A version that is not sent is not received.
         silent = round_.trial.error is WorkerTimeoutError or not round_.trial.sends
         return self._plan.subject.deadline if silent else self._plan.subject.timeout
 
@@ -215,7 +215,7 @@ class _Run:
                 self._ledger.complain(Verdict.OTHER, f"worker {worker_id}: {failure}")
 
     def _heal(self, round_: Round) -> None:
-        """Replace who was killed; who takes the place has the newest version at once."""
+        """Replace killed workers; the new ones have the newest version at once."""
         if round_.trial.fate != "gone":
             return
         if not self._plan.subject.replaces:

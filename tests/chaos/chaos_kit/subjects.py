@@ -72,7 +72,7 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
         "dist-gloo": Subject(
             scheme="dist", group="process", options={**_PARTS, "shared_memory": False}
         ),
-        # It lets those who are late have an eighth of the deadline, three times at worst.
+        # It gives late workers an eighth of the deadline, three times at worst.
         "dist-broadcast": Subject(
             scheme="dist",
             group="process",

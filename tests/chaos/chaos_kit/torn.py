@@ -86,7 +86,7 @@ def read(worker: Worker, seconds: float, count: int) -> Reads:
         except SenderLostError:
             break
         torn = backwards = 0
-        # What a tensor views may be another memory after a commit, and only then.
+        # A tensor may view other memory after a commit, and only then.
         look_at = [tensor.numpy().tobytes for tensor in tensors]
         known: list[bytes] = []
         for _ in range(_TURN):
@@ -98,7 +98,7 @@ def read(worker: Worker, seconds: float, count: int) -> Reads:
             torn += int(len(values) > 1)
             backwards += int(min(values) < newest)
             newest = max(values)
-            # What is torn is so at the next read, too, unless it has changed.
+            # A torn tensor is torn at the next read too, unless it has changed.
             known = found if len(values) == 1 else []
         seen += Reads(_TURN, torn, backwards, int(committed is not None))
     return seen
@@ -131,7 +131,7 @@ def hunt(
             _publish(sender, model)
             while total.reads < reads or (kills is not None and total.killed < _KILLS):
                 seconds = 20.0 if kills is None else kills
-                # A reader that is to be killed must not have done its share before.
+                # A reader that will be killed must not have done its share before.
                 left = -(-(reads - total.reads) // _WORKERS) if kills is None else sys.maxsize
                 calls = [pool.submit(i, read, seconds, left) for i in range(_WORKERS)]
                 victim = random_.randrange(_WORKERS) if kills is not None else None
@@ -149,7 +149,7 @@ def hunt(
 
 
 def _publish(sender: Sender, model: dict[str, Tensor]) -> None:
-    """Send the next version, and do not wait for those who are reading still."""
+    """Send the next version, and do not wait for present readers."""
     value = float(sender.version + 1)
     for tensor in model.values():
         tensor.fill_(value)

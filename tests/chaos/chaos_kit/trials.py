@@ -31,14 +31,14 @@ class Trial:
         fate: what its model holds afterwards.
         hook: the hook in which a layer raises.
         late: whether the layer raises after the hooks inside it.
-        sends: False where the send itself raises, and nobody gets anything.
+        sends: False where the send itself raises, and no worker gets anything.
         needs_processes: whether the workers must be their own processes.
         copies: whether it strikes only where bytes are copied into the model.
         outlasts: whether the fault takes longer than the deadline.
         burns: how many versions a send that raises uses up.
         raises: what receiving raises in the workers that are hurt.
         lenient: whether it may be without effect, or else fail in any way that is reported.
-        squeeze: who has no descriptors left during the send.
+        squeeze: the side that has no descriptors left during the send.
         verify: the sender's option, without which the fault is not noticed.
     """
 
@@ -72,7 +72,7 @@ class Trial:
 
     @property
     def stops(self) -> bool:
-        """Return whether processes stand still until somebody wakes them."""
+        """Return whether processes stay stopped until they are woken."""
         return any(fault.action == "stop" and not fault.seconds for fault in self.faults)
 
 
@@ -84,7 +84,7 @@ def _at(point: str, action: str, seconds: float = 0.0) -> tuple[Fault, ...]:
     fault = Fault(action=action, point=point, version=0, at_byte=_MIDDLE, seconds=seconds)
     if point != "transfer" or action not in ("kill", "stop"):
         return (fault,)
-    # What was packed before is to be on its way.
+    # The version packed before must be in transfer.
     return replace(fault, action="delay", seconds=0.1), fault
 
 

@@ -43,7 +43,7 @@ class GivesWhatIsHalfWritten(Shelf):
 
     def put(self, name: str, data: bytes) -> None:
         super().put(name, data[: len(data) // 2])
-        time.sleep(0.02)  # several looks of whoever reads
+        time.sleep(0.02)  # several looks of a reader
         super().put(name, data)
 
 

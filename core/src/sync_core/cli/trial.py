@@ -61,7 +61,7 @@ def answer(fd: int, scheme: str, timeout: str) -> None:
         scheme: the scheme's name.
         timeout: deadline in seconds.
     """
-    # A process group of its own: whatever the scheme starts can be ended by that.
+    # Its own process group, by which all that the scheme starts can be ended.
     os.setsid()
     os.set_inheritable(fd, False)
     # The output of plugins is not part of this program's, which may be JSON.

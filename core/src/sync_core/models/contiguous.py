@@ -117,7 +117,7 @@ def _move(layout: Layout, named: Mapping[str, Tensor]) -> mmap.mmap:
     for spec in layout.specs:
         if not spec.nbytes:
             continue
-        # A storage of its own for each, so that saving one tensor does not save them all.
+        # Each has its own storage, so that saving one tensor does not save them all.
         place = torch.frombuffer(
             memory,
             dtype=torch.uint8,

@@ -24,7 +24,7 @@ class BackgroundCollection:
         self._look = look
         self._lock = threading.RLock()
         # Whether batches are wanted, and whether the thread makes them: what it decides about its
-        # end under the lock, nobody can overlook.
+        # end under the lock cannot be missed.
         self._wanted = self._runs = False
         # The number of pauses; the last one to end resumes it, unless an error has ended it.
         self._pauses = 0

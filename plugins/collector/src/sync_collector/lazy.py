@@ -32,7 +32,7 @@ def initialise(act: TensorPolicy | TensorDictPolicy, env: Env) -> None:
         with torch.no_grad():
             act(env.reset().copy())
     except ValueError as error:
-        # torch has no class of its own for this.
+        # torch has no class for this.
         if "uninitialized parameter" not in str(error):
             raise
         raise ModelError(

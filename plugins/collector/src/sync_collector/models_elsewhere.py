@@ -18,7 +18,7 @@ class ModelsElsewhere:
         models: the trainer's models, by name; one that is not among them is looked up in the
             scheme's ``context``, or sent when its weights are given.
         collector: what the senders have as their collector.
-        timeout: deadline of blocking calls in seconds, where a scheme has none of its own.
+        timeout: deadline of blocking calls in seconds, where a scheme sets none.
 
     Raises:
         PluginError: a scheme cannot be found or used.
@@ -58,7 +58,7 @@ class ModelsElsewhere:
             return None
         if len(given) > 1:
             raise ValueError(
-                f"{names[0]!r} is held by workers of its own, and cannot be updated together with "
+                f"{names[0]!r} is held by other workers, and cannot be updated together with "
                 f"other models; type update_policy_weights_(model_id={names[0]!r})"
             )
         return names[0]

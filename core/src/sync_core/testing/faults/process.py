@@ -56,7 +56,7 @@ def stop(pid: int, seconds: float = 0.0) -> None:
 def _stop_here(seconds: float) -> None:
     resume = None
     if seconds:
-        # A program of its own, since a stopped process cannot wake itself.
+        # A separate program, since a stopped process cannot wake itself.
         arguments = [sys.executable, "-S", "-c", _RESUME, str(seconds), str(os.getpid())]
         resume = subprocess.Popen(arguments)
     # The system gives a signal for a process to any of its threads, the main one as a rule, and

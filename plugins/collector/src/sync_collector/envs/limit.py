@@ -81,7 +81,7 @@ class _LimitedArrays(ArrayEnv):
 
 
 class _LimitedTensorDicts:
-    #: It would reset before the limit was seen; the caller resets by itself.
+    #: It would reset before the limit was seen; the caller resets.
     step_and_maybe_reset = None
 
     def __init__(self, env: Env, max_frames: int) -> None:
