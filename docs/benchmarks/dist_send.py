@@ -5,7 +5,7 @@
     /tmp/compare/bin/python docs/benchmarks/dist_send.py
 
 All ways have the same worker processes to update, in turn, round by round, in one run; but those
-over RPC have processes of their own, since whoever is in a world of RPC polls it without a pause,
+over RPC have processes of their own, since a member of a world of RPC polls it without a pause,
 which would take the cores from the others. The limit, measured in both, is the faster of two ways
 that use the default gloo group and nothing else: ``gloo tensors``, every tensor by a send of its
 own, all in flight at once and received into the model, and ``gloo flat``, as many bytes in one
@@ -13,7 +13,7 @@ buffer, with nothing to pack. There, the workers wait in their receives when the
 it stops when all have said over a pipe that they have everything. ``gloo staged`` is ``gloo flat``
 with workers that copy the bytes over others once all of them are there, after trainer and workers
 have made sure that no tensor is another than in the round before: without that, a worker is left
-with half a version when the trainer dies, or with tensors that nobody reads. ``over gloo`` are ours
+with half a version when the trainer dies, or with tensors that are never read. ``over gloo`` are ours
 where the workers do not share the trainer's memory, as those of other machines cannot.
 Prints medians in milliseconds, for each kind of processes.
 
@@ -107,7 +107,7 @@ class Way:
 class Worker:
     """The worker's side of every way; there is one in each worker process.
 
-    Each of our ways has a model of its own, as it would outside: a receiver that finds other users
+    Each of our ways has its own model, as it would outside: a receiver that finds other users
     of its parameters' memory leaves it where it is. The other ways share one.
 
     Args:

@@ -1,9 +1,9 @@
-"""Ray alone: what a driver keeps of objects that it lends, by who lets go of them first.
+"""Measure the memory that a Ray driver keeps for lent objects, without sync-core.
 
     python docs/benchmarks/ray_growth.py
 
 A driver puts 66 KB, round after round. An actor keeps the newest reference, and three others fetch
-it from there. In one run the driver lets go of each object sixteen rounds later, when nobody else
+it from there. In one run the driver releases each object sixteen rounds later, when no other process
 has it any more, in the other at once. Prints the memory that is the driver's own, after what the C
 library keeps for later was given back.
 """

@@ -3,7 +3,7 @@
     python docs/benchmarks/ray_scaling.py
 
 Sends models of several sizes to several workers on one node, and to one worker on each of several
-nodes (which are processes on this machine, each with an object store of its own). Fits
+nodes (which are processes on this machine, each with its own object store). Fits
 
     seconds = start + call * workers + GB * (put + copy * workers / cores + node * other_nodes)
 

@@ -8,8 +8,8 @@ Every way has the same four actors to update, in turn, in one run. ``consolidate
 model that was consolidated in the trainer. ``limit`` is one `ray.put` of the flat bytes and one
 copy of them in each actor, with nothing to pack. ``checked`` is the limit after trainer and actors
 have made sure that no tensor is another than in the round before, or lies elsewhere: without that,
-bytes are copied to where nobody reads them, or where they do not fit. ``torchrl`` is
-RayWeightSyncScheme of torchrl 0.14.1, which sends by a Gloo group of its own. ``put each`` is what
+bytes are copied to memory that is never read, or where they do not fit. ``torchrl`` is
+RayWeightSyncScheme of torchrl 0.14.1, which sends by its own Gloo group. ``put each`` is what
 RayWeightUpdater did: a put of a TensorDict for each worker. Prints medians in milliseconds.
 """
 

@@ -130,7 +130,7 @@ class Trainer:
     def _advantages(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Generalised advantages, and the targets of the value; time is the last dimension."""
         value = self._value(batch["observation"]).squeeze(-1)
-        # The true last observation of an episode: one cut short goes on being worth something.
+        # The true last observation of an episode: one cut short still has a value.
         next_value = self._value(batch["next", "observation"]).squeeze(-1)
         terminated = batch["next", "terminated"].squeeze(-1).float()
         done = batch["next", "done"].squeeze(-1).float()

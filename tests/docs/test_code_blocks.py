@@ -30,7 +30,7 @@ from sybil.typing import Parser
 
 ROOT = Path(__file__).parents[2]
 _LANGUAGES = {"python", "bash", "toml"}
-# What programs print, and diagrams: nothing that anybody would run.
+# Blocks that are not run: printed output and diagrams.
 _NO_CODE = {"text", "mermaid", "{include}", "{toctree}"}
 _FENCE = re.compile(r"^ *```(\S*)", re.MULTILINE)
 _SKIP = re.compile(r"<!-+ *(skip.*?) *-+>", re.DOTALL)

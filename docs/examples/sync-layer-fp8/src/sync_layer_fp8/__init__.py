@@ -29,7 +29,7 @@ class Float8:
             if _shrinks(tensor):
                 scales[spec.name] = _scale_of(tensor.detach())
         aliases = dict(prepared.layout.aliases)
-        # What is tied stays tied: one tensor under two names.
+        # Tied tensors stay tied: one tensor under two names.
         packed = {
             spec.name: (tensor.detach() / scales[spec.name]).to(_WIRE)
             if spec.name in scales
