@@ -47,7 +47,7 @@ PUBLIC = (
     "sync_plugin_std.stores",
     "sync_plugin_ray",
 )
-#: What a command prints with ``--json``: a list of the first, or an object with a list of each.
+#: The output of commands with ``--json``: a list of the first, or an object with a list of each.
 PRINTED: Mapping[str, Mapping[str, type]] = {
     "sync-core list": {"": Listed},
     "sync-core doctor": {"schemes": Diagnosis, "findings": Finding},
@@ -206,7 +206,7 @@ def _plugins() -> str:
 def _capabilities() -> str:
     return _page(
         "Capabilities",
-        "What a plugin declares that it can do. The conformance suite skips what it does not.",
+        "The abilities that a plugin declares. The conformance suite skips the others.",
         _capability_table("Schemes", SCHEME_CAPABILITIES, installed(registry.SCHEMES)),
         _capability_table("Worker groups", WORKER_CAPABILITIES, installed(registry.WORKERS)),
     )

@@ -1,8 +1,8 @@
-"""`docs/explanation/concurrency.md` names what the code has: threads, locks, times, sleeps, hooks.
+"""Compare `docs/explanation/concurrency.md` with the code: threads, locks, times, sleeps, hooks.
 
 A name is that of a class or function and of what it makes (`Publisher.changed`,
-`_copy_pieces.helper`), so that it stays the same where code moves to another module. What is made
-at the top of a module is named after any class or function that uses it (`Exclusive._PATIENCE`).
+`_copy_pieces.helper`), so that it stays the same where code moves to another module. Objects made
+at the top of a module are named after any class or function that uses it (`Exclusive._PATIENCE`).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Module:
             if isinstance(parent, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 scopes.insert(0, parent.name)
             if isinstance(parent, ast.Call) and parent.func is node:
-                # What a hook at the top of a module calls.
+                # The function that a hook at the top of a module calls.
                 given = [*parent.args, *(keyword.value for keyword in parent.keywords)]
                 hook = ast.unparse(given[-1]) if given else ""
             node = parent

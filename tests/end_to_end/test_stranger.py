@@ -27,7 +27,7 @@ PROJECTS = {
     "sync-plugin-dist": ROOT / "plugins_dist",
     "sync-layer-fp8": ROOT / "docs/examples/sync-layer-fp8",
 }
-# What `sync-core new-plugin` is told to write.
+# The plugins that `sync-core new-plugin` writes, and their arguments.
 GENERATED = {"my-transport": (), "my-layer": ("--layer",), "my-workers": ("--workers",)}
 
 USE = """
