@@ -26,7 +26,7 @@ myst_heading_anchors = 3
 # These have no highlighter, or too strict a one.
 suppress_warnings = ["misc.highlighting_failure"]
 
-# In docstrings a name is in single backticks, whether or not a page describes it.
+# Docstrings write names in single backticks, whether or not a page describes them.
 default_role = "py:obj"
 nitpicky = True
 nitpick_ignore_regex = [("py:(obj|class|exc|meth|data|attr|func)", ".*")]

@@ -1,4 +1,4 @@
-"""Writes the reference from the code itself: nothing in it is kept by hand."""
+"""Write the reference pages from the code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PUBLIC = (
     "sync_plugin_std.stores",
     "sync_plugin_ray",
 )
-#: What a command prints with ``--json``: a list of the first, or an object with a list of each.
+#: The output of commands with ``--json``: a list of the first, or an object with a list of each.
 PRINTED: Mapping[str, Mapping[str, type]] = {
     "sync-core list": {"": Listed},
     "sync-core doctor": {"schemes": Diagnosis, "findings": Finding},
@@ -55,7 +55,7 @@ PRINTED: Mapping[str, Mapping[str, type]] = {
 
 
 def write(folder: Path) -> None:
-    """Write every page into a folder, and leave those as they are that say the same already."""
+    """Write every page into a folder, and skip files whose text is unchanged."""
     folder.mkdir(parents=True, exist_ok=True)
     written = pages()
     for page in folder.glob("*.rst"):
@@ -68,7 +68,7 @@ def write(folder: Path) -> None:
 
 
 def pages() -> dict[str, str]:
-    """The text of every page, by its name."""
+    """Return the text of every page by name."""
     return {
         "interface": _interface(),
         "hooks": _hooks(),
@@ -91,7 +91,7 @@ def pages() -> dict[str, str]:
 
 
 def error_names() -> list[str]:
-    """The classes of `sync_core.errors`, in the order in which they are written there."""
+    """Return the classes of `sync_core.errors` in their order in the source."""
     return [
         name
         for name, found in vars(errors).items()
@@ -100,13 +100,13 @@ def error_names() -> list[str]:
 
 
 def installed(group: str) -> dict[str, Any]:
-    """The plugins of this project by name, loaded."""
+    """Load the plugins of this project and return them by name."""
     entries = {name: registry.entry_point(group, name) for name in registry.KNOWN[group]}
     return {name: registry.load(group, entry) for name, entry in entries.items()}
 
 
 def options_of(scheme: Any) -> type:
-    """The dataclass that a scheme's module gives to `TransportContext.parse_options`."""
+    """Return the dataclass that a scheme's module gives to `TransportContext.parse_options`."""
     module = inspect.getmodule(type(scheme))
     assert module is not None
     parsed = {
@@ -123,7 +123,7 @@ def options_of(scheme: Any) -> type:
 
 
 def arguments_of(described: Any) -> dict[str, str]:
-    """Return what a docstring says of each argument."""
+    """Return the description of each argument in a docstring."""
     text = inspect.getdoc(described) or ""
     _, found, rest = text.partition("Args:\n")
     if not found:
@@ -135,7 +135,7 @@ def arguments_of(described: Any) -> dict[str, str]:
 
 
 def comment_of(package: str, name: str) -> str:
-    """Return what ``#:`` says above a constant, in whichever module of a package it is written."""
+    """Return the ``#:`` comment above a constant, from any module of a package."""
     assigned = re.compile(rf"((?:^#:.*\n)+){name}\b[^\n]*? = ", re.MULTILINE)
     modules = [m for key, m in sys.modules.items() if f"{key}.".startswith(f"{package}.")]
     found = (assigned.search(inspect.getsource(module)) for module in modules)
@@ -144,7 +144,7 @@ def comment_of(package: str, name: str) -> str:
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every command of ``sync-core``, by what is typed."""
+    """Return the parser of every command of ``sync-core`` by command line."""
     (action,) = (a for a in cli.make_parser()._actions if isinstance(a, argparse._SubParsersAction))
     return {f"sync-core {name}": parser for name, parser in action.choices.items()} | {
         "sync-core bench collector": bench_collector.make_parser()
@@ -206,7 +206,7 @@ def _plugins() -> str:
 def _capabilities() -> str:
     return _page(
         "Capabilities",
-        "What a plugin declares that it can do. The conformance suite skips what it does not.",
+        "The abilities that a plugin declares. The conformance suite skips the others.",
         _capability_table("Schemes", SCHEME_CAPABILITIES, installed(registry.SCHEMES)),
         _capability_table("Worker groups", WORKER_CAPABILITIES, installed(registry.WORKERS)),
     )

@@ -1,4 +1,4 @@
-"""Checks that a model's tensors are what they were, for code that copies bytes over them."""
+"""Check that a model's tensors are unchanged, for code that copies bytes over them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _kind = operator.attrgetter("dtype", "shape")
 
 
 class Tensors:
-    """The tensors of a model, and what they were.
+    """The tensors of a model, with their recorded dtypes, shapes and addresses.
 
     Args:
         model: the model.
@@ -23,12 +23,12 @@ class Tensors:
         self._known = self._current()
 
     def check(self) -> None:
-        """Raise an error unless they have the dtypes, shapes and addresses that they had."""
+        """Raise an error if a dtype, shape or address has changed."""
         if self._current() != self._known or not all(map(Tensor.is_contiguous, self._tensors)):
             raise RuntimeError("a tensor has changed")
 
     def count_write(self) -> None:
-        """Let autograd know that they were written to."""
+        """Notify autograd that the tensors were written to."""
         increment_version(self._tensors)
 
     def _current(self) -> list[object]:

@@ -41,7 +41,7 @@ class Collector:
         self.scheme.receive()
 
     def close(self) -> None:
-        """End the thread that receives, which the sender has told to stop."""
+        """End the receiving thread after the sender has stopped it."""
         self.scheme.shutdown()
 
 
@@ -78,7 +78,7 @@ class DistSending:
         self.scheme.send(self._weights)
 
     def close(self) -> None:
-        """Tell the threads that receive to stop."""
+        """Stop the receiving threads."""
         self.scheme._send_instruction("stop")
         self.scheme.shutdown()
 

@@ -5,7 +5,7 @@
     /tmp/compare/bin/python docs/benchmarks/dist_send.py
 
 All ways have the same worker processes to update, in turn, round by round, in one run; but those
-over RPC have their own processes, since a member of an RPC world polls it without a pause,
+over RPC have their own processes, since a member of a world of RPC polls it without a pause,
 which would take the cores from the others. The limit, measured in both, is the faster of two ways
 that use the default gloo group and nothing else: ``gloo tensors``, every tensor by a send of its
 own, all in flight at once and received into the model, and ``gloo flat``, as many bytes in one
@@ -13,7 +13,7 @@ buffer, with nothing to pack. There, the workers wait in their receives when the
 it stops when all have said over a pipe that they have everything. ``gloo staged`` is ``gloo flat``
 with workers that copy the bytes over others once all of them are there, after trainer and workers
 have made sure that no tensor is another than in the round before: without that, a worker is left
-with half a version when the trainer dies, or with tensors that are not read. ``over gloo`` are ours
+with half a version when the trainer dies, or with unread tensors. ``over gloo`` are ours
 where the workers do not share the trainer's memory, as those of other machines cannot.
 Prints medians in milliseconds, for each kind of processes.
 
@@ -131,7 +131,7 @@ class Worker:
         self._tensors = _tensors.Tensors(self.net)
 
     def connect(self, way: str, model: str, addresses: list[sync_core.Address]) -> None:
-        """Be a receiver of ours."""
+        """Create one of our receivers."""
         self.make_net(way, model)
         self._receivers[way] = sync_core.Receiver(addresses[self.rank - 1], self.nets[way])
 
@@ -145,11 +145,11 @@ class Worker:
             raise TimeoutError(f"nothing came by {way}")
 
     def join(self, way: str, scheme: Any) -> None:
-        """Be a receiver of TorchRL's."""
+        """Create a receiver of TorchRL's."""
         self.collectors[way] = torchrl.Collector(self.net, self.rank, scheme)
 
     def make_flat(self, nbytes: int) -> None:
-        """Make room for as many bytes."""
+        """Allocate this many bytes."""
         for way in ("gloo flat", _STAGED):
             self._targets[way] = [torch.zeros(nbytes, dtype=torch.uint8)]
         self._flat = torch.zeros(nbytes, dtype=torch.uint8).numpy()
@@ -160,7 +160,7 @@ class Worker:
         self._posted = [distributed.irecv(t, 0, tag=tag) for tag, t in enumerate(targets)]
 
     def wait(self, way: str) -> None:
-        """Wait for what was posted."""
+        """Wait for the posted receives."""
         for work in self._posted:
             work.wait()
         if way == _STAGED:
@@ -177,7 +177,7 @@ class Worker:
         return is_marked(self.nets.get(way, self.net), version)
 
     def close(self) -> None:
-        """End all that `open` began."""
+        """End everything that `open` started."""
         for each in (*self._receivers.values(), *self.collectors.values()):
             each.close()
         for kept in (self._receivers, self.collectors, self._targets, self._posted, self.nets):
@@ -198,21 +198,21 @@ class World:
         self.infos = [rpc.get_worker_info(_name(rank)) for rank in self.ranks if over_rpc]
 
     def tell(self, method: Callable[..., Any], *arguments: Any) -> None:
-        """Let every worker begin to run a method of `Worker`."""
+        """Start a method of `Worker` in every worker."""
         for pipe in self._pipes:
             pipe.send((method.__name__, arguments))
 
     def hear(self) -> list[Any]:
-        """Return what each of them returned."""
+        """Return the result of each worker."""
         return [_answer(pipe) for pipe in self._pipes]
 
     def ask(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Both."""
+        """Start the method in every worker and return the results."""
         self.tell(method, *arguments)
         return self.hear()
 
     def rrefs(self, function: Callable[[], Any]) -> list[Any]:
-        """References to what a function returns in each."""
+        """Return references to a function's result in each worker."""
         return [rpc.remote(info, function) for info in self.infos]
 
 

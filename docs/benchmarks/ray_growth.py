@@ -1,10 +1,10 @@
-"""Ray alone: the memory that a driver keeps for borrowed objects, by the order of their release.
+"""Measure the memory that a Ray driver keeps for lent objects, without sync-core.
 
     python docs/benchmarks/ray_growth.py
 
 A driver puts 66 KB, round after round. An actor keeps the newest reference, and three others fetch
-it from there. In one run the driver releases each object sixteen rounds later, when no worker
-has it any more, in the other at once. Prints the memory that is the driver's own, after what the C
+it from there. In one run the driver releases each object sixteen rounds later, when no other
+process has it any more, in the other at once. Prints the memory that is the driver's own, after what the C
 library keeps for later was given back.
 """
 
@@ -30,22 +30,22 @@ class Keeper:
         self._held: list[Any] = []
 
     async def give(self, held: list[Any]) -> None:
-        """Keep this one."""
+        """Keep this reference."""
         self._held = held
 
     async def take(self) -> list[Any]:
-        """The one that is kept."""
+        """Return the kept reference."""
         return self._held
 
 
 class Borrower:
-    """Reads what a keeper has."""
+    """Reads the object of a keeper."""
 
     def __init__(self, keeper: Any) -> None:
         self._keeper = keeper
 
     def read(self) -> int:
-        """Its size."""
+        """Return the size of the object."""
         return sum(len(ray.get(reference)) for reference in ray.get(self._keeper.take.remote()))
 
 

@@ -50,7 +50,7 @@ class Case:
     nodes: int
 
     def terms(self) -> list[float]:
-        """Return what each cost is multiplied by."""
+        """Return the factor of each cost."""
         # The nodes of the measurement share this machine's cores.
         copies = self.workers * self.nodes / (os.cpu_count() or 1)
         return [
@@ -71,7 +71,7 @@ class Agent:
 
 
 def model(gigabytes: float) -> nn.Module:
-    """A model of so many gigabytes, in 16 layers."""
+    """Return a model of this size in gigabytes, in 16 layers."""
     width = int((gigabytes * 1e9 / 4 / 16) ** 0.5)
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(16)))
 
@@ -129,7 +129,7 @@ def _report(cases: list[Case], measured: list[float]) -> None:
 
 
 def _fit(terms: np.ndarray[Any, Any], seconds: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Costs, none negative, that make the relative errors least."""
+    """Return the non-negative costs with the least relative errors."""
     used = list(range(terms.shape[1]))
     costs = np.zeros(terms.shape[1])
     while True:

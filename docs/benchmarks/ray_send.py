@@ -8,7 +8,7 @@ Every way has the same four actors to update, in turn, in one run. ``consolidate
 model that was consolidated in the trainer. ``limit`` is one `ray.put` of the flat bytes and one
 copy of them in each actor, with nothing to pack. ``checked`` is the limit after trainer and actors
 have made sure that no tensor is another than in the round before, or lies elsewhere: without that,
-bytes are copied to places that are not read, or where they do not fit. ``torchrl`` is
+bytes are copied to memory that is never read, or where they do not fit. ``torchrl`` is
 RayWeightSyncScheme of torchrl 0.14.1, which sends by its own Gloo group. ``put each`` is what
 RayWeightUpdater did: a put of a TensorDict for each worker. Prints medians in milliseconds.
 """
@@ -42,7 +42,7 @@ Send = Callable[[], object]
 
 
 class Worker:
-    """An actor with a model for each way of updating it, so that none is in another's way.
+    """An actor with a model for each way of updating it, so that they do not interfere.
 
     Args:
         model: the name of the model.
@@ -62,21 +62,21 @@ class Worker:
         return is_marked(self.nets[way], version)
 
     def copy_flat(self, flat: np.ndarray[Any, Any]) -> None:
-        """Return what the limit does in each actor."""
+        """Copy the bytes as the limit does in each actor."""
         np.copyto(self.flat, flat)
 
     def copy_checked(self, flat: np.ndarray[Any, Any]) -> None:
-        """The same for tensors that must be what they were."""
+        """Copy as the limit does, after a check that the tensors are unchanged."""
         self.tensors.check()
         self.copy_flat(flat)
         self.tensors.count_write()
 
     def load(self, weights: TensorDict) -> None:
-        """Return what a worker of RayWeightUpdater did."""
+        """Load the weights as a worker of RayWeightUpdater did."""
         TensorDict.from_module(self.nets["put"]).data.update_(weights)
 
     def register(self, scheme: Any, index: int) -> None:
-        """Be a receiver of TorchRL's scheme."""
+        """Create a receiver of TorchRL's scheme."""
         self.scheme, self.worker_idx = scheme, index
         scheme.init_on_receiver(model_id="policy", context=self, model=self.nets["torchrl"])
 

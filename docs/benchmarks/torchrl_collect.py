@@ -24,7 +24,7 @@ _BATCHES = 3
 def measure(
     env: str, mode: str, *, scheme: str, workers: int, frames_per_batch: int, rounds: int
 ) -> list[float]:
-    """Frames per second of each round, in a mode of `sync_collector.bench.measure.MODES`.
+    """Return frames per second by round, in a mode of `sync_collector.bench.measure.MODES`.
 
     With the scheme ``"ray"`` the workers are Ray's, as ours are then.
     """

@@ -30,7 +30,7 @@ _FIRST_WEIGHTS_SECONDS = 300.0
 
 
 def measure(scheme: str, model: str, *, workers: int, rounds: int) -> list[float]:
-    """Seconds of each round of ``shared`` or ``mp`` with a model of `sync_core.bench.MODELS`."""
+    """Return the seconds of each round of a scheme with a model of `sync_core.bench.MODELS`."""
     _prepare_process()
     context = multiprocessing.get_context("spawn")
     trained = make_model(model)

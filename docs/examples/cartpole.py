@@ -2,7 +2,7 @@
 
     python docs/examples/cartpole.py --scheme shm --workers 2
 
-``--scheme`` alone changes how the weights travel. With ``--ahead``, workers collect while
+``--scheme`` alone changes how the weights travel. With ``--ahead``, workers continue collecting while
 the trainer learns, so that their policies lag behind. Ends with code 1 if CartPole was not learned.
 """
 
@@ -130,7 +130,7 @@ class Trainer:
     def _advantages(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Generalised advantages, and the targets of the value; time is the last dimension."""
         value = self._value(batch["observation"]).squeeze(-1)
-        # The true last observation of an episode: one cut short continues being worth something.
+        # The true last observation of an episode: one cut short still has a value.
         next_value = self._value(batch["next", "observation"]).squeeze(-1)
         terminated = batch["next", "terminated"].squeeze(-1).float()
         done = batch["next", "done"].squeeze(-1).float()

@@ -1,4 +1,4 @@
-"""A trainer at rank 0 keeps copies of a model fresh at all other ranks.
+"""A trainer at rank 0 keeps copies of a model up to date at all other ranks.
 
 Run it by: torchrun --nproc-per-node=3 docs/examples/torchrun_weights.py
 """
@@ -31,7 +31,7 @@ def train(policy: nn.Module, versions: int, backend: str, topology: str, host: s
 
 
 def act(policy: nn.Module) -> None:
-    """Commit what comes, until the trainer has finished."""
+    """Commit each version until the trainer has finished."""
     own: list[sync_core.Address] = [None]  # type: ignore[list-item]
     distributed.scatter_object_list(own, None, src=0)
     receiver = sync_core.Receiver(own[0], policy)

@@ -24,7 +24,7 @@ _OTHERS = {"cd", "pip", "pytest", "python", "ray", "srun", "torchrun"}
 
 @pytest.fixture(scope="session")
 def check_commands() -> Callable[[str], None]:
-    """Fails with the line that nobody could type."""
+    """Fail with the line that a reader could not type."""
     return _check_commands
 
 

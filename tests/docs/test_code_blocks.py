@@ -1,7 +1,7 @@
-"""Every code block of the README and of the pages runs, or says why not.
+"""Run every code block of the README and of the pages, unless it gives a reason to skip it.
 
-Blocks of a page run in its order and in one namespace. What a page takes for granted, such as a
-policy, is in the page, in a comment that no reader sees:
+Blocks of a page run in its order and in one namespace. Names that a page assumes, such as a
+policy, are defined in the page, in an invisible comment:
 
     <!--- invisible-code-block: python
     policy = torch.nn.Linear(4, 2)
@@ -30,7 +30,7 @@ from sybil.typing import Parser
 
 ROOT = Path(__file__).parents[2]
 _LANGUAGES = {"python", "bash", "toml"}
-# What programs print, and diagrams: nothing that anybody would run.
+# Blocks that are not run: printed output and diagrams.
 _NO_CODE = {"text", "mermaid", "{include}", "{toctree}"}
 _FENCE = re.compile(r"^ *```(\S*)", re.MULTILINE)
 _SKIP = re.compile(r"<!-+ *(skip.*?) *-+>", re.DOTALL)

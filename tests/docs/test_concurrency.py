@@ -1,8 +1,8 @@
-"""`docs/explanation/concurrency.md` names what the code has: threads, locks, times, sleeps, hooks.
+"""Compare `docs/explanation/concurrency.md` with the code: threads, locks, times, sleeps, hooks.
 
 A name is that of a class or function and of what it makes (`Publisher.changed`,
-`_copy_pieces.helper`), so that it stays the same where code moves to another module. What is made
-at the top of a module is named after any class or function that uses it (`Exclusive._PATIENCE`).
+`_copy_pieces.helper`), so that it stays the same where code moves to another module. Objects made
+at the top of a module are named after any class or function that uses it (`Exclusive._PATIENCE`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Module:
         }
 
     def definitions(self) -> Iterator[str]:
-        """The names of functions, of classes, and of the methods of these."""
+        """Return the names of functions, classes and methods."""
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node.name
@@ -83,7 +83,7 @@ class Module:
                         yield f"{node.name}.{inner.name}"
 
     def attributes(self) -> Iterator[str]:
-        """Return what the methods of classes set, with the names of their classes."""
+        """Return the attributes that methods set, with the names of their classes."""
         for owner in self.tree.body:
             if isinstance(owner, ast.ClassDef):
                 for node in ast.walk(owner):
@@ -91,7 +91,7 @@ class Module:
                         yield f"{owner.name}.{node.attr}"
 
     def users(self, name: str) -> set[str]:
-        """The classes and functions that use a name of this module, or of the one it is from."""
+        """Return the classes and functions that use a name of this module, or of its origin."""
         return {
             node.name
             for node in self.tree.body
@@ -116,7 +116,7 @@ class Module:
                             yield owner, target.id, number, node.lineno
 
     def references(self, wanted: Iterable[str]) -> Iterator[ast.expr]:
-        """Expressions that lead to one of some imported names, annotations apart."""
+        """Return the expressions that refer to one of these imported names, without annotations."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Attribute | ast.Name) and self._dotted(node) in wanted:
                 yield from () if node in self._annotations else (node,)
@@ -135,7 +135,7 @@ class Module:
             if isinstance(parent, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 scopes.insert(0, parent.name)
             if isinstance(parent, ast.Call) and parent.func is node:
-                # What a hook at the top of a module calls.
+                # The function that a hook at the top of a module calls.
                 given = [*parent.args, *(keyword.value for keyword in parent.keywords)]
                 hook = ast.unparse(given[-1]) if given else ""
             node = parent
@@ -166,7 +166,7 @@ def _definition(tree: ast.Module, name: str) -> ast.AST:
 
 
 def _target(statement: ast.Assign | ast.AnnAssign, made: ast.AST) -> str:
-    """The name that is given to what is made; empty for an attribute of something else."""
+    """Return the name that the new object is assigned to; empty for a foreign attribute."""
     targets = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
     assert statement.value is not None
     for target, value in _pairs(targets, statement.value):
@@ -200,7 +200,7 @@ def modules() -> list[Module]:
 
 @pytest.fixture(scope="module")
 def rows() -> Mapping[str, Mapping[str, list[str]]]:
-    """The rows of the page's tables: by heading, and by each name in their first cell."""
+    """Return the rows of the page's tables by heading, and by each name in the first cell."""
     found: dict[str, dict[str, list[str]]] = {}
     heading = ""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
@@ -284,7 +284,7 @@ def _last_parts(names: Iterable[str]) -> Iterator[str]:
 def _compare(
     heading: str, required: Iterable[Site], exist: set[str], named: Mapping[str, object]
 ) -> None:
-    """Fail with every row that is missing, and every one that is about nothing any more."""
+    """Fail with every missing row, and every row without a counterpart in the code."""
     # Of several places with the same names, one is enough.
     missing = {site.names: site for site in required if not site.names & named.keys()}.values()
     unnamed = [name for site in missing for name in sorted(site.names)]

@@ -1,4 +1,4 @@
-"""The reference lacks nothing: what the code offers is described, and stands on a page."""
+"""The reference is complete: every public object is described and on a page."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_batches_equal_key_by_key(env_id: str, sizes: tuple[int, int], split_tra
 
 
 class OneHot(nn.Module):
-    """The largest of several, as a one-hot vector."""
+    """Return the largest value as a one-hot vector."""
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         return nn.functional.one_hot(logits.argmax(-1), logits.shape[-1])

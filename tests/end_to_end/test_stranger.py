@@ -27,7 +27,7 @@ PROJECTS = {
     "sync-plugin-dist": ROOT / "plugins_dist",
     "sync-layer-fp8": ROOT / "docs/examples/sync-layer-fp8",
 }
-# What `sync-core new-plugin` is told to write.
+# The plugins that `sync-core new-plugin` writes, and their arguments.
 GENERATED = {"my-transport": (), "my-layer": ("--layer",), "my-workers": ("--workers",)}
 
 USE = """
@@ -86,7 +86,7 @@ class Stranger:
         subprocess.run([*pip, "install", "-qq", "--no-deps", "--no-index", *chosen], check=True)
 
     def run(self, *command: str) -> str:
-        """Return what a program of the environment prints."""
+        """Return the output of a program of the environment."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         environment["PATH"] = f"{self._bin}:{environment['PATH']}"
         done = subprocess.run(
@@ -104,7 +104,7 @@ class Stranger:
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folder of a plugin of each kind, as it is written."""
+    """The folder of a generated plugin of each kind."""
     folders = {name: tmp_path_factory.mktemp("generated") / name for name in GENERATED}
     for name, folder in folders.items():
         main(["new-plugin", name, *GENERATED[name], "--directory", str(folder)])
@@ -113,7 +113,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory, generated: dict[str, Path]) -> dict[str, Path]:
-    """The wheels of all distributions, built as an index would be given them."""
+    """The wheels of all distributions, built as for a package index."""
     folder = tmp_path_factory.mktemp("wheels")
     folders = [*PROJECTS.values(), *generated.values()]
     pip = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation"]

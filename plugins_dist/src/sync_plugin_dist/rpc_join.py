@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 _SCHEME = "sync-rpc"
 
-# What TensorPipe, and the Gloo that it begins with, take for "listen on this interface only": a peer
+# What TensorPipe, and the Gloo that it begins with, take for "listen on this interface": a peer
 # that can connect to RPC can run code.
 _INTERFACE = {"TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"

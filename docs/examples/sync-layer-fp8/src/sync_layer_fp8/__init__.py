@@ -21,7 +21,7 @@ class Float8:
 
     @hookimpl(wrapper=True)
     def prepare_weights(self, update: Update) -> Generator[None, Update, Update]:
-        """Scale each row to what the eight bits can hold."""
+        """Scale each row to the range of the eight bits."""
         del update
         prepared = yield
         scales: dict[str, Tensor] = {}
@@ -29,7 +29,7 @@ class Float8:
             if _shrinks(tensor):
                 scales[spec.name] = _scale_of(tensor.detach())
         aliases = dict(prepared.layout.aliases)
-        # What is tied stays tied: one tensor under two names.
+        # Tied tensors stay tied: one tensor under two names.
         packed = {
             spec.name: (tensor.detach() / scales[spec.name]).to(_WIRE)
             if spec.name in scales
@@ -43,7 +43,7 @@ class Float8:
 
     @hookimpl(wrapper=True)
     def apply_weights(self, update: Update) -> Generator[None, bool, bool]:
-        """Multiply by the scales, and take them away."""
+        """Multiply by the scales, and remove them."""
         arrived = dict(update.items())
         scales = {n.removeprefix(_SCALE): t for n, t in arrived.items() if n.startswith(_SCALE)}
         if scales:
