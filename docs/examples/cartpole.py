@@ -2,7 +2,7 @@
 
     python docs/examples/cartpole.py --scheme shm --workers 2
 
-``--scheme`` alone changes how the weights travel. With ``--ahead``, workers continue collecting while
+``--scheme`` alone changes how the weights travel. With ``--ahead``, workers collect while
 the trainer learns, so that their policies lag behind. Ends with code 1 if CartPole was not learned.
 """
 
