@@ -20,9 +20,10 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from sync_collector.envs import ArrayEnv, CountingEnv, GymEnv
-from sync_collector.envs.adapt import VectorGymEnv, as_env, stack_envs
+from sync_collector.envs.adapt import as_env, stack_envs
 from sync_collector.envs.limit import limit_frames
 from sync_collector.envs.protocol import FLAGS
+from sync_collector.envs.vector import VectorGymEnv
 from sync_collector.rollout import Rollout, RolloutOptions
 
 pytestmark = pytest.mark.timeout(60)

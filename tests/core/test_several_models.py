@@ -276,7 +276,7 @@ def test_modules_are_not_searched_again_while_they_are_the_same() -> None:
 
 def test_large_modules_are_gathered_together() -> None:
     target = {name: nn.Linear(400, 400) for name in "ab"}
-    binding = Binding(target)
+    binding = Binding(target, consolidate=True)
     for version in (1, 2, 3):
         source = {name: filled(nn.Linear(400, 400), version) for name in "ab"}
         data = Payload(version, binding.layout, Binding(source).read().tensors).to_bytes()

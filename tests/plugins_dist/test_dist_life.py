@@ -77,9 +77,10 @@ class Group:
     def __del__(self):
         print("freed")
 
-atexit.register(lambda: freeing.free([Group()]))  # which is called after what the module registers
-from sync_plugin_dist import freeing
-freeing.free([Group()])
+# Called after the functions that the module registers.
+atexit.register(lambda: process_group.free([Group()]))
+from sync_plugin_dist import process_group
+process_group.free([Group()])
 print("ends")
 """
 

@@ -280,7 +280,7 @@ def test_without_ray_the_error_says_what_to_install() -> None:
 import sys
 sys.modules["ray"] = None
 from sync_core.errors import PluginImportError
-from sync_core.plugins import registry
+from sync_core import registry
 try:
     registry.find(registry.WORKERS, "ray")
 except PluginImportError as error:

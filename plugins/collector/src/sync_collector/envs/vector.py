@@ -1,0 +1,167 @@
+"""Vector environments of Gymnasium, as environments of the collector's kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import (
+    AsyncVectorEnv,
+    AutoresetMode,
+    SyncVectorEnv,
+    VectorEnv,
+    VectorWrapper,
+)
+from gymnasium.wrappers.vector import NormalizeObservation
+
+from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep
+from sync_collector.envs.gym import next_seed, wrong_reward
+from sync_collector.envs.spaces import ObservationCodec, codec
+
+
+class VectorGymEnv(ArrayEnv):
+    """A Gymnasium vector environment, stepped as one batch; it may have any autoreset mode.
+
+    What an episode ended with is found under ``"next"``, and no frame is spent on a reset: where
+    the vector environment would reset with the next step, it is set to do so before that.
+
+    Args:
+        env: the vector environment.
+        categorical: see `GymEnv`.
+
+    Raises:
+        TypeError: it would reset with the next step and cannot be set to do so earlier, or cannot
+            reset a part.
+
+    Example:
+        >>> import gymnasium
+        >>> env = VectorGymEnv(gymnasium.make_vec("Pendulum-v1", num_envs=3))
+        >>> env.batch_size, env.reset()["observation"].shape
+        (torch.Size([3]), torch.Size([3, 3]))
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], *, categorical: bool = False) -> None:
+        self._env = env
+        self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self._resets_some = self._mode is AutoresetMode.DISABLED or _obeys_masks(env.unwrapped)
+        if self._mode is AutoresetMode.NEXT_STEP and not self._resets_some:
+            raise TypeError(
+                f"{env} resets an environment with the step after its last one, and by itself "
+                "only, so that this step's frame would be none; type gymnasium.make_vec(…, "
+                "vectorization_mode='sync'), or make it with autoreset_mode="
+                "gymnasium.vector.AutoresetMode.DISABLED or SAME_STEP"
+            )
+        if env.num_envs > 1 and _normalizes_all(env):
+            raise TypeError(
+                f"{env} normalizes the observations of all its environments together, and cannot "
+                "reset one and continue with another; let each normalize its own: type "
+                "gymnasium.make_vec(…, vectorization_mode='sync', "
+                "wrappers=[gymnasium.wrappers.NormalizeObservation])"
+            )
+        self.batch_size = torch.Size((env.num_envs,))
+        self.is_closed = False
+        self._action = codec(env.single_action_space, categorical=categorical)
+        self._codec = ObservationCodec(env.single_observation_space, categorical=categorical)
+        self.array_specs = self._codec.specs
+        # The observations after the last step, where it has reset what had ended, and where.
+        self._fresh: Arrays = {}
+        self._is_fresh = np.zeros(env.num_envs, np.bool_)
+
+    def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
+        """Begin an episode where the mask says, if the vector environment has not done so."""
+        if mask is None:
+            self._is_fresh[:] = False
+            return self._codec.encode_batch(self._env.reset()[0])
+        left = mask & ~self._is_fresh
+        if not left.any():
+            return self._fresh
+        if not self._resets_some:
+            raise RuntimeError(
+                f"{self._env} cannot reset one environment and continue with another, so leave out "
+                "max_frames_per_traj, or make it with autoreset_mode="
+                "gymnasium.vector.AutoresetMode.DISABLED"
+            )
+        made = self._codec.encode_batch(self._env.reset(options={"reset_mask": left})[0])
+        return {
+            key: _where(self._is_fresh, self._fresh.get(key, row), row) for key, row in made.items()
+        }
+
+    def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
+        """Act in all of them."""
+        made = self._env.step(self._action.decode_batch(action))
+        observation, reward, terminated, truncated, infos = made
+        self._check_reward(reward)
+        outcome: Arrays = self._codec.encode_batch(observation)
+        self._is_fresh[:] = False
+        if self._mode is AutoresetMode.SAME_STEP:
+            self._is_fresh = terminated | truncated
+            if self._is_fresh.any():
+                self._fresh = outcome
+                outcome = self._with_last(outcome, infos)
+        return outcome, reward, terminated, truncated
+
+    def sample_action(self) -> np.ndarray[Any, Any]:
+        """A random action of the vector environment's own stream; `set_seed` seeds it."""
+        samples = self._action.encode_batch(self._env.action_space.sample())
+        return np.array(samples, dtype=self._action.spec.dtype)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed by a reset; see `GymEnv.set_seed`."""
+        self._env.action_space.seed(seed)
+        seeds = [seed]
+        for _ in range(self._env.num_envs):
+            seeds.append(seed if static_seed else next_seed(seeds[-1]))
+        # Those that are made of single environments take a seed for each.
+        made_of_single = _obeys_masks(self._env.unwrapped)
+        first: Any = seeds[:-1] if made_of_single else seed
+        self._env.reset(seed=first)
+        return seeds[-1]
+
+    def close(self) -> None:
+        """Close the vector environment."""
+        self.is_closed = True
+        self._env.close()
+
+    def _check_reward(self, reward: Any) -> None:
+        """Raise `TypeError` unless there is one for each; numpy gives a single one to all."""
+        cause = None
+        try:
+            if np.shape(reward) == self.batch_size:
+                return
+        except ValueError as error:
+            cause = error
+        wanted = f"{self._env.num_envs} numbers, one for each environment"
+        raise wrong_reward(reward, self._env, wanted) from cause
+
+    def _with_last(self, outcome: Arrays, infos: Any) -> Arrays:
+        """Return what was observed, with what episodes ended with where they did."""
+        # Gymnasium's DictInfoToList gives the infos of each environment separately.
+        of_each = isinstance(infos, list)
+        merged = {key: np.array(row) for key, row in outcome.items()}
+        for i in np.flatnonzero(self._is_fresh):
+            last = infos[i]["final_obs"] if of_each else infos["final_obs"][i]
+            for key, value in self._codec.encode(last).items():
+                merged[key][i] = value
+        return merged
+
+
+def _obeys_masks(env: Any) -> bool:
+    """Return whether ``reset(options={"reset_mask": …})`` resets a part only."""
+    if isinstance(env, AsyncVectorEnv):
+        # Its workers forget a reset that is due only where they share memory.
+        return bool(env.shared_memory)
+    return isinstance(env, SyncVectorEnv)
+
+
+def _normalizes_all(env: Any) -> bool:
+    """Return whether one of the wrappers is Gymnasium's that refuses to reset a part."""
+    while isinstance(env, VectorWrapper):
+        if isinstance(env, NormalizeObservation):
+            return True
+        env = env.env
+    return False
+
+
+def _where(mask: np.ndarray[Any, Any], yes: Any, no: Any) -> Any:
+    return np.where(mask.reshape(mask.shape + (1,) * (np.ndim(no) - 1)), yes, no)
