@@ -4,8 +4,8 @@
 
 A driver puts 66 KB, round after round. An actor keeps the newest reference, and three others fetch
 it from there. In one run the driver releases each object sixteen rounds later, when no other
-process has it any more, in the other at once. Prints the memory that is the driver's own, after what the C
-library keeps for later was given back.
+process has it any more, in the other at once. Prints the driver's private memory, after the
+C library has returned its free memory.
 """
 
 from __future__ import annotations
