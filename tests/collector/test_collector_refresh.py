@@ -170,7 +170,7 @@ def test_who_is_due_goes_on_with_no_old_weights_after_an_error() -> None:
     policy, refuses, acts = Scale(), Refuses(2), dict[int, list[float]]()
     with collector(policy, layers=[refuses]) as made:
         step, told = 0.0, False
-        while not told or len(acts[1]) < 5:
+        while not told or len(acts.get(1, ())) < 5:
             try:
                 batch = next(made)
                 acts.setdefault(owner(batch), []).extend(acted(batch))

@@ -119,7 +119,7 @@ def test_what_is_not_sealed_with_the_token_is_not_heeded(sender: Sender, memory:
     with join(sender, 0) as receiver:
         path = memory.path("sender.json")
         seal, _, text = memory.kept[path].partition(b"\n")
-        with pytest.raises(SenderLostError, match="is gone, or the address is not"):
+        with pytest.raises(SenderLostError, match="is gone, or the address is another"):
             Receiver(dataclasses.replace(sender.address(0), token="0" * 32), nn.Linear(3, 2))
         memory.kept[path] = seal + b"\n" + text.replace(b'"0": 0', b'"0": 9')
         with pytest.raises(SenderLostError, match="was closed"):
