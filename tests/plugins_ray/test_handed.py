@@ -32,7 +32,7 @@ from sync_core import (
 from sync_core.testing.worker_groups import eventually
 from sync_plugin_ray import take_calls
 from sync_plugin_ray.inbox import Inbox, hand, take_back
-from sync_plugin_ray.mailbox import Offer
+from sync_plugin_ray.mailbox import MailboxOffer
 from sync_plugin_ray.pull_worker import PullWorker
 
 pytestmark = pytest.mark.timeout(120)
@@ -210,19 +210,19 @@ def test_what_is_taken_back_before_it_came_is_not_found() -> None:
     # Ray runs the later of two calls first, now and then.
     take_back("reader", 2, None)
     begin = time.monotonic()
-    assert hand("reader", Offer(1, "", [b""]), time.time(), 20, None) is None
+    assert hand("reader", MailboxOffer(1, "", [b""]), time.time(), 20, None) is None
     assert time.monotonic() - begin < 10
     assert tray.take(0) is None
 
 
 def test_what_is_brought_after_something_newer_is_not_found() -> None:
     tray = Inbox("reader")
-    newer = Offer(2, "", [b""]), time.time(), 20.0
+    newer = MailboxOffer(2, "", [b""]), time.time(), 20.0
     bringing = threading.Thread(target=lambda: hand("reader", *newer, None))
     bringing.start()
     assert tray.wait(lambda: False, time.monotonic() + 20)
     begin = time.monotonic()
-    assert hand("reader", Offer(1, "", [b""]), time.time(), 20, None) is None
+    assert hand("reader", MailboxOffer(1, "", [b""]), time.time(), 20, None) is None
     assert time.monotonic() - begin < 10
     found = tray.take(0)
     assert found is not None
@@ -233,7 +233,7 @@ def test_what_is_brought_after_something_newer_is_not_found() -> None:
 
 def test_what_should_be_taken_away_by_now_is_not_found() -> None:
     tray = Inbox("reader")
-    offer = Offer(1, "", [b""])
+    offer = MailboxOffer(1, "", [b""])
     bringing = threading.Thread(target=lambda: hand("reader", offer, time.time(), 1.0, None))
     bringing.start()
     assert tray.wait(lambda: False, time.monotonic() + 20)

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from sync_core import Payload, Update
-from sync_plugin_ray.store import Cutter, Store, join, read
+from sync_plugin_ray.store import Cutter, ObjectStore, join, read
 
 SIZES = [
     [10],
@@ -43,7 +43,7 @@ def test_the_pieces_are_the_payload(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("sizes", SIZES[2:])
 def test_ray_lays_them_side_by_side(sizes: list[int]) -> None:
-    publication = Store(10**8, None).put(payload_of(sizes))
+    publication = ObjectStore(10**8, None).put(payload_of(sizes))
     (pieces,) = ray.get(publication.data)
     assert join(pieces).ctypes.data == np.frombuffer(pieces[0], dtype=np.uint8).ctypes.data
 
@@ -55,7 +55,7 @@ def test_a_large_version_is_two_objects_of_whole_tensors(
 ) -> None:
     update = Update.of({f"tensor{i}": torch.rand(4 * n).to(dtype) for i, n in enumerate(sizes)})
     payload = Payload(1, update.layout, update.tensors)
-    publication = Store(2 * 10**8, None).put(payload)
+    publication = ObjectStore(2 * 10**8, None).put(payload)
     assert len(publication.data) == 2
     received = Payload.unpack(read(ray.get(publication.data)), 1)
     assert all(map(torch.equal, received.tensors, payload.tensors))
@@ -76,7 +76,7 @@ def test_tensors_that_lie_side_by_side_are_put_as_one_object(sizes: list[int]) -
     payload = Payload.from_bytes(payload_of(sizes).to_bytes(), 1)
     ((_, body),) = Cutter().cut(payload)
     assert body.ctypes.data == payload.tensors[0].data_ptr()
-    publication = Store(10**8, None).put(payload)
+    publication = ObjectStore(10**8, None).put(payload)
     (pieces,) = ray.get(publication.data)
     assert join(pieces).ctypes.data == np.frombuffer(pieces[0], dtype=np.uint8).ctypes.data
     received = Payload.unpack(read([pieces]), 1)
@@ -85,7 +85,7 @@ def test_tensors_that_lie_side_by_side_are_put_as_one_object(sizes: list[int]) -
 
 def test_a_view_keeps_the_object() -> None:
     sizes = [100_000] * 30
-    payload, store = payload_of(sizes), Store(10**8, None)
+    payload, store = payload_of(sizes), ObjectStore(10**8, None)
     publication = store.put(payload)
     reference: Any = publication.data
     received = Payload.unpack(read(ray.get(reference)), 1)

@@ -32,7 +32,7 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_plugin_ray.mailbox import Event, Mailbox, Offer
+from sync_plugin_ray.mailbox import Event, Mailbox, MailboxOffer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -349,7 +349,7 @@ def test_updates_of_the_mailbox_may_come_in_any_order() -> None:
         mailbox = Mailbox("token", {0: None})
         joining = asyncio.create_task(mailbox.join("token", Event("joined", 0, reader="reader")))
         for version in (2, 3, 1):
-            await mailbox.update(version, {0: Offer(version, "", [])}, {0: "reader"})
+            await mailbox.update(version, {0: MailboxOffer(version, "", [])}, {0: "reader"})
         await joining
         return await mailbox.take(0, "reader", 0)
 

@@ -13,7 +13,7 @@ import torch
 
 from sync_core import Payload
 from sync_core.errors import PayloadError
-from sync_plugin_ray.actor_side import Order
+from sync_plugin_ray.actor_side import ActorRequest
 from sync_plugin_ray.mailbox import Event, Gone, Mailbox
 from sync_plugin_ray.store import read
 
@@ -74,7 +74,7 @@ def test_the_mailbox_tells_strangers_nothing() -> None:
 
 
 def test_orders_do_not_print_their_token() -> None:
-    order = Order(
+    order = ActorRequest(
         token="c0ffee",
         model_id="policy",
         models=(),

@@ -20,7 +20,7 @@ from sync_core.workers import CallOutcome, LaunchedGroup, Launcher, RemoteCall, 
 from sync_plugin_dist import rpc_host
 from sync_plugin_dist.rpc_host import Message, pack, unpack
 from sync_plugin_dist.rpc_join import initialised
-from sync_plugin_dist.rpc_world import ChildPeer, LocalWorld, Peer, end_processes, find_peers
+from sync_plugin_dist.rpc_world import ChildPeer, LocalWorld, RpcPeer, end_processes, find_peers
 
 # How often a worker with nothing to do is asked whether it can be reached: torch RPC notices the
 # end of a connection only while a call waits for an answer.
@@ -51,7 +51,7 @@ class RpcWorker:
 
     def __init__(
         self,
-        peer: Peer,
+        peer: RpcPeer,
         worker_id: int,
         key: str,
         factory: Callable[[int], Any],
@@ -284,7 +284,7 @@ class _RpcLauncher(Launcher[RpcWorker]):
     def __init__(
         self,
         factory: Callable[[int], Any],
-        peers: Sequence[Peer] | None,
+        peers: Sequence[RpcPeer] | None,
         timeout: float,
         torch_threads: int | None,
     ) -> None:

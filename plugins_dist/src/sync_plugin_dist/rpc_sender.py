@@ -36,7 +36,7 @@ from sync_plugin_dist.sender import DistSender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class RpcRequest:
     """A sender's request to a worker.
 
     Args:
@@ -64,7 +64,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
+class RpcOutcome:
     """The outcome of a version in a worker.
 
     Args:
@@ -79,7 +79,7 @@ class Delivered:
 
 
 @dataclass
-class _Kept:
+class _KeptReceiver:
     """The receiver for one model, its sender, and the receiver before it."""
 
     token: str = ""
@@ -88,7 +88,7 @@ class _Kept:
     farewell: Farewell = field(default_factory=Farewell)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, order: Order, address: Address) -> None:
+    def begin(self, order: RpcRequest, address: Address) -> None:
         if self.token and self.token != order.token:
             self.replaced.add(self.token)
             self.farewell.reason = _taken_over(order)
@@ -126,38 +126,38 @@ class _Kept:
         return self.receiver is not None
 
 
-_kept: dict[tuple[object, ...], _Kept] = {}
+_kept: dict[tuple[object, ...], _KeptReceiver] = {}
 
 
-def deliver(order: Order) -> Delivered:
+def deliver(order: RpcRequest) -> RpcOutcome:
     """Commit the newest version to a model of this worker."""
-    kept = _kept.setdefault(order.place, _Kept())
+    kept = _kept.setdefault(order.place, _KeptReceiver())
     with kept.lock:
         if kept.taken_from(order.token):
             return _failed(Answer(version=order.version, error=_taken_over(order)))
         try:
             if kept.receiver is None or kept.token != order.token:
                 if order.address is None:
-                    return Delivered("unknown")
+                    return RpcOutcome("unknown")
                 kept.begin(order, order.address)
             _receive(kept, order)
         except Exception as error:
             if isinstance(error, SenderLostError):
                 kept.close()
             return _failed(Answer.refusal(order.version, error))
-        return Delivered("committed")
+        return RpcOutcome("committed")
 
 
-def _taken_over(order: Order) -> str:
+def _taken_over(order: RpcRequest) -> str:
     return f"another sender has taken over {order.model_id!r} here; close one of them"
 
 
-def _failed(answer: Answer) -> Delivered:
+def _failed(answer: Answer) -> RpcOutcome:
     where = f"in RPC worker {rpc.get_worker_info().name!r}: {answer.error}"
-    return Delivered("failed", replace(answer, error=where).to_message())
+    return RpcOutcome("failed", replace(answer, error=where).to_message())
 
 
-def forget(order: Order) -> None:
+def forget(order: RpcRequest) -> None:
     """Leave the sender; the model keeps what it has, in its own memory."""
     kept = _kept.get(order.place)
     if kept is None:
@@ -168,7 +168,7 @@ def forget(order: Order) -> None:
             _kept.pop(order.place, None)
 
 
-def _receive(kept: _Kept, order: Order) -> None:
+def _receive(kept: _KeptReceiver, order: RpcRequest) -> None:
     assert kept.receiver is not None
     deadline = time.monotonic() + order.timeout
     while kept.receiver.version < order.version:
@@ -178,7 +178,7 @@ def _receive(kept: _Kept, order: Order) -> None:
         kept.receiver.receive(left)
 
 
-def _make_receiver(order: Order, address: Address) -> Receiver:
+def _make_receiver(order: RpcRequest, address: Address) -> Receiver:
     if order.holder is not None:
         model: Any = {name: name for name in order.models} or order.model_id
         return Receiver(address, model, context=order.holder.local_value())
@@ -206,7 +206,7 @@ def _split(name: str) -> tuple[Any, str]:
 
 
 @dataclass(eq=False)
-class _Worker:
+class _CalledWorker:
     """An RPC worker, and what it is doing for us.
 
     Args:
@@ -247,7 +247,7 @@ class RpcSender(SenderTransport):
         self._newest_for_all = 0
         self._closed = False
         self._workers = {
-            worker_id: _Worker(worker_id, *_find(worker))
+            worker_id: _CalledWorker(worker_id, *_find(worker))
             for worker_id, worker in zip(context.worker_ids, context.workers, strict=True)
         }
         self._wires = DistSender(context, options)
@@ -272,7 +272,7 @@ class RpcSender(SenderTransport):
         found = _find(worker)
         self._wires.add_worker(worker_id)
         with self._lock:
-            added = self._workers[worker_id] = _Worker(worker_id, *found)
+            added = self._workers[worker_id] = _CalledWorker(worker_id, *found)
             added.newest = self._newest_for_all
             if added.newest:
                 self._call(added)
@@ -306,7 +306,7 @@ class RpcSender(SenderTransport):
                 if not worker.called:
                     self._call(worker)
 
-    def _call(self, worker: _Worker) -> None:
+    def _call(self, worker: _CalledWorker) -> None:
         worker.called = worker.newest
         order = self._order(worker)
         try:
@@ -318,21 +318,21 @@ class RpcSender(SenderTransport):
             return
         future.add_done_callback(lambda ended: self._ended(worker, self._outcome(worker, ended)))
 
-    def _ended(self, worker: _Worker, outcome: Delivered | WorkerError | None) -> None:
+    def _ended(self, worker: _CalledWorker, outcome: RpcOutcome | WorkerError | None) -> None:
         with self._lock:
             version, worker.called = worker.called, 0
-            worker.introduced = isinstance(outcome, Delivered) and outcome.outcome != "unknown"
+            worker.introduced = isinstance(outcome, RpcOutcome) and outcome.outcome != "unknown"
             delivery = worker.delivery
             if delivery is not None and delivery.version == version:
                 if isinstance(outcome, WorkerError):
                     delivery.fail(outcome)
                 elif outcome is not None and outcome.outcome == "failed":
                     delivery.settle(outcome.answer)
-            again = isinstance(outcome, Delivered) and outcome.outcome == "unknown"
+            again = isinstance(outcome, RpcOutcome) and outcome.outcome == "unknown"
             if not self._closed and (again or worker.newest > version):
                 self._call(worker)
 
-    def _outcome(self, worker: _Worker, ended: Any) -> Delivered | WorkerError | None:
+    def _outcome(self, worker: _CalledWorker, ended: Any) -> RpcOutcome | WorkerError | None:
         """Return the worker's answer, or how it ended; None when it was too late."""
         try:
             delivered = ended.value()
@@ -341,27 +341,27 @@ class RpcSender(SenderTransport):
             return None if "timeout" in str(error) else self._lost(worker, error)
         except Exception as error:
             return WorkerError(worker.worker_id, f"could not run the delivery: {error}")
-        assert isinstance(delivered, Delivered)
+        assert isinstance(delivered, RpcOutcome)
         return delivered
 
-    def _lost(self, worker: _Worker, error: RuntimeError) -> WorkerError:
+    def _lost(self, worker: _CalledWorker, error: RuntimeError) -> WorkerError:
         return WorkerLostError(
             worker.worker_id, f"RPC cannot call {worker.info.name!r}: {str(error).strip()}"
         )
 
-    def _dismiss(self, worker: _Worker) -> None:
+    def _dismiss(self, worker: _CalledWorker) -> None:
         # A worker that cannot be called any more has nothing that could be ended.
         with suppress(RuntimeError):
             rpc.rpc_async(worker.info, forget, args=(self._order(worker),), timeout=5.0)
 
-    def _order(self, worker: _Worker) -> Order:
+    def _order(self, worker: _CalledWorker) -> RpcRequest:
         assert self._context.make_address is not None
         address = None
         if not worker.introduced:
             address = self._context.make_address(
                 worker_id=worker.worker_id, endpoint=self._wires.address(worker.worker_id)
             )
-        return Order(
+        return RpcRequest(
             token=self._context.token,
             model_id=self._context.model_id,
             models=self._context.models,

@@ -29,7 +29,7 @@ _MAIN = "sync_plugin_dist.rpc_child:main"
 _BURIAL = 5.0
 
 
-class Peer:
+class RpcPeer:
     """A process that was not started here.
 
     Args:
@@ -49,7 +49,7 @@ class Peer:
         return f"RPC has lost {self.name!r}"
 
 
-class ChildPeer(Peer):
+class ChildPeer(RpcPeer):
     """A process that dies with this one.
 
     Args:
@@ -210,7 +210,7 @@ class LocalWorld:
 
 def find_peers(
     num_workers: int, names: Sequence[str] | None, torch_threads: int | None
-) -> list[Peer] | None:
+) -> list[RpcPeer] | None:
     """The workers among the peers of the world that this process has joined; None without one.
 
     Args:
@@ -250,7 +250,7 @@ def find_peers(
             f"num_workers is {num_workers}, and the RPC workers are {len(chosen)}: "
             f"{', '.join(map(repr, chosen)) or 'none'}; give num_workers={len(chosen)}{advice}"
         )
-    return [Peer(name) for name in chosen]
+    return [RpcPeer(name) for name in chosen]
 
 
 def others() -> list[str]:

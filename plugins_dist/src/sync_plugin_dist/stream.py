@@ -60,7 +60,7 @@ class LockedTimer:
 
 
 @dataclass(eq=False)
-class Transfer:
+class ChunkTransfer:
     """The chunks that were sent, and the workers that lack some.
 
     Args:
@@ -240,7 +240,7 @@ class Stream:
         self._office = office
         self._asking: dict[DistPeer, None] = {}
         self._junction = StreamConnection(office, self._opened)
-        self._shipment: Transfer | None = None
+        self._shipment: ChunkTransfer | None = None
         self._timer = LockedTimer(office.publisher.lock, office.patience)
         self._waited_enough = False
         self._beginning_again = False
@@ -357,7 +357,7 @@ class Stream:
             del self._asking[peer]
         assert slot is not None
         parts = cut(slot.block, slot.nbytes, self._office.part_nbytes)
-        shipment = self._shipment = Transfer(slot, parts, set(members))
+        shipment = self._shipment = ChunkTransfer(slot, parts, set(members))
         announcement = shipment.announcement(self._junction.number, self._office.part_nbytes)
         for peer in members:
             self._office.tell(peer, announcement)

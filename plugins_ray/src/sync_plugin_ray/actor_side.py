@@ -13,7 +13,7 @@ from sync_plugin_ray.store import read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class ActorRequest:
     """A sender's request to an actor.
 
     Args:
@@ -41,7 +41,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
+class ActorOutcome:
     """The outcome of a version in an actor.
 
     Args:
@@ -98,7 +98,7 @@ class ModelGetter:
 
 
 @dataclass
-class _Kept:
+class _ActorState:
     """The receivers for one model of this actor: at most one, and whose place it took."""
 
     token: str = ""
@@ -107,7 +107,7 @@ class _Kept:
     layout: Layout | None = None
     replaced: set[str] = field(default_factory=set)
 
-    def begin(self, instance: Any, order: Order) -> None:
+    def begin(self, instance: Any, order: ActorRequest) -> None:
         self.close()
         if self.token and self.token != order.token:
             self.replaced.add(self.token)
@@ -120,7 +120,7 @@ class _Kept:
         self.receiver = Receiver(address, model, context=context)
         self.token = order.token
 
-    def commit(self, order: Order, data: Sequence[Any]) -> None:
+    def commit(self, order: ActorRequest, data: Sequence[Any]) -> None:
         assert self.receiver is not None
         if self.receiver.version >= order.version:
             return
@@ -135,7 +135,7 @@ class _Kept:
         self.inbox.put(payload)
         self.receiver.receive(0)
 
-    def answer(self, order: Order) -> Answer | None:
+    def answer(self, order: ActorRequest) -> Answer | None:
         """Return what the receiver has answered about this order, if it came so far."""
         answer = self.inbox.answer
         return answer if answer is not None and answer.version == order.version else None
@@ -147,11 +147,11 @@ class _Kept:
 
 
 # A process hosts one actor, whose calls may come from several threads.
-_kept: dict[str, _Kept] = {}
+_kept: dict[str, _ActorState] = {}
 _lock = threading.Lock()
 
 
-def deliver(instance: Any, order: Order, *data: Any) -> Delivered:
+def deliver(instance: Any, order: ActorRequest, *data: Any) -> ActorOutcome:
     """Commit a version to a model of the actor.
 
     Args:
@@ -160,14 +160,14 @@ def deliver(instance: Any, order: Order, *data: Any) -> Delivered:
         data: what the sender has published.
     """
     with _lock:
-        kept = _kept.setdefault(order.place, _Kept())
+        kept = _kept.setdefault(order.place, _ActorState())
         if order.token in kept.replaced:
             text = f"another sender has taken over {order.place!r} of this actor; close one of them"
             return _answered(Answer(version=order.version, error=text))
         try:
             if kept.token != order.token or kept.receiver is None:
                 if order.address is None:
-                    return Delivered("unknown")
+                    return ActorOutcome("unknown")
                 kept.begin(instance, order)
             kept.commit(order, data)
         except Exception as error:
@@ -177,11 +177,11 @@ def deliver(instance: Any, order: Order, *data: Any) -> Delivered:
         return _answered(kept.answer(order) or Answer(version=order.version))
 
 
-def _answered(answer: Answer) -> Delivered:
-    return Delivered("answered", answer.to_message())
+def _answered(answer: Answer) -> ActorOutcome:
+    return ActorOutcome("answered", answer.to_message())
 
 
-def forget(instance: Any, order: Order) -> None:
+def forget(instance: Any, order: ActorRequest) -> None:
     """Release what the sender has sent; the model keeps it, in its own memory."""
     del instance
     with _lock:

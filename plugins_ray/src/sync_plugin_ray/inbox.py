@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from sync_core import Answer
-from sync_plugin_ray.mailbox import Offer
+from sync_plugin_ray.mailbox import MailboxOffer
 
 # What took longer to come here, in seconds, as to a process that was stopped, may be outdated.
 _FRESH = 0.05
@@ -54,7 +54,7 @@ class Inbox:
     def __init__(self, reader: str) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._offer: Offer | None = None
+        self._offer: MailboxOffer | None = None
         # When the call that brought it stops waiting.
         self._until = 0.0
         self._answer: Answer | None = None
@@ -70,7 +70,7 @@ class Inbox:
         self.woken = False
         _trays[reader] = self
 
-    def take(self, seen: int) -> Offer | None:
+    def take(self, seen: int) -> MailboxOffer | None:
         """Return what was handed in, if it is newer than the version seen.
 
         Not the time until it is taken, which needs the interpreter,
@@ -125,7 +125,7 @@ class Inbox:
                 self._offer, self._answer, self._handed = None, None, 0
                 self._changed.notify_all()
 
-    def hand(self, offer: Offer, sent_at: float, patience: float) -> Answer | None:
+    def hand(self, offer: MailboxOffer, sent_at: float, patience: float) -> Answer | None:
         """Let the receiver find a version, and wait for its answer.
 
         None where that does not come in time: no thread may look for the version, so it
@@ -181,7 +181,7 @@ def take_back(reader: str, version: int, instance: Any) -> None:
 
 
 def hand(
-    reader: str, offer: Offer, sent_at: float, patience: float, instance: Any
+    reader: str, offer: MailboxOffer, sent_at: float, patience: float, instance: Any
 ) -> dict[str, Any] | None:
     """Give a version to the receiver in this actor, and return its answer, if any.
 

@@ -18,7 +18,7 @@ _SILENCE = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class MailboxOffer:
     """A version that a receiver may read.
 
     Args:
@@ -81,7 +81,7 @@ class Mailbox:
         offers: for each worker the newest version meant for it, or None.
     """
 
-    def __init__(self, token: str, offers: Mapping[int, Offer | None]) -> None:
+    def __init__(self, token: str, offers: Mapping[int, MailboxOffer | None]) -> None:
         self._token = token
         self._offers = offers
         self._number = 0
@@ -92,7 +92,7 @@ class Mailbox:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
     async def update(
-        self, number: int, offers: Mapping[int, Offer | None], met: Mapping[int, str]
+        self, number: int, offers: Mapping[int, MailboxOffer | None], met: Mapping[int, str]
     ) -> None:
         """Return what is offered now, unless a later call has told that already.
 
@@ -138,13 +138,13 @@ class Mailbox:
                 )
         return None
 
-    async def take(self, worker_id: int, reader: str, seen: int) -> Offer | Gone | None:
+    async def take(self, worker_id: int, reader: str, seen: int) -> MailboxOffer | Gone | None:
         """The newest version for a worker, if that is not the one that it has seen."""
         return self._answer(worker_id, reader, seen)
 
     async def news(
         self, worker_id: int, reader: str, seen: int, seconds: float, event: Event | None = None
-    ) -> Offer | None:
+    ) -> MailboxOffer | None:
         """Answer once `take` would give something, or the seconds are over.
 
         With its content, if that has no references: a late reader would keep an
@@ -164,7 +164,9 @@ class Mailbox:
                 while not self._has_news(worker_id, reader, seen):
                     await self._changed.wait()
         answer = self._answer(worker_id, reader, seen)
-        if isinstance(answer, Offer) and all(isinstance(each, bytes) for each in answer.data):
+        if isinstance(answer, MailboxOffer) and all(
+            isinstance(each, bytes) for each in answer.data
+        ):
             return answer
         return None
 
@@ -175,9 +177,11 @@ class Mailbox:
 
     def _has_news(self, worker_id: int, reader: str, seen: int) -> bool:
         answer = self._answer(worker_id, reader, seen)
-        return answer is not None and not (isinstance(answer, Offer) and answer.handed_to == reader)
+        return answer is not None and not (
+            isinstance(answer, MailboxOffer) and answer.handed_to == reader
+        )
 
-    def _answer(self, worker_id: int, reader: str, seen: int) -> Offer | Gone | None:
+    def _answer(self, worker_id: int, reader: str, seen: int) -> MailboxOffer | Gone | None:
         if self._closed:
             return Gone("the sender was closed")
         if worker_id not in self._offers:
@@ -198,7 +202,7 @@ class Mailbox:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class MailboxEndpoint:
     """The mailbox that receivers ask for versions.
 
     Args:
@@ -227,6 +231,6 @@ def _check() -> None:
         )
 
 
-def _of(cluster: None, mailbox: Any) -> Endpoint:
+def _of(cluster: None, mailbox: Any) -> MailboxEndpoint:
     del cluster
-    return Endpoint(mailbox)
+    return MailboxEndpoint(mailbox)

@@ -24,9 +24,9 @@ from sync_core import (
 )
 from sync_core.transports import Notice
 from sync_plugin_ray.cluster import Cluster
-from sync_plugin_ray.mailbox import Endpoint, Event, Mailbox, Offer
+from sync_plugin_ray.mailbox import Event, Mailbox, MailboxEndpoint, MailboxOffer
 from sync_plugin_ray.pull_worker import PullWorker
-from sync_plugin_ray.store import Publication, Store
+from sync_plugin_ray.store import ObjectStore, Publication
 
 # A worker that has not answered for so long is asked whether it still lives.
 _PATIENCE = 0.5
@@ -58,7 +58,7 @@ class PullSender(SenderTransport):
         self,
         context: TransportContext,
         cluster: Cluster,
-        store: Store,
+        store: ObjectStore,
         *,
         owns_cluster: bool = True,
     ) -> None:
@@ -85,10 +85,10 @@ class PullSender(SenderTransport):
         self._thread = threading.Thread(target=self._serve, name="sync-ray-mailbox", daemon=True)
         self._thread.start()
 
-    def address(self, worker_id: int) -> Endpoint:
+    def address(self, worker_id: int) -> MailboxEndpoint:
         """The mailbox, the same for every worker."""
         del worker_id
-        return Endpoint(self._mailbox)
+        return MailboxEndpoint(self._mailbox)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Put the payload once, and let the mailbox offer it."""
@@ -112,7 +112,7 @@ class PullSender(SenderTransport):
         return deliveries
 
     def publish(self, publication: Publication, worker_ids: Sequence[int]) -> None:
-        """Offer a version that was put already, without waiting for answers."""
+        """MailboxOffer a version that was put already, without waiting for answers."""
         with self._lock:
             self._want(publication, worker_ids)
         self._inform()
@@ -174,7 +174,7 @@ class PullSender(SenderTransport):
         calls = [self._update_mailbox(), *(each for each in others if each is not None)]
         ray.wait(calls, num_returns=len(calls), timeout=_INFORMING)
 
-    def _offers(self) -> dict[int, Offer | None]:
+    def _offers(self) -> dict[int, MailboxOffer | None]:
         return {worker_id: worker.offer for worker_id, worker in self._workers.items()}
 
     def _update_mailbox(self) -> Any:

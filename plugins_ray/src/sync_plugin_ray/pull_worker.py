@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from sync_core import Delivery, WorkerLostError
 from sync_plugin_ray.inbox import hand, take_back
-from sync_plugin_ray.mailbox import Event, Offer
+from sync_plugin_ray.mailbox import Event, MailboxOffer
 from sync_plugin_ray.store import Publication
 
 # How long a call waits in the actor for the receiver to answer, in seconds. A receiver that looks
@@ -62,7 +62,7 @@ class PullWorker:
         self.handed, self.handed_to, self.left = None, "", ""
 
     @property
-    def offer(self) -> Offer | None:
+    def offer(self) -> MailboxOffer | None:
         """Return the mailbox's entry for it."""
         if self.wanted is None:
             return None
@@ -119,5 +119,5 @@ class PullWorker:
         return call.remote(partial(function, *args))
 
 
-def _offer(publication: Publication, handed_to: str = "") -> Offer:
-    return Offer(publication.version, publication.digest, publication.data, handed_to)
+def _offer(publication: Publication, handed_to: str = "") -> MailboxOffer:
+    return MailboxOffer(publication.version, publication.digest, publication.data, handed_to)

@@ -25,14 +25,14 @@ from sync_core import (
     WorkerLostError,
 )
 from sync_core.transports import Notice
-from sync_plugin_ray.actor_side import Delivered, Order, deliver, forget
+from sync_plugin_ray.actor_side import ActorOutcome, ActorRequest, deliver, forget
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.pull import PullSender
-from sync_plugin_ray.store import LOST, Publication, Store
+from sync_plugin_ray.store import LOST, ObjectStore, Publication
 
 
 @dataclass(eq=False)
-class _Worker:
+class _CalledActor:
     """An actor, and what it is doing for us.
 
     Args:
@@ -57,7 +57,7 @@ class _Worker:
 # How long closing waits for the thread that does it, in seconds.
 _PATIENCE = 5.0
 
-_Event = tuple[_Worker, Publication, "Future[Delivered]"] | None
+_Event = tuple[_CalledActor, Publication, "Future[ActorOutcome]"] | None
 
 
 class PushSender(SenderTransport):
@@ -75,7 +75,11 @@ class PushSender(SenderTransport):
     """
 
     def __init__(
-        self, context: TransportContext, cluster: Cluster, store: Store, model_getter: str | None
+        self,
+        context: TransportContext,
+        cluster: Cluster,
+        store: ObjectStore,
+        model_getter: str | None,
     ) -> None:
         actors = [_actor_of(worker) for worker in context.workers]
         self._context = context
@@ -86,7 +90,7 @@ class PushSender(SenderTransport):
         self._newest_for_all: Publication | None = None
         self._lock = threading.Lock()
         self._workers = {
-            worker_id: _Worker(worker_id, actor)
+            worker_id: _CalledActor(worker_id, actor)
             for worker_id, actor in zip(context.worker_ids, actors, strict=True)
         }
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -129,7 +133,7 @@ class PushSender(SenderTransport):
         actor = _actor_of(worker)
         self._cluster.check()
         with self._lock:
-            added = self._workers[worker_id] = _Worker(
+            added = self._workers[worker_id] = _CalledActor(
                 worker_id, actor, wanted=self._newest_for_all
             )
             if added.wanted is not None:
@@ -168,14 +172,14 @@ class PushSender(SenderTransport):
             self._mailbox.close()
         self._cluster.leave()
 
-    def _dismiss(self, worker: _Worker) -> None:
+    def _dismiss(self, worker: _CalledActor) -> None:
         if not (worker.introduced or worker.busy) or not self._cluster.connected:
             return
         # An actor that takes no calls keeps what it has until another sender comes.
         with suppress(ray.exceptions.RayError):
             worker.actor.__ray_call__.remote(forget, self._order(0, "", None))
 
-    def _call(self, worker: _Worker) -> None:
+    def _call(self, worker: _CalledActor) -> None:
         publication = worker.wanted
         assert publication is not None
         assert self._context.make_address is not None
@@ -188,7 +192,7 @@ class PushSender(SenderTransport):
             call: Any = worker.actor.__ray_call__.remote(deliver, order, *publication.data)
         except Exception as error:
             # The actor takes no more calls (max_pending_calls), or the address does not pickle.
-            refused: Future[Delivered] = Future()
+            refused: Future[ActorOutcome] = Future()
             refused.set_exception(error)
             self._events.put((worker, publication, refused))
             return
@@ -196,14 +200,14 @@ class PushSender(SenderTransport):
         call.future().add_done_callback(lambda future: self._returned(worker, publication, future))
 
     def _returned(
-        self, worker: _Worker, publication: Publication, future: Future[Delivered]
+        self, worker: _CalledActor, publication: Publication, future: Future[ActorOutcome]
     ) -> None:
         # No receiver of a removed worker reads the event, which would hold the version.
         if self._workers.get(worker.worker_id) is worker:
             self._events.put((worker, publication, future))
 
-    def _order(self, version: int, digest: str, address: Address | None) -> Order:
-        return Order(
+    def _order(self, version: int, digest: str, address: Address | None) -> ActorRequest:
+        return ActorRequest(
             token=self._context.token,
             model_id=self._context.model_id,
             models=self._context.models,
@@ -225,11 +229,13 @@ class PushSender(SenderTransport):
                     self._call(worker)
         self._end()
 
-    def _settle(self, worker: _Worker, publication: Publication, future: Future[Delivered]) -> bool:
+    def _settle(
+        self, worker: _CalledActor, publication: Publication, future: Future[ActorOutcome]
+    ) -> bool:
         """End the delivery that a call was for; True to make the call again instead."""
         answer = self._answer(worker, publication, future)
-        worker.introduced = isinstance(answer, Delivered) and answer.outcome != "unknown"
-        if answer is None or (isinstance(answer, Delivered) and answer.outcome == "unknown"):
+        worker.introduced = isinstance(answer, ActorOutcome) and answer.outcome != "unknown"
+        if answer is None or (isinstance(answer, ActorOutcome) and answer.outcome == "unknown"):
             return True
         delivery = worker.delivery
         if delivery is None or delivery.version != publication.version:
@@ -240,16 +246,16 @@ class PushSender(SenderTransport):
             delivery.settle(answer.answer)
         return False
 
-    def _tell(self, worker_id: int, version: int, answer: Delivered | WorkerError) -> None:
+    def _tell(self, worker_id: int, version: int, answer: ActorOutcome | WorkerError) -> None:
         """Report a version that is not waited for: an old one, or that of a late worker."""
         if isinstance(answer, WorkerLostError):
             self._context.notify(worker_id, Notice("lost", reason=answer.message))
-        elif isinstance(answer, Delivered) and answer.committed:
+        elif isinstance(answer, ActorOutcome) and answer.committed:
             self._context.notify(worker_id, Notice("acknowledged", version))
 
     def _answer(
-        self, worker: _Worker, publication: Publication, future: Future[Delivered]
-    ) -> Delivered | WorkerError | None:
+        self, worker: _CalledActor, publication: Publication, future: Future[ActorOutcome]
+    ) -> ActorOutcome | WorkerError | None:
         """Return the actor's answer, or how it ended; None to ask again."""
         try:
             return future.result()
@@ -265,7 +271,9 @@ class PushSender(SenderTransport):
             return WorkerError(worker.worker_id, f"could not run the delivery: {error}")
 
 
-def _put_again(worker: _Worker, publication: Publication, lost: Exception) -> WorkerError | None:
+def _put_again(
+    worker: _CalledActor, publication: Publication, lost: Exception
+) -> WorkerError | None:
     reason = lost
     try:
         if publication.put_again(worker.given):

@@ -17,7 +17,7 @@ from sync_core import Answer, Payload, ReceiverTransport, SenderLostError, Trans
 from sync_core.errors import PayloadError
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.inbox import Inbox
-from sync_plugin_ray.mailbox import Event, Gone, Offer
+from sync_plugin_ray.mailbox import Event, Gone, MailboxOffer
 from sync_plugin_ray.store import LOST, read
 
 # A call of the mailbox itself takes about a millisecond.
@@ -138,7 +138,7 @@ class MailboxReceiver(ReceiverTransport):
         self._tray.wake()
         self._cluster.leave()
 
-    def _next(self, deadline: float, since: float) -> Offer | None:
+    def _next(self, deadline: float, since: float) -> MailboxOffer | None:
         """The newest version; the mailbox is asked only when it has said that there is one."""
         while True:
             self._check()
@@ -150,7 +150,7 @@ class MailboxReceiver(ReceiverTransport):
             if not found and (self._tray.woken or time.monotonic() >= deadline):
                 return None
 
-    def _news(self, since: float) -> Offer | None:
+    def _news(self, since: float) -> MailboxOffer | None:
         """Return what the mailbox has; None where it has said nothing since it was asked last."""
         if self._watch is None:
             return self._ask()
@@ -163,15 +163,15 @@ class MailboxReceiver(ReceiverTransport):
         asked = self._worker_id, self._reader, self._seen, _WATCH, event
         return _Watch(self._mailbox.news.remote(*asked).future(), self._tray.nudge)
 
-    def _ask(self) -> Offer | None:
+    def _ask(self) -> MailboxOffer | None:
         call = self._mailbox.take.remote(self._worker_id, self._reader, self._seen)
         answer = self._get(call, 0.0)
         if isinstance(answer, Gone):
             raise SenderLostError(answer.reason)
-        assert answer is None or isinstance(answer, Offer)
+        assert answer is None or isinstance(answer, MailboxOffer)
         return answer
 
-    def _fetch(self, offer: Offer, timeout: float) -> list[Any]:
+    def _fetch(self, offer: MailboxOffer, timeout: float) -> list[Any]:
         if not isinstance(offer.data[0], ray.ObjectRef):
             return offer.data
         try:
@@ -208,7 +208,7 @@ class _Watch:
         arrived: called when there is.
     """
 
-    def __init__(self, news: Future[Offer | None], arrived: Callable[[], None]) -> None:
+    def __init__(self, news: Future[MailboxOffer | None], arrived: Callable[[], None]) -> None:
         self._news = news
         self._told = arrived
         self._arrived = math.inf
@@ -218,14 +218,14 @@ class _Watch:
         """Return whether the mailbox has answered."""
         return self._news.done()
 
-    def offer(self, since: float) -> Offer | None:
+    def offer(self, since: float) -> MailboxOffer | None:
         """Return the mailbox's last answer and its time; None if it must be asked again."""
         fresh = self._arrived >= max(since, time.monotonic() - _FRESH)
         if self._news.exception() is not None or not fresh:
             return None
         return self._news.result()
 
-    def _arrive(self, news: Future[Offer | None]) -> None:
+    def _arrive(self, news: Future[MailboxOffer | None]) -> None:
         del news
         self._arrived = time.monotonic()
         self._told()

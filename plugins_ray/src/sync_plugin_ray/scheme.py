@@ -14,7 +14,7 @@ from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.pull import PullSender
 from sync_plugin_ray.push import PushSender
 from sync_plugin_ray.receiver import MailboxReceiver
-from sync_plugin_ray.store import Store
+from sync_plugin_ray.store import ObjectStore
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RayScheme:
         assert context.layout is not None
         cluster = Cluster(options.ray_init_config)
         try:
-            store = Store(context.layout.nbytes, options.tensor_transport)
+            store = ObjectStore(context.layout.nbytes, options.tensor_transport)
             if context.workers:
                 return PushSender(context, cluster, store, options.model_getter)
             return PullSender(context, cluster, store)

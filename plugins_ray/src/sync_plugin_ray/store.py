@@ -147,7 +147,7 @@ class Publication:
         digest: the digest of its layout.
         nbytes: its size.
         data: its bytes; or the references to its objects, of which a large version has two.
-        tensor_transport: see `Store`.
+        tensor_transport: see `ObjectStore`.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Publication:
         return True
 
 
-class Store:
+class ObjectStore:
     """The store of versions.
 
     Args:

@@ -47,7 +47,7 @@ def matrix(value: int, dtype: torch.dtype) -> Tensor:
 _MOST_SKIPPED = 64
 
 
-class Link:
+class LayerLink:
     """A sender and its workers, all in this thread.
 
     Args:
@@ -109,12 +109,12 @@ class LayerCases(Conformance):
 
     def link(
         self, senders: ExitStack, source: Any, *targets: Any, layers: Any = None, **options: Any
-    ) -> Link:
+    ) -> LayerLink:
         """A sender of the layer, with a worker for each target."""
         sender = Sender(
             Loopback(), source, num_workers=len(targets), layers=layers or [self.layer], **options
         )
-        return Link(senders.enter_context(sender), list(targets))
+        return LayerLink(senders.enter_context(sender), list(targets))
 
     def check(self, got: Any, sent: Any) -> None:
         """Names and kinds are those that were sent; values too, but for what may be lost."""
@@ -150,7 +150,7 @@ OTHERS = (
 SHAPES = ((), (0,), (3, 0, 2), (1,), (7,), (13, 17), (2, 3, 4, 5))
 
 
-class ValueCases(LayerCases):
+class LayerValueCases(LayerCases):
     """Dtypes, shapes, modules, and the forms of an update."""
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -322,7 +322,7 @@ class HistoryCases(LayerCases):
                 assert plugin.object.skip_update(context=context) in (True, False, None)
 
 
-class CompanyCases(LayerCases):
+class LayerCombinationCases(LayerCases):
     """Nothing but the weights on the way is changed."""
 
     def test_the_trainers_tensors_are_not_touched(self, senders: ExitStack) -> None:
@@ -385,7 +385,7 @@ class CompanyCases(LayerCases):
         assert inspect.getdoc(made if inspect.ismodule(made) else type(made)), "it has no docstring"
 
 
-class LayerConformance(ValueCases, HistoryCases, CompanyCases):
+class LayerConformance(LayerValueCases, HistoryCases, LayerCombinationCases):
     """Inherit and set `layer`.
 
     Workers are receivers in this process, fed by a scheme of one page, so a case takes

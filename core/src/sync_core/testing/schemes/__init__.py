@@ -6,7 +6,7 @@ from sync_core.testing.schemes.called import CalledSchemeConformance
 from sync_core.testing.schemes.delivery import DeliveryCases
 from sync_core.testing.schemes.faults import FaultCases
 from sync_core.testing.schemes.lifetime import LifetimeCases
-from sync_core.testing.schemes.protocol import CompanyCases, ProtocolCases
+from sync_core.testing.schemes.protocol import CombinationCases, ProtocolCases
 from sync_core.testing.schemes.values import IsolationCases, ValueCases
 
 __all__ = ["CalledSchemeConformance", "SchemeConformance"]
@@ -17,7 +17,7 @@ class SchemeConformance(
     ValueCases,
     IsolationCases,
     ProtocolCases,
-    CompanyCases,
+    CombinationCases,
     LifetimeCases,
     FaultCases,
 ):

@@ -174,7 +174,7 @@ class ProtocolCases(SchemeCases):
             second.close()
 
 
-class CompanyCases(SchemeCases):
+class CombinationCases(SchemeCases):
     """Nothing that one sender does is seen by the workers of another."""
 
     def test_two_senders_at_once(self, pool: Pool) -> None:

@@ -163,7 +163,7 @@ class StoreReceiver(ReceiverTransport):
 
 
 @dataclass(eq=False)
-class _Place:
+class _WorkerRecord:
     watch: Watch
     wanted: int = 0
     delivery: Delivery | None = None
@@ -262,8 +262,8 @@ class StoreSender(SenderTransport):
         for version in self._written:
             self._records.delete_version(version)
 
-    def _new_place(self) -> _Place:
-        return _Place(Watch(self._options.lost_after), wanted=self._newest)
+    def _new_place(self) -> _WorkerRecord:
+        return _WorkerRecord(Watch(self._options.lost_after), wanted=self._newest)
 
     def _publish(self) -> None:
         with self._lock:
@@ -301,7 +301,7 @@ class StoreSender(SenderTransport):
                         self._options.poll if waits else max(0.0, due - time.monotonic())
                     )
 
-    def _look(self, worker_id: int, place: _Place) -> None:
+    def _look(self, worker_id: int, place: _WorkerRecord) -> None:
         try:
             record = self._records.read(worker_record(worker_id))
         except Exception as error:
@@ -324,7 +324,7 @@ class StoreSender(SenderTransport):
         if place.delivery is not None:
             place.delivery.fail(WorkerLostError(worker_id, reason))
 
-    def _reason(self, place: _Place, record: dict[str, Any] | None) -> str | None:
+    def _reason(self, place: _WorkerRecord, record: dict[str, Any] | None) -> str | None:
         """Return why the worker counts as lost; None where it does not."""
         if record is None:
             return "its record is gone from the store, or not whole"
@@ -335,7 +335,7 @@ class StoreSender(SenderTransport):
             return f"{who} has given no sign of life for {self._options.lost_after:g} s"
         return None
 
-    def _hear(self, worker_id: int, place: _Place, answer: dict[str, Any] | None) -> None:
+    def _hear(self, worker_id: int, place: _WorkerRecord, answer: dict[str, Any] | None) -> None:
         if answer is None or answer == place.answer:
             return
         place.answer = answer
