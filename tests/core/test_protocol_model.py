@@ -681,7 +681,7 @@ def _read(memory: Memory, worker_id: int, reading: Reading) -> Memory:
 
 
 def check_memory(memory: Memory) -> None:
-    """Return what a zero-copy model views stays what it was."""
+    """Check that the memory of a zero-copy model is unchanged."""
     halves = {index: (a, b) for index, a, b in memory.halves}
     for worker_id, reading in enumerate(memory.readings):
         if reading.kept and halves.get(reading.kept) != (reading.version, reading.version):

@@ -112,7 +112,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @cache
 def clock_id() -> str | None:
-    """Return what processes have in common whose `time.perf_counter` counts from the same moment.
+    """Return a name of the clock: equal in processes whose `time.perf_counter` agrees.
 
     On Linux that clock is ``CLOCK_MONOTONIC``: one for all processes of a host, but for those in
     another time namespace (https://man7.org/linux/man-pages/man7/time_namespaces.7.html). None on

@@ -261,7 +261,7 @@ class Measurement:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Return what the workers received together in the median round."""
+        """Return the GB/s that all workers received together in the median round."""
         return self.nbytes * self.workers / self.median / 1e9
 
     @property

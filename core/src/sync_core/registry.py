@@ -66,7 +66,7 @@ def requirements_of(distribution: DistributionInfo) -> Iterator[Requirement]:
 
 
 def core_requirement(distribution: DistributionInfo | None) -> Requirement | None:
-    """Return what a plugin's distribution says of the core that it was made for."""
+    """Return a plugin's requirement of the core."""
     known: Any = distribution  # hashable, which the type of importlib_metadata does not say
     return None if distribution is None else _core_requirement(known)
 
@@ -230,7 +230,7 @@ class Plugin:
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Return what the plugin declares that it can do."""
+        """Return the capabilities that the plugin declares."""
         declared: frozenset[str] = self.object.capabilities
         return declared
 

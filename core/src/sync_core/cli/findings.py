@@ -195,7 +195,7 @@ def check_plugins() -> Iterator[Finding]:
 
 
 def disabled() -> Iterator[Finding]:
-    """Return what ``SYNC_DISABLE`` leaves out, and names in it that nothing has."""
+    """Find plugins that ``SYNC_DISABLE`` leaves out, and unknown names in it."""
     value = os.environ.get(registry.DISABLE, "")
     names = [name.strip() for name in value.split(",") if name.strip()]
     claimed = [(group, entry) for group in _GROUPS for entry in entry_points_of(group)]
@@ -264,7 +264,7 @@ def _distributions() -> dict[str, DistributionInfo]:
 
 
 def check_scheme(name: str, timeout: float = 10.0) -> list[Finding]:
-    """Return what a scheme finds that declares the capability ``findings``; else nothing.
+    """Return the findings of a scheme that declares the capability ``findings``.
 
     Of one that does not load, trying it says so.
 

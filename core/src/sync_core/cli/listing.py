@@ -84,7 +84,7 @@ def listed() -> list[Listed]:
 
 
 def make_console() -> Console:
-    """Return what tables are printed to: text as it is, and never wrapped in a pipe."""
+    """Return the console for tables, which keeps text as it is and never wraps in a pipe."""
     width = None if sys.stdout.isatty() else _UNWRAPPED
     return Console(width=width, markup=False, highlight=False)
 

@@ -148,7 +148,7 @@ def _class_name(name: str) -> str:
 
 
 def _names_taken(kind: _Kind) -> set[str]:
-    """Return what the code that is written calls other things than the plugin's class."""
+    """Return the names that the generated code uses besides the plugin's class."""
     taken = set(keyword.kwlist)
     for source in _FILES:
         if source.startswith("{folder}/"):

@@ -233,7 +233,7 @@ class Binding:
         return True
 
     def _current_flat(self) -> ContiguousTensors | None:
-        """Return where the model's tensors lie side by side, if they do."""
+        """Return the block in which the model's tensors lie, if there is one."""
         if self._flat is None or not self._flat.holds(self._layout, self._named):
             self._flat = ContiguousTensors.find(self._layout, self._named)
         return self._flat

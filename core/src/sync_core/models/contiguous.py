@@ -133,7 +133,7 @@ def _move(layout: Layout, named: Mapping[str, Tensor]) -> mmap.mmap:
 
 
 def _begin(layout: Layout, named: Mapping[str, Tensor]) -> int:
-    """Return where the memory would begin in which the tensors lie."""
+    """Return the address at which the tensors' block would begin."""
     first = next((spec for spec in layout.specs if spec.nbytes), None)
     if first is None:
         return 0

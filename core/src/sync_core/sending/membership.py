@@ -175,7 +175,7 @@ class Membership:
 
     @property
     def statuses(self) -> Mapping[int, WorkerStatus]:
-        """Return what is known of each worker now."""
+        """Return the status of each worker."""
         with self._lock:
             return dict(self._workers)
 

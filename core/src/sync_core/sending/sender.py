@@ -186,7 +186,7 @@ class Sender(Updater):
 
     @property
     def workers(self) -> Mapping[int, WorkerStatus]:
-        """Return what is known of each worker now, by id."""
+        """Return the status of each worker, by id."""
         return self._members.statuses
 
     def subscribe(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:

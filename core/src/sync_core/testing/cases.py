@@ -57,7 +57,7 @@ def _written(cls: type) -> Iterator[tuple[type, str, Any]]:
 
 
 def _after(cls: type, base: type, name: str) -> Any:
-    """Return what the name would be if ``base`` did not define it."""
+    """Return the attribute that ``base`` overrides."""
     later = cls.__mro__[cls.__mro__.index(base) + 1 :]
     return next((vars(other)[name] for other in later if name in vars(other)), None)
 

@@ -103,7 +103,7 @@ class LayerCases(Conformance):
 
     @pytest.fixture
     def senders(self) -> Iterator[ExitStack]:
-        """Return what the case opens here is closed at its end."""
+        """Return an `ExitStack` that closes at the end of the case."""
         with ExitStack() as stack:
             yield stack
 

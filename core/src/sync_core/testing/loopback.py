@@ -99,7 +99,7 @@ class LoopbackReceiver(ReceiverTransport):
             raise AddressError("no such sender in this process")
 
     def receive(self, timeout: float) -> Payload | None:
-        """Return what is there; nothing comes while the only thread waits for it."""
+        """Return the newest payload at once; there is only one thread."""
         del timeout
         offer = self._offers().get(self._worker_id)
         if offer is None or offer[0].version <= self._seen:

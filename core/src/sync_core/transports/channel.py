@@ -21,7 +21,7 @@ from sync_core.errors import CapacityError
 
 
 def no_more_descriptors() -> CapacityError:
-    """Return what to raise where one more was needed for shared memory."""
+    """Return the error for a descriptor that shared memory needs and cannot get."""
     return CapacityError(
         "this process can open no more file descriptors, two of which a piece of shared memory "
         "takes; type: ulimit -n 4096"

@@ -51,7 +51,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """Return what messages call it."""
+        """Return its name in messages."""
         return f"worker {self.worker_id} (process {self.pid})"
 
 

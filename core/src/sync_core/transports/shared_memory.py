@@ -245,7 +245,7 @@ class SharedSlots:
     def news(
         self, known: set[int], offered: Slot, slots: Sequence[Slot]
     ) -> tuple[Message, tuple[int, ...]] | None:
-        """Return what a worker has to hear before it is offered a slot; None for nothing.
+        """Return the message that must precede an offer of a slot; None if none must.
 
         Args:
             known: the slots that were announced to it; updated here.

@@ -139,7 +139,7 @@ class Answer:
         return cls(**values)
 
     def to_error(self, worker_id: int) -> WorkerError | None:
-        """Return what the sender reports for the worker; None when the version was committed."""
+        """Return the error for the worker's result; None when the version was committed."""
         if self.error is None:
             return None
         outcome = _OUTCOMES.get(self.failure, _USUAL_OUTCOME).format(self.version)
@@ -294,7 +294,7 @@ class SenderTransport(ABC):
 
     @abstractmethod
     def address(self, worker_id: int) -> Any:
-        """Return what a worker needs to reach this transport; it must pickle."""
+        """Return the endpoint by which a worker reaches this transport; it must pickle."""
 
     @abstractmethod
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:

@@ -321,7 +321,7 @@ class Layout:
 
 
 def place_of(tensor: Tensor) -> object:
-    """Return what two names have in common that are tied: the same elements, seen in the same way.
+    """Return the place of a tensor, equal for tied ones: the same elements in the same view.
 
     Example:
         >>> weight = torch.ones(2, 2)

@@ -203,7 +203,7 @@ class CallOutcome:
 
     @classmethod
     def unpickle(cls, reply: Sequence[Buffer]) -> CallOutcome:
-        """Return what was pickled. Arrays in it take the parts over as their memory."""
+        """Unpickle a value. Arrays in it take the parts over as their memory."""
         try:
             value, verdict, where, cause = loads(reply)
         except Exception as error:
@@ -254,7 +254,7 @@ class RemoteCall:
 
     @property
     def name(self) -> str:
-        """Return what to call the function in a message."""
+        """Return the function's name for messages."""
         return _name_of(self.function)
 
     def pickle(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bytearray] | None:

@@ -66,7 +66,7 @@ class Launcher(ABC, Generic[Worker]):
         """Raise `ClosedError` when no worker can be reached any more."""
 
     def explain_delay(self, worker: Worker) -> str:
-        """Return what to do about a worker that was not ready in time."""
+        """Return advice about a worker that was not ready in time."""
         del worker
         return "; give the group a longer timeout"
 

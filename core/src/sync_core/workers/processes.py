@@ -325,7 +325,7 @@ def _to_load() -> str:
 
 
 def _inherited() -> object:
-    """Return what a process has from its parent, and keeps from then on."""
+    """Return the settings that a process inherits from its parent for good."""
     variables = {k: v for k, v in os.environ.items() if k.startswith(_READ_WHEN_LOADED)}
     limits = [
         resource.getrlimit(getattr(resource, name))

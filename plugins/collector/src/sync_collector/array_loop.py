@@ -175,7 +175,7 @@ class ArrayLoop:
         return self._rows is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next run continues."""
+        """Return the state from which the next run continues."""
         return {"current": self._current, "ended": self._ended, "carried": self._carried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

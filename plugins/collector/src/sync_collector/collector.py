@@ -272,7 +272,7 @@ class Collector(Life, Updates):
             raise
 
     def stats(self) -> CollectorStats:
-        """Return what was collected so far, and how fresh the policies are."""
+        """Return counts of what was collected, and the lag of policies."""
         self._background.check()
         return self._delivery.stats()
 

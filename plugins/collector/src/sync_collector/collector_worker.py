@@ -118,7 +118,7 @@ class CollectorWorker:
         return self._built.midway(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the worker's next batch depends on; see `Rollout.state_dict`."""
+        """Return the state for the worker's next batch; see `Rollout.state_dict`."""
         refresher = self._built.refresher
         with self._at_work:
             if self._shares_policy:
@@ -187,7 +187,7 @@ class CollectorWorker:
 
     @property
     def _receivers(self) -> Mapping[str, Receiver]:
-        """Return what writes into each model, by name."""
+        """Return the receiver of each model, by name."""
         receiver = self._built.refresher.receiver
         return self._model_receivers.receivers | ({} if receiver is None else {POLICY: receiver})
 

@@ -95,7 +95,7 @@ class BatchDelivery:
         return None if self._total_frames < 0 else max(0, self._total_frames - self._counts.frames)
 
     def stats(self) -> CollectorStats:
-        """Return what was collected so far, and how fresh the policies are."""
+        """Return counts of what was collected, and the lag of policies."""
         counts = self._counts
         return CollectorStats(
             frames=counts.frames,
@@ -131,7 +131,7 @@ class BatchDelivery:
         return self._counts.batches + math.ceil(self.wanted / frames)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was delivered, and whose turn it is."""
+        """Return the counts, the batch in hand, and the next worker."""
         in_hand, progress, counts = self._requests.in_hand, self._progress, self._counts
         return {
             "frames": counts.frames,

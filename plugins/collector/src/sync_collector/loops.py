@@ -45,7 +45,7 @@ class Loop(Protocol):
     """
 
     def observation_keys(self) -> list[Any]:
-        """Return what the environment observes."""
+        """Return the environment's observation."""
 
     def run(self, steps: int, policy: Any, between_steps: BetweenSteps) -> Steps:
         """Go on for some steps; None as the policy means random actions."""
@@ -57,7 +57,7 @@ class Loop(Protocol):
         """Return whether a run was cut short."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next run continues, between two runs."""
+        """Return the state from which the next run continues."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there."""
@@ -109,7 +109,7 @@ class TensorDictLoop:
         return bool(self._frames) or self._acted is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next run continues."""
+        """Return the state from which the next run continues."""
         return {"root": self._root, "stepped": self._stepped, "carried": self._carried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -339,7 +339,7 @@ def make_weights(
     made_by_workers: bool,
     timeout: float,
 ) -> PolicyWeights | MultiModelWeights:
-    """Return what takes new weights to the workers of a collector.
+    """Return the object that sends weights to the workers of a collector.
 
     Args:
         pool: the workers.

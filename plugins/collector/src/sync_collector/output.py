@@ -85,7 +85,7 @@ class Output:
             )
 
     def in_worker(self, made: TensorDictBase) -> TensorDictBase:
-        """Return what a worker that writes delivers of a batch that it has made."""
+        """Return the part of a batch that a worker delivers after writing it."""
         self.write(made)
         return made.select("policy_version", strict=False)
 
@@ -107,7 +107,7 @@ class Output:
         _given("the replay buffer", self.replay_buffer.extend, self._finish(made))
 
     def yielded(self, batch: TensorDictBase) -> Any:
-        """Return what is yielded of a batch; None where it is written to a replay buffer."""
+        """Return the batch to yield; None where it is written to a replay buffer."""
         return self._finish(batch) if self.replay_buffer is None else None
 
     def _finish(self, batch: TensorDictBase) -> Any:
@@ -117,7 +117,7 @@ class Output:
 
 
 def _given(name: str, function: Callable[[Any], Any], batch: Any) -> Any:
-    """Return what a function of the user's makes of a batch."""
+    """Return the result of the user's function for a batch."""
     try:
         return function(batch)
     except StopIteration as error:

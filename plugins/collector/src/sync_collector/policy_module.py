@@ -77,7 +77,7 @@ def _hidden(values: list[Any]) -> nn.Module | None:
 
 
 def _within(value: Any) -> Iterable[Any]:
-    """Return what a value may act with."""
+    """Return the modules that a value may act with."""
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return value.values() if isinstance(value, dict) else value
     if isinstance(value, functools.partial):

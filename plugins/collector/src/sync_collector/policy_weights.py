@@ -184,7 +184,7 @@ class PolicyWeights:
 
     @property
     def senders(self) -> dict[str, Sender]:
-        """Return what sends the weights."""
+        """Return the senders, by name."""
         return {} if self.sender is None else {POLICY: self.sender}
 
     def refresh(self, worker_ids: Sequence[int]) -> PendingSend | None:

@@ -78,7 +78,7 @@ class Refresher:
 
     @property
     def receiver(self) -> Receiver | None:
-        """Return what writes into the policy."""
+        """Return the receiver of the policy."""
         return self._receiver
 
     def restore(self, version: int, increments: int) -> None:
@@ -275,7 +275,7 @@ class Rollout:
             self._gathered = self._loop.run(self._steps, act, self.refresher.between_steps), ids
 
     def _finished(self) -> TensorDictBase:
-        """Return what is delivered for the steps gathered."""
+        """Return the batch of the gathered steps."""
         assert self._gathered is not None
         steps, ids_before = self._gathered
         self._ids.load_state_dict(ids_before)

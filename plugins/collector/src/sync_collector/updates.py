@@ -34,12 +34,12 @@ class Updates:
 
     @property
     def sender(self) -> Sender | None:
-        """Return what sends the policy's weights; None as long as there are none to send."""
+        """Return the policy's sender; None as long as there are no weights to send."""
         return self.senders.get(POLICY)
 
     @property
     def senders(self) -> Mapping[str, Sender]:
-        """Return what sends the weights of each model, as far as there are any to send."""
+        """Return the sender of each model that has weights to send."""
         return {**self._weights.senders, **self._elsewhere.senders}
 
     @overload

@@ -144,7 +144,7 @@ class ModelReceivers:
 
     @property
     def receivers(self) -> dict[str, Receiver]:
-        """Return what writes into each model, by name."""
+        """Return the receiver of each model, by name."""
         return self._receivers
 
     def receive(self, versions: Mapping[str, int], timeout: float) -> bool:
@@ -157,7 +157,7 @@ def _parameters(model: Any) -> set[int]:
 
 
 def execute(parts: Any, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a path leads to, called if it can be.
+    """Return the object at a path, or the result of calling it.
 
     Raises:
         ModelPathError: it leads nowhere.

@@ -17,7 +17,7 @@ _Add = Callable[[float, dict[str, str]], None]
 def exporter(
     provider: MeterProvider | None, instruments: Sequence[Instrument]
 ) -> Callable[[Instrument, float, dict[str, str]], None]:
-    """Return what records values by a provider; None for the global one."""
+    """Return the recorder of a provider; None for the global one."""
     meter = metrics.get_meter("sync_core", meter_provider=provider)
     made = {each.name: _make(each, meter) for each in instruments}
 

@@ -57,7 +57,7 @@ class FaultyReceiver(ReceiverTransport):
         self._again: deque[Payload] = deque()
 
     def receive(self, timeout: float) -> Payload | None:
-        """Return what the scheme has received, unless that is lost."""
+        """Return the received payload, unless it is lost."""
         deadline = time.monotonic() + timeout
         for fault in self._due("receive", self._done + 1):
             strike(fault)

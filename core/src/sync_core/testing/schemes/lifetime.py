@@ -288,7 +288,7 @@ def _keep_files_in(folder: str | None) -> str | None:
 
 
 def _files(directory: Path) -> list[str]:
-    """Return what is in a directory, but for folders."""
+    """Return the files of a directory."""
     return [str(path) for path in directory.rglob("*") if not path.is_dir()]
 
 

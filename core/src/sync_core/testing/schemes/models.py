@@ -250,7 +250,7 @@ def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def fingerprints(model: Any) -> dict[str, str]:
-    """Return what tells one tensor from another: dtype, shape and every bit."""
+    """Return the dtype, shape and every bit of a tensor."""
     named = model.state_dict() if isinstance(model, nn.Module) else model
     return {
         name: _fingerprint(value.detach()) if isinstance(value, Tensor) else repr(value)

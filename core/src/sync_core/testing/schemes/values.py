@@ -45,7 +45,7 @@ class ValueCases(SchemeCases):
     @pytest.fixture(scope="class", params=[False, True], ids=["copy", "zero_copy"])
     @classmethod
     def arrived(cls, request: pytest.FixtureRequest, pool: Pool) -> Iterator[list[Any]]:
-        """Return what was sent in two versions, and what each became; one model for all kinds."""
+        """Return the tensors sent in two versions and those received, in one model."""
         cls.need_travelling()
         if request.param:
             cls.need("zero_copy")

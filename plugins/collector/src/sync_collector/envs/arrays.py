@@ -150,7 +150,7 @@ class ArrayEnv(ABC):
 
 
 def entry(observation: Arrays, key: Any) -> Any:
-    """Return what was observed under a key.
+    """Return the observations under a key.
 
     Raises:
         TypeError: nothing was.

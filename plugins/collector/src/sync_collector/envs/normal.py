@@ -78,7 +78,7 @@ class Conventions:
         return made
 
     def root(self, leaves: Mapping[Any, Tensor], outcome: Leaves, dims: int) -> Leaves:
-        """Return what was seen before steps, with the flags of episodes that continue.
+        """Return the observations before steps, with the flags of episodes that continue.
 
         A part of an environment whose other parts continue without it has the flags that were seen.
 

@@ -135,7 +135,7 @@ class VectorGymEnv(ArrayEnv):
         raise wrong_reward(reward, self._env, wanted) from cause
 
     def _with_last(self, outcome: Arrays, infos: Any) -> Arrays:
-        """Return what was observed, with what episodes ended with where they did."""
+        """Return the observations, with the last ones of episodes that ended."""
         # Gymnasium's DictInfoToList gives the infos of each environment separately.
         of_each = isinstance(infos, list)
         merged = {key: np.array(row) for key, row in outcome.items()}
