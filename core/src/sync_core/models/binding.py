@@ -14,12 +14,13 @@ from sync_core.models.aliasing import Places, check_held, check_writable
 from sync_core.models.contiguous import ContiguousTensors
 from sync_core.models.extra_state import is_extra_state, is_json
 from sync_core.models.extract import Strategy, check_strategy, named_tensors
-from sync_core.models.finder import TensorSignatures, finder
+from sync_core.models.finder import finder
 from sync_core.models.match import check_match
 from sync_core.models.multi_model import modules_in
+from sync_core.models.tensor_layout import KnownLayout, check_memory, travelling
 from sync_core.models.zero_copy import ParameterViews, WriteGuard, lend
 from sync_core.weights.copying import copy
-from sync_core.weights.layout import Layout, place_of
+from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Update
 
 # Below this size in bytes, one copy takes as long as one for each tensor.
@@ -52,8 +53,7 @@ class Binding:
         self._strategy = strategy
         self._find = finder(model, strategy)
         self._named: dict[str, Tensor] = {}
-        self._layout = Layout(())
-        self._forms = TensorSignatures(())
+        self._known = KnownLayout({})
         self._modules: commit.Modules = ()
         self._places = Places(())
         self._extra_state = False
@@ -72,10 +72,10 @@ class Binding:
         named = self._find()
         if named is not self._named:
             self._modules = modules_in(self.model)
-        if not self._fits_layout(named):
+        if not self._known.fits(named):
             self._lay_out(named)
         self._named = named
-        return self._layout
+        return self._known.layout
 
     def read(self) -> Update:
         """The model's weights as an update that aliases them.
@@ -86,8 +86,8 @@ class Binding:
         layout = self.layout
         if flat := self._current_flat():
             return Update(layout, flat.block)
-        _check_memory(self._named)
-        return Update(layout, _travelling(layout, self._named))
+        check_memory(self._named)
+        return Update(layout, travelling(layout, self._named))
 
     def consolidate(self) -> None:
         """Move the model's tensors into one block, laid out like a payload.
@@ -161,17 +161,8 @@ class Binding:
             lent.check()
             self._lent = lent
 
-    def _fits_layout(self, named: dict[str, Tensor]) -> bool:
-        known = self._named
-        if not known or (named is not known and list(named) != list(known)):
-            return False
-        return self._forms.fit(_travelling(self._layout, named)) and all(
-            place_of(named[name]) == place_of(named[owner]) for name, owner in self._layout.aliases
-        )
-
     def _lay_out(self, named: dict[str, Tensor]) -> None:
-        self._layout = Layout.of(named)
-        self._forms = TensorSignatures(_travelling(self._layout, named))
+        self._known = KnownLayout(named)
         self._places = Places(())
         self._extra_state = any(map(is_extra_state, named))
 
@@ -186,14 +177,14 @@ class Binding:
         if not self._places.hold(named.values()):
             # Tensors that lie elsewhere now may have been tied.
             self._lay_out(self._named)
-            check_match(layout, self._layout, partial=partial)
-            _check_memory(self._named)
+            check_match(layout, self._known.layout, partial=partial)
+            check_memory(self._named)
             self._check_writable(named)
             self._places = Places(named.values())
 
     def _prepare_pointing(self, layout: Layout) -> None:
         """Find what is pointed and what is copied into; see `_check_places`."""
-        _check_memory(self._named)
+        check_memory(self._named)
         if self._pointing is None or not self._pointing.is_for(self._named, layout):
             self._check_writable(self._named)
             self._pointing = ParameterViews(self._named, layout, self._module_prefixes())
@@ -211,7 +202,7 @@ class Binding:
         elif zero_copy and self._pointing is not None:
             self._pointing.apply(update.tensors)
             self._lent = lend(self._pointing.pointed, version) if version else None
-        elif self._layout == update.layout:
+        elif self._known.layout == update.layout:
             self._write_whole(update)
         else:
             _copy((mine, new) for _, mine, new in self._matched(update))
@@ -234,13 +225,17 @@ class Binding:
 
     def _current_flat(self) -> ContiguousTensors | None:
         """Return the block in which the model's tensors lie, if there is one."""
-        if self._flat is None or not self._flat.holds(self._layout, self._named):
-            self._flat = ContiguousTensors.find(self._layout, self._named)
+        if self._flat is None or not self._flat.holds(self._known.layout, self._named):
+            self._flat = ContiguousTensors.find(self._known.layout, self._named)
         return self._flat
 
     def _write_whole(self, update: Update) -> None:
-        copy(_travelling(self._layout, self._named), update.tensors)
-        if update.bodies and self._may_consolidate and self._layout.body_nbytes >= _WORTHWHILE:
+        copy(travelling(self._known.layout, self._named), update.tensors)
+        if (
+            update.bodies
+            and self._may_consolidate
+            and self._known.layout.body_nbytes >= _WORTHWHILE
+        ):
             self._may_consolidate = False
             # What cannot be moved is written where it is.
             with suppress(ModelError):
@@ -257,24 +252,6 @@ class Binding:
 
     def _module_prefixes(self) -> tuple[str, ...]:
         return tuple(prefix for prefix, _ in self._modules)
-
-
-def _travelling(layout: Layout, named: Mapping[str, Tensor]) -> list[Tensor]:
-    if not layout.aliases:
-        return list(named.values())
-    return [named[spec.name] for spec in layout.specs]
-
-
-def _check_memory(named: Mapping[str, Tensor]) -> None:
-    if all(map(Tensor.data_ptr, named.values())):
-        return
-    # Such a tensor has no address. To read it, or to write to it, would end the process.
-    for name, tensor in named.items():
-        if tensor.numel() and not tensor.data_ptr():
-            raise ModelError(
-                f"{name!r} has no memory: its storage was resized to nothing, as sharding does "
-                "with parameters that are not in use; send and receive while the model is whole"
-            )
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -23,6 +23,7 @@ from sync_core.models.extract import Strategy, check_strategy, named_tensors
 from sync_core.models.match import conform
 from sync_core.models.multi_model import look_up, names_of, refers, same
 from sync_core.models.shared_model_check import check_same
+from sync_core.models.tensor_layout import KnownLayout, check_memory, travelling
 from sync_core.registry import Plugin
 from sync_core.report import Reporter
 from sync_core.stack import Defaults, Stack
@@ -59,6 +60,7 @@ class Source:
         self._moves_nothing = moves_nothing
         self._own: Binding | None = None
         self._given: Binding | None = None
+        self._known: KnownLayout | None = None
 
     def read(self, weights: Any = None) -> Update:
         """The weights given, or else the model's, as an update that aliases them.
@@ -114,7 +116,11 @@ class Source:
         if _holds_modules(weights):
             self._given = _bound(self._given, weights, self._strategy)
             return self._given.read()
-        return Update.of(named_tensors(weights, self._strategy))
+        named = named_tensors(weights, self._strategy)
+        if self._known is None or not self._known.fits(named):
+            self._known = KnownLayout(named)
+        check_memory(named)
+        return Update(self._known.layout, travelling(self._known.layout, named))
 
 
 def _holds_modules(weights: Any) -> bool:

@@ -1,15 +1,17 @@
-"""TensorSignatures: any change of a tensor but that of its values or its place is noticed."""
+"""A change of tensors other than of their values or places is noticed."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from sync_core.models import finder as forms
-from sync_core.models.finder import TensorSignatures
+from sync_core.models import tensor_layout
+from sync_core.models.tensor_layout import KnownLayout, TensorSignatures
+from sync_core.sending.pipeline import Source
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "type": lambda tensor: nn.Parameter(tensor, requires_grad=False),
@@ -31,7 +33,7 @@ def _with_and_without_guards(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if request.param == "python":
-        monkeypatch.setattr(forms, "TensorGuards", None)
+        monkeypatch.setattr(tensor_layout, "TensorGuards", None)
 
 
 def tensors() -> list[Tensor]:
@@ -90,3 +92,38 @@ def test_a_frozen_parameter_fits_in_any_mode(mode: Callable[[], object]) -> None
     assert known.fit([parameter])
     parameter.requires_grad_(True)
     assert known.fit([parameter])
+
+
+CHANGED = {
+    "shape": lambda one, two: {"one": one.reshape(4, 2), "two": two},
+    "dtype": lambda one, two: {"one": one.double(), "two": two},
+    "names": lambda one, two: {"one": one, "three": two},
+    "order": lambda one, two: {"two": two, "one": one},
+    "number": lambda one, two: {"one": one},
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_other_tensors_have_another_layout(
+    change: Callable[[Tensor, Tensor], dict[str, Tensor]],
+) -> None:
+    known = KnownLayout({"one": torch.ones(2, 4), "two": torch.ones(3)})
+    assert known.fits({"one": torch.zeros(2, 4), "two": torch.zeros(3)})
+    assert not known.fits(change(torch.ones(2, 4), torch.ones(3)))
+
+
+def test_tensors_that_are_tied_no_longer_do_not_fit() -> None:
+    weight = torch.ones(2, 2)
+    known = KnownLayout({"one": weight, "two": weight})
+    other = torch.zeros(2, 2)
+    assert known.fits({"one": other, "two": other})
+    assert not known.fits({"one": other, "two": weight})
+
+
+def test_a_sender_keeps_no_weights_that_it_was_given() -> None:
+    source = Source(None, "tensordict", partial=False)
+    given = {"weight": torch.ones(2)}
+    kept = weakref.ref(given["weight"])
+    source.read(given)
+    del given
+    assert kept() is None
