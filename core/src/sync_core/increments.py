@@ -63,6 +63,7 @@ class Increments:
             ModelError: one of them is neither in the registered model nor was given by hand.
         """
         positions = [i for i, version in enumerate(self._changed) if version > base]
+        whole = len(positions) == len(layout.specs)
         tensors = []
         for position in positions:
             name = layout.specs[position].name
@@ -72,21 +73,18 @@ class Increments:
                     f"a worker lacks {name!r}, which the sender does not have; send the whole model"
                 )
             tensors.append(tensor)
-        return Update(layout.subset(tuple(positions)).with_tensors(tensors), tensors)
+        subset = layout.subset(tuple(positions)).with_tensors(tensors)
+        return Update(subset, tensors, 0 if whole else base)
 
 
 class BaseLayer:
     """The layer of partial updates next to the wire: adds the base, and takes it out again."""
 
-    def __init__(self) -> None:
-        #: The base of the update that is prepared next.
-        self.base = 0
-
     @hookimpl(wrapper=True)
     def prepare_weights(self) -> Generator[None, Update, Update]:
         """Add the base."""
         update = yield
-        base = torch.tensor([self.base], dtype=torch.int64)
+        base = torch.tensor([update.base], dtype=torch.int64)
         update.become(_with_base(update.layout), (*update.tensors, base))
         return update
 

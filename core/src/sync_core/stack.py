@@ -109,6 +109,7 @@ class Defaults:
             update,
             partial=context.partial,
             zero_copy=context.zero_copy,
+            cast=context.cast,
             version=context.version,
         )
         return True

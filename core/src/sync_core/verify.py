@@ -230,6 +230,8 @@ class _Readback:
         self, update: Update, model: Any, context: ApplyContext
     ) -> Generator[None, bool, bool]:
         self.digest = None
+        if context.cast:
+            update.replace(_as_in(named_tensors(model, self._strategy), update))
         layout, given = update.layout, update.tensors
         expected = checksums(layout, given)
         result = yield
@@ -301,6 +303,14 @@ def _unequal(layout: Layout, given: Sequence[Tensor], held: Sequence[Tensor]) ->
         spec.name
         for spec, ours, theirs in zip(layout.specs, given, held, strict=True)
         if checksum([ours]) != checksum([theirs])
+    ]
+
+
+def _as_in(named: Mapping[str, Tensor], update: Update) -> list[Tensor]:
+    """The update's tensors in the dtypes of the model's."""
+    return [
+        tensor.to(named[spec.name].dtype) if spec.name in named else tensor
+        for spec, tensor in zip(update.layout.specs, update.tensors, strict=True)
     ]
 
 

@@ -56,6 +56,8 @@ class Binding:
         self._known = KnownLayout({})
         self._modules: commit.Modules = ()
         self._places = Places(())
+        # The layouts of the last update and of the model, which were found to fit.
+        self._matching: tuple[Layout, Layout] | None = None
         self._extra_state = False
         self._flat: ContiguousTensors | None = None
         self._may_consolidate = consolidate
@@ -110,6 +112,7 @@ class Binding:
         *,
         partial: bool = False,
         zero_copy: bool = False,
+        cast: bool = False,
         version: int = 0,
     ) -> None:
         """Load an update, all of it or nothing.
@@ -119,6 +122,8 @@ class Binding:
             partial: whether the update may lack some of the model's tensors.
             zero_copy: whether parameters become the update's tensors. Buffers are copied still,
                 since modules write to them (running statistics, for example).
+            cast: whether a floating-point tensor may have another floating-point dtype than the
+                model's, to which it is cast then.
             version: the version of the weights; 0 for weights whose memory is not shared, so
                 that zero-copy parameters may be written to.
 
@@ -133,12 +138,15 @@ class Binding:
         plain = not zero_copy and self._strategy == "tensordict"
         if plain and mine == theirs and self._write_flat(update):
             return
-        if mine != theirs:
-            check_match(theirs, mine, partial=partial)
+        if mine != theirs and (theirs, mine) != self._matching:
+            check_match(theirs, mine, partial=partial, cast=cast)
+            self._matching = theirs, mine
+        if cast and (zero_copy or self._extra_state):
+            update, theirs = self._cast(update)
         if zero_copy and not self._loads_state_dicts():
             self._prepare_pointing(theirs)
         else:
-            self._check_places(theirs, partial=partial)
+            self._check_places(theirs, partial=partial, cast=cast)
         if self._extra_state:
             self._check_json(theirs)
             with commit.extra_state_set(self._modules, dict(update.items())):
@@ -166,7 +174,7 @@ class Binding:
         self._places = Places(())
         self._extra_state = any(map(is_extra_state, named))
 
-    def _check_places(self, layout: Layout, *, partial: bool) -> None:
+    def _check_places(self, layout: Layout, *, partial: bool, cast: bool) -> None:
         """Raise unless every tensor of an update of this layout can be written where it belongs."""
         named = self._named
         if self._loads_state_dicts():
@@ -177,7 +185,7 @@ class Binding:
         if not self._places.hold(named.values()):
             # Tensors that lie elsewhere now may have been tied.
             self._lay_out(self._named)
-            check_match(layout, self._known.layout, partial=partial)
+            check_match(layout, self._known.layout, partial=partial, cast=cast)
             check_memory(self._named)
             self._check_writable(named)
             self._places = Places(named.values())
@@ -202,7 +210,9 @@ class Binding:
         elif zero_copy and self._pointing is not None:
             self._pointing.apply(update.tensors)
             self._lent = lend(self._pointing.pointed, version) if version else None
-        elif self._known.layout == update.layout:
+        elif self._known.layout == update.layout or (
+            not self._extra_state and _same_names(self._known.layout, update.layout)
+        ):
             self._write_whole(update)
         else:
             _copy((mine, new) for _, mine, new in self._matched(update))
@@ -241,6 +251,16 @@ class Binding:
             with suppress(ModelError):
                 self.consolidate()
 
+    def _cast(self, update: Update) -> tuple[Update, Layout]:
+        """The update in the dtypes of the model."""
+        index, specs = self._known.layout.index, self._known.layout.specs
+        tensors = [
+            tensor.to(specs[index[spec.name]].dtype)
+            for spec, tensor in zip(update.layout.specs, update.tensors, strict=True)
+        ]
+        layout = update.layout.with_tensors(tensors)
+        return Update(layout, tensors), layout
+
     def _matched(self, update: Update) -> list[tuple[str, Tensor, Tensor]]:
         """Names, the model's tensors, and the update's."""
         index, tensors = update.layout.index, update.tensors
@@ -252,6 +272,10 @@ class Binding:
 
     def _module_prefixes(self) -> tuple[str, ...]:
         return tuple(prefix for prefix, _ in self._modules)
+
+
+def _same_names(left: Layout, right: Layout) -> bool:
+    return left.names == right.names and left.aliases == right.aliases
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -10,21 +10,24 @@ from torch import Tensor
 from sync_core.errors import LayoutMismatchError
 from sync_core.models.extra_state import is_json
 from sync_core.models.wrappers import WRAPPERS
-from sync_core.weights.layout import Layout, place_of
+from sync_core.weights.layout import Layout, TensorSpec, place_of
 from sync_core.weights.payload import Update
 
 _SHOWN = 8
 
 
-def check_match(weights: Layout, model: Layout, *, partial: bool = False) -> None:
+def check_match(
+    weights: Layout, model: Layout, *, partial: bool = False, cast: bool = False
+) -> None:
     """Raise `LayoutMismatchError` unless every tensor of the weights fits one of the model.
 
-    Nothing is broadcast, cast or guessed.
+    Nothing is broadcast or guessed, nor cast unless that was asked for.
 
     Args:
         weights: the layout of the update.
         model: the layout of what is to hold it.
         partial: whether the weights may lack some of the model's tensors.
+        cast: whether two floating-point dtypes may differ.
 
     Example:
         >>> import torch
@@ -34,7 +37,7 @@ def check_match(weights: Layout, model: Layout, *, partial: bool = False) -> Non
         sync_core.errors.LayoutMismatchError: the weights do not fit the model; nothing was written:
           'w' is float32[1, 2] in the weights and float32[3, 2] in the model
     """
-    problems = list(_problems(weights, model, partial=partial))
+    problems = list(_problems(weights, model, partial=partial, cast=cast))
     if not problems:
         return
     prefixed = _describe_prefix(weights, model)
@@ -70,7 +73,7 @@ def _without(prefix: str, name: str) -> str:
     return ".".join(part for part in name.split(".") if part != prefix)
 
 
-def _problems(weights: Layout, model: Layout, *, partial: bool) -> Iterator[str]:
+def _problems(weights: Layout, model: Layout, *, partial: bool, cast: bool) -> Iterator[str]:
     for name in weights.names:
         if name not in model.index:
             yield f"{name!r} is in the weights, not in the model"
@@ -82,15 +85,22 @@ def _problems(weights: Layout, model: Layout, *, partial: bool) -> Iterator[str]
         theirs, mine = weights.specs[weights.index[name]], model.specs[model.index[name]]
         if is_json(name) and (theirs.dtype, len(theirs.shape)) == (mine.dtype, len(mine.shape)):
             continue  # text may be longer than what it replaces
-        if (theirs.dtype, theirs.shape) != (mine.dtype, mine.shape):
+        castable = _differ_in_float_dtype(theirs, mine)
+        if (theirs.dtype, theirs.shape) != (mine.dtype, mine.shape) and not (cast and castable):
+            advice = '; a layer that casts allows that: Sender(…, layers=["bf16"])'
             yield (
-                f"{name!r} is {_kind(theirs.dtype, theirs.shape)} in the weights "
-                f"and {_kind(mine.dtype, mine.shape)} in the model"
+                f"{name!r} is {_kind(theirs.dtype, theirs.shape)} in the weights and "
+                f"{_kind(mine.dtype, mine.shape)} in the model{advice if castable else ''}"
             )
     for name, owner in model.aliases:
         both = name in weights.index and owner in weights.index
         if both and weights.index[name] != weights.index[owner]:
             yield f"{name!r} and {owner!r} are one tensor in the model and two in the weights"
+
+
+def _differ_in_float_dtype(left: TensorSpec, right: TensorSpec) -> bool:
+    floats = left.dtype.is_floating_point and right.dtype.is_floating_point
+    return floats and left.shape == right.shape and left.dtype != right.dtype
 
 
 def _kind(dtype: object, shape: tuple[int, ...]) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from sync_core import registry
 from sync_core.address import Address
 from sync_core.checks import check_layers
 from sync_core.errors import OptionError
-from sync_core.hooks import SendContext, TransportContext, hookimpl
+from sync_core.hooks import BindContext, SendContext, TransportContext, hookimpl
+from sync_core.layers import bind, casts, in_order, travels
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, named_tensors
 from sync_core.stack import Defaults, PushCounter, Stack
@@ -43,6 +45,8 @@ class GetterScheme:
             raise OptionError("a getter is not a sender; use it by Receiver.from_getter()")
         backend = registry.find(registry.SCHEMES, self)
         layers = [registry.find(registry.LAYERS, layer) for layer in self.layers]
+        sender = BindContext(side="sender", model_id=_MODEL_ID)
+        layers = in_order(bind(layer, sender) for layer in layers)
         return _GetterTransport(self, Stack(Defaults(self.strategy), backend, layers))
 
 
@@ -51,10 +55,13 @@ def address_of(
 ) -> Address:
     """The address of a receiver that has a getter, and no sender."""
     check_layers(layers)
-    layers = tuple(layers)
+    layout = Binding(model, strategy).layout
+    found = [registry.find(registry.LAYERS, layer) for layer in layers]
+    travelling = tuple(compress(layers, map(travels, found)))
     return Address(
-        scheme=GetterScheme(getter, layers, strategy),
-        layers=layers,
+        scheme=GetterScheme(getter, tuple(layers), strategy),
+        layers=travelling,
+        layouts=(layout,) * len(travelling),
         options={},
         worker_id=_WORKER_ID,
         model_id=_MODEL_ID,
@@ -63,9 +70,11 @@ def address_of(
         strategy=strategy,
         zero_copy=False,
         partial=False,
+        cast=any(map(casts, found)),
         verify=None,
         timeout=60.0,
-        layout=Binding(model, strategy).layout,
+        layout=layout,
+        source_layout=layout,
     )
 
 

@@ -26,8 +26,9 @@ from sync_core.errors import (
     SenderLostError,
     SyncError,
 )
-from sync_core.hooks import implemented
+from sync_core.hooks import BindContext, implemented
 from sync_core.increments import BaseLayer, check_base
+from sync_core.layers import bind, with_layout
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, named_tensors
 from sync_core.models.match import check_match
@@ -40,6 +41,7 @@ from sync_core.registry import Plugin
 from sync_core.stack import Defaults, Stack
 from sync_core.transports.transport import Answer, ReceiverTransport
 from sync_core.verify import Verification
+from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
 
 _log = logging.getLogger("sync_core")
@@ -117,7 +119,10 @@ class Receiver(CollectorReference):
     def _prepare(self, model: Any) -> None:
         """Find the layers, and check the model."""
         address = self._address
-        layers = [registry.find("sync.layers", layer) for layer in address.layers]
+        layers = [
+            self._layer(given, layout)
+            for given, layout in zip(address.layers, address.layouts, strict=True)
+        ]
         defaults = Defaults(address.strategy, consolidate=self._consolidate)
         self._verification = Verification(address.verify, self._backend, layers, address.strategy)
         layers_used = self._verification.layers
@@ -142,6 +147,18 @@ class Receiver(CollectorReference):
         self._exclusive = Exclusive()
         if model is not None:
             self.register_model(model)
+
+    def _layer(self, given: Any, layout: Layout) -> Plugin:
+        """The layer for this worker, which is given the layout that it has to restore."""
+        address = self._address
+        context = BindContext(
+            side="receiver",
+            model_id=address.model_id,
+            worker_id=address.worker_id,
+            layout=layout,
+            source_layout=address.source_layout,
+        )
+        return with_layout(bind(registry.find(registry.LAYERS, given), context), layout)
 
     def _refuse(self, error: Exception) -> None:
         """Connect only to let the sender know, at once, why this worker cannot receive."""
@@ -210,7 +227,12 @@ class Receiver(CollectorReference):
                 raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
         elif not self._reshapes:
             layout = Binding(model, self._address.strategy).layout
-            check_match(self._address.layout, layout, partial=self._address.partial)
+            check_match(
+                self._address.layout,
+                layout,
+                partial=self._address.partial,
+                cast=self._address.cast,
+            )
         self._model = model
 
     def receive(self, timeout: float | None = None) -> int | None:
@@ -286,7 +308,7 @@ class Receiver(CollectorReference):
         if self._staged is not None:
             self._load_began = time.perf_counter()
             update = Update(self._staged.layout, self._staged.source)
-            context = self._address.apply_context(self._staged.version)
+            context = self._address.apply_context(self._staged.version, self._version)
             model = self._resolve_model()
             if "same_object" in self._backend.capabilities:
                 check_own(

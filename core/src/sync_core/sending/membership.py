@@ -226,22 +226,19 @@ class Membership:
             deliveries[worker_id].watch(partial(self._answered, worker_id, seat))
         return unwaited
 
-    def held(self, worker_ids: Iterable[int]) -> int:
-        """Return the newest version that all of these workers hold completely; 0 for none.
+    def acknowledged(self, worker_ids: Iterable[int]) -> dict[int, int]:
+        """Return the version that each of these workers holds completely; 0 for none.
 
         Left out are workers that a send does not wait for: they may be gone.
         """
         with self._lock:
             now = self._clock()
-            workers = [self._workers[i] for i in worker_ids if i in self._workers]
-            return min(
-                (
-                    worker.version if worker.state is WorkerState.CURRENT else 0
-                    for worker in workers
-                    if waited_for(worker, now)
-                ),
-                default=0,
-            )
+            workers = {i: self._workers[i] for i in worker_ids if i in self._workers}
+            return {
+                i: worker.version if worker.state is WorkerState.CURRENT else 0
+                for i, worker in workers.items()
+                if waited_for(worker, now)
+            }
 
     def notify(self, worker_id: int, notice: Notice) -> None:
         """The transport knows something; see `Notice`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial as bind
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -16,8 +16,16 @@ from sync_core._util import Stopwatch, release_with
 from sync_core.address import Address
 from sync_core.checks import check_layers
 from sync_core.errors import ModelError, OptionError, SyncError, TransportError
-from sync_core.hooks import HOOKS, SendContext, TransportContext, implemented
+from sync_core.hooks import HOOKS, BindContext, SendContext, TransportContext, implemented
 from sync_core.increments import BaseLayer
+from sync_core.layers import (
+    bind,
+    casts,
+    in_order,
+    layouts_before,
+    leaves_out,
+    travels,
+)
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, check_strategy, named_tensors
 from sync_core.models.match import conform
@@ -26,8 +34,9 @@ from sync_core.models.shared_model_check import check_same
 from sync_core.models.tensor_layout import KnownLayout, check_memory, travelling
 from sync_core.registry import Plugin
 from sync_core.report import Reporter
+from sync_core.sending.membership import Membership
 from sync_core.stack import Defaults, Stack
-from sync_core.transports.transport import Delivery, Notice, SenderTransport
+from sync_core.transports.transport import Delivery, SenderTransport
 from sync_core.verify import Verification, Verify
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
@@ -54,6 +63,8 @@ class Source:
     ) -> None:
         self.model: Any = None
         self.layout: Layout | None = None
+        #: What the weights were read from last; None for tensors given by hand.
+        self.found: Any = None
         self._context = context
         self._strategy = strategy
         self._partial = partial
@@ -110,10 +121,11 @@ class Source:
             if self._context is None:
                 raise ModelError(f"{weights!r} is looked up in a context: Sender(…, context=…)")
             weights = look_up(weights, self._context)
+        self.found = weights if own or _holds_modules(weights) else None
         if own:
             self._own = _bound(self._own, weights, self._strategy)
             return self._own.read()
-        if _holds_modules(weights):
+        if self.found is not None:
             self._given = _bound(self._given, weights, self._strategy)
             return self._given.read()
         named = named_tensors(weights, self._strategy)
@@ -154,6 +166,7 @@ class Terms:
     partial: bool
     verify: Verify | None
     timeout: float
+    cast: bool = False
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def __post_init__(self) -> None:
@@ -162,21 +175,21 @@ class Terms:
         if self.zero_copy and (self.partial or self.strategy != "tensordict"):
             raise OptionError("zero_copy needs whole updates and strategy='tensordict'")
 
-    def address_maker(self, layout: Layout) -> Callable[..., Address]:
-        """Makes addresses from a worker's id and its endpoint."""
-        return bind(
+    def address_maker(self, **known: Any) -> Callable[..., Address]:
+        """Makes addresses from a worker's id and its endpoint; ``known`` are the other fields."""
+        return partial(
             Address,
             scheme=self.scheme,
-            layers=tuple(self.layers),
             options=dict(self.options),
             model_id=self.model_id,
             token=self.token,
             strategy=self.strategy,
             zero_copy=self.zero_copy,
             partial=self.partial,
+            cast=self.cast,
             verify=self.verify,
             timeout=self.timeout,
-            layout=layout,
+            **known,
         )
 
     def context(self, scheme: str, **known: Any) -> TransportContext:
@@ -208,22 +221,30 @@ class Pipeline:
         self._backend = registry.find(registry.SCHEMES, terms.scheme)
         if terms.zero_copy and "zero_copy" not in self._backend.capabilities:
             raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
-        layers = [registry.find(registry.LAYERS, layer) for layer in terms.layers]
+        found = [registry.find(registry.LAYERS, layer) for layer in terms.layers]
         #: The layers that are called with every report.
-        self.reporters = [one.object for one in layers if isinstance(one.object, Reporter)]
-        # A reporter without hooks is nothing to a stack, and need not reach the receivers.
-        hooked = [bool(set(HOOKS) & set(implemented(layer.object))) for layer in layers]
-        self._terms = replace(terms, layers=list(compress(terms.layers, hooked)))
-        self._verification = Verification(
-            terms.verify, self._backend, list(compress(layers, hooked)), terms.strategy
+        self.reporters = [one.object for one in found if isinstance(one.object, Reporter)]
+        context = BindContext(side="sender", model_id=terms.model_id)
+        # A reporter without hooks is nothing to a stack.
+        layers = [
+            bind(layer, context) for layer in found if set(HOOKS) & {*implemented(layer.object)}
+        ]
+        # The layers that receivers need, as the user gave them, and as they are used here.
+        self._travelling = tuple(compress(terms.layers, map(travels, found)))
+        self._undone = tuple(filter(travels, layers))
+        partial_layers = any(map(leaves_out, layers))
+        self._terms = replace(
+            terms, cast=any(map(casts, layers)), partial=terms.partial or partial_layers
         )
-        layers_used = self._verification.layers
-        self._base = BaseLayer()
+        self._verification = Verification(terms.verify, self._backend, layers, terms.strategy)
+        used = self._verification.layers
         #: Whether workers may get less than the whole model.
         self.increments = terms.partial and self.moves_nothing is None
-        if self.increments:
-            layers_used = (*layers_used, Plugin(registry.LAYERS, "base", self._base))
-        self.stack = Stack(Defaults(terms.strategy), self._backend, layers_used)
+        if self._terms.partial and self.moves_nothing is None:
+            used = (*used, Plugin(registry.LAYERS, "base", BaseLayer()))
+        self._defaults = Defaults(terms.strategy)
+        self._layers = in_order(used)
+        self.stack = Stack(self._defaults, self._backend, self._layers)
         self.transport: SenderTransport | None = None
         self._make_address: Callable[..., Address]
         self._close: Callable[[], Any] | None = None
@@ -248,26 +269,42 @@ class Pipeline:
         self,
         update: Update,
         model: Any,
-        worker_ids: tuple[int, ...],
+        found: Any,
         workers: Sequence[Any],
-        notify: Callable[[int, Notice], None],
+        members: Membership,
     ) -> None:
-        """Make the transport, now that it is known what will travel; once."""
+        """Make the transport, now that it is known what will travel; once.
+
+        Args:
+            update: the first weights.
+            model: what the user gave them as.
+            found: what they were read from; see `Source.found`.
+            workers: handles, for a scheme that calls workers.
+            members: the workers.
+        """
         if self.transport is not None:
             return
+        context = SendContext(model_id=self._terms.model_id, version=0, worker_ids=(), model=found)
+        first = Update(update.layout, update.source)
+        layouts = layouts_before(self._defaults, self._backend, self._layers, first, context)
+        given = {id(layer): layout for layer, layout in zip(self._layers, layouts, strict=False)}
+        undone = [*map(travels, self._layers), True]
         # No method: the transport keeps it, and must not keep its sender alive.
-        self._make_address = self._terms.address_maker(update.layout)
-        if self.stack.implements("prepare_weights"):
-            update = self.prepare(Update(update.layout, update.source), 0, ())
+        self._make_address = self._terms.address_maker(
+            layers=self._travelling,
+            layouts=tuple(given[id(layer)] for layer in self._undone),
+            layout=next(compress(layouts, undone)),
+            source_layout=update.layout,
+        )
         self.transport = self.stack.create_sender_transport(
             self._terms.context(
                 self._backend.name,
                 models=names_of(model),
-                worker_ids=worker_ids,
+                worker_ids=members.ids,
                 workers=tuple(workers),
-                layout=update.layout,
+                layout=layouts[-1],
                 make_address=self._make_address,
-                notify=notify,
+                notify=members.notify,
             )
         )
         self._close = release_with(self, self.transport.close)
@@ -282,12 +319,23 @@ class Pipeline:
         return self._make_address(worker_id=worker_id, endpoint=endpoint)
 
     def prepare(
-        self, update: Update, version: int, worker_ids: tuple[int, ...], base: int = 0
+        self,
+        update: Update,
+        version: int,
+        worker_ids: tuple[int, ...],
+        model: Any,
+        acknowledged: Callable[[], Mapping[int, int]],
     ) -> Update:
-        """The update as the layers make it; ``base`` is the version that it builds on."""
-        self._base.base = base
-        model_id = self._terms.model_id
-        context = SendContext(model_id=model_id, version=version, worker_ids=worker_ids)
+        """The update as the layers make it."""
+        if not self.stack.implements("prepare_weights"):
+            return update
+        context = SendContext(
+            model_id=self._terms.model_id,
+            version=version,
+            worker_ids=worker_ids,
+            model=model,
+            acknowledged=acknowledged(),
+        )
         return self.stack.prepare_weights(update, context)
 
     def send(

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial as bind
 from typing import Any, NoReturn, Self
 
 from torch import Tensor
@@ -286,9 +287,15 @@ class Sender(Updater):
             update = self._source.read(given)
             self._open(update, given)
             due = addressed if counted else self._cadence.due(addressed, self._version)
-            update, base = self._complete(given, update, due)
+            update = self._complete(given, update, due)
             if due:
-                update = self._pipeline.prepare(update, self._version + 1, due, base)
+                update = self._pipeline.prepare(
+                    update,
+                    self._version + 1,
+                    due,
+                    self._source.found,
+                    bind(self._members.acknowledged, due),
+                )
                 self._version += 1
             prepared = time.perf_counter()
             packing = Stopwatch()
@@ -423,8 +430,8 @@ class Sender(Updater):
 
     def _open(self, update: Update, model: Any) -> None:
         if self._pipeline.transport is None:
-            workers, members = map(self._find_worker, self._handles.values()), self._members
-            self._pipeline.open(update, model, members.ids, tuple(workers), members.notify)
+            workers = tuple(map(self._find_worker, self._handles.values()))
+            self._pipeline.open(update, model, self._source.found, workers, self._members)
 
     def _find_worker(self, handle: Any) -> Any:
         """The handle itself, or what a path leads to in the context."""
@@ -437,22 +444,20 @@ class Sender(Updater):
             )
         return resolve(self._context, handle)
 
-    def _complete(self, given: Any, update: Update, due: tuple[int, ...]) -> tuple[Update, int]:
-        """Add what the workers lack to a partial update; return it and the version it builds on."""
+    def _complete(self, given: Any, update: Update, due: tuple[int, ...]) -> Update:
+        """Add what the workers lack to a partial update."""
         layout = self._source.layout
         if not self._pipeline.increments or layout is None:
-            return update, 0
+            return update
         if given is None and update.layout is layout:
             self._increments.record(None, layout, {}, self._version + 1)
-            return update, 0
+            return update
         own = self._source.own_tensors()
         self._increments.record(update, layout, own, self._version + 1)
         if update.layout is layout:
-            return update, 0
-        base = self._members.held(due)
-        update = self._increments.since(base, layout, own)
-        whole = len(update.layout.specs) == len(layout.specs)
-        return update, 0 if whole else base
+            return update
+        held = self._members.acknowledged(due)
+        return self._increments.since(min(held.values(), default=0), layout, own)
 
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
         report = replace(report, scheme=self._pipeline.scheme, model_id=self.model_id)

@@ -23,6 +23,9 @@ class Update:
     Args:
         layout: names, dtypes and shapes.
         source: the tensors, in the order of ``layout.specs``; or the block that they lie in.
+        base: the version that a model must have for an update that lacks some of its tensors; 0
+            for one that lacks none. Only of use where the sender was given ``partial=True``, or a
+            layer declares the capability ``partial``.
 
     Example:
         >>> import torch
@@ -32,11 +35,12 @@ class Update:
         {'weight': tensor([1., 1.], dtype=torch.float16)}
     """
 
-    __slots__ = ("layout", "source")
+    __slots__ = ("base", "layout", "source")
 
-    def __init__(self, layout: Layout, source: Sequence[Tensor] | Block) -> None:
+    def __init__(self, layout: Layout, source: Sequence[Tensor] | Block, base: int = 0) -> None:
         self.layout = layout
         self.source = source
+        self.base = base
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

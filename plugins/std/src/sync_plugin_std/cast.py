@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, ClassVar
+from functools import lru_cache
+from typing import ClassVar
 
 import torch
 
-from sync_core import ApplyContext, SendContext, Update, hookimpl
+from sync_core import Layout, Update, hookimpl
 
 
 class _Cast:
+    """Casts what is wider; workers cast what arrives to the dtypes of their models."""
+
+    capabilities = frozenset({"cast"})
     _wire_dtype: ClassVar[torch.dtype]
 
     @hookimpl(wrapper=True)
-    def prepare_weights(
-        self, update: Update, context: SendContext
-    ) -> Generator[None, Update, Update]:
+    def prepare_weights(self) -> Generator[None, Update, Update]:
         """Cast what is floating-point and wider than the wire's dtype."""
-        del update, context
         prepared = yield
-        wire = self._wire_dtype
-        prepared.replace(
-            [
-                tensor.detach().to(wire)
-                if tensor.is_floating_point() and tensor.element_size() > wire.itemsize
-                else tensor
-                for tensor in prepared.tensors
-            ]
-        )
+        wider = _wider(prepared.layout, self._wire_dtype)
+        if wider:
+            tensors = list(prepared.tensors)
+            for position in wider:
+                tensors[position] = tensors[position].detach().to(self._wire_dtype)
+            prepared.replace(tensors)
         return prepared
-
-    @hookimpl(wrapper=True)
-    def apply_weights(
-        self, update: Update, model: Any, context: ApplyContext
-    ) -> Generator[None, bool, bool]:
-        """Cast back to the dtypes that the sender's model has."""
-        del model
-        sent = context.layout
-        if sent is not None:
-            update.replace(
-                [
-                    tensor.to(sent.specs[sent.index[spec.name]].dtype)
-                    if tensor.dtype == self._wire_dtype and spec.name in sent.index
-                    else tensor
-                    for spec, tensor in zip(update.layout.specs, update.tensors, strict=True)
-                ]
-            )
-        return (yield)
 
 
 class BFloat16(_Cast):
@@ -60,3 +40,13 @@ class Float16(_Cast):
     """Weights travel as float16: 11 bits of precision; magnitudes over 65504 become infinite."""
 
     _wire_dtype = torch.float16
+
+
+@lru_cache(maxsize=64)
+def _wider(layout: Layout, wire: torch.dtype) -> tuple[int, ...]:
+    """The positions of the tensors that are cast."""
+    return tuple(
+        position
+        for position, spec in enumerate(layout.specs)
+        if spec.dtype.is_floating_point and spec.dtype.itemsize > wire.itemsize
+    )

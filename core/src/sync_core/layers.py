@@ -1,0 +1,137 @@
+"""The layers of one end of a sender: their order, their state, and the layouts they are given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from sync_core import registry
+from sync_core.errors import NotAPluginError
+from sync_core.hooks import (
+    PROJECT,
+    ApplyContext,
+    BindContext,
+    SendContext,
+    hookimpl,
+    implemented,
+)
+from sync_core.registry import Plugin
+from sync_core.stack import Stack
+from sync_core.weights.layout import Layout
+from sync_core.weights.payload import Update
+
+__all__ = [
+    "bind",
+    "casts",
+    "in_order",
+    "layouts_before",
+    "leaves_out",
+    "travels",
+    "with_layout",
+]
+
+
+def travels(layer: Plugin) -> bool:
+    """Return whether a layer is needed at the receiver's end, and so travels in the address."""
+    return "apply_weights" in implemented(layer.object)
+
+
+def casts(layer: Plugin) -> bool:
+    """Return whether a layer changes dtypes, and leaves it to the worker's model to change back."""
+    return "cast" in getattr(layer.object, "capabilities", ())
+
+
+def leaves_out(layer: Plugin) -> bool:
+    """Return whether a layer leaves out tensors that the workers have already."""
+    return "partial" in getattr(layer.object, "capabilities", ())
+
+
+def in_order(layers: Iterable[Plugin]) -> list[Plugin]:
+    """The layers in the order in which they prepare: those that do not travel come first.
+
+    Receivers cannot undo what those do. What a layer that travels is given is then what receivers
+    have after they have undone it, whatever the order in which the user gave the layers.
+    """
+    return sorted(layers, key=travels)
+
+
+def bind(layer: Plugin, context: BindContext) -> Plugin:
+    """The layer's object for one end of one worker, as its ``bind`` makes it, if it has one.
+
+    Raises:
+        NotAPluginError: ``bind`` returned something without the layer's hooks.
+    """
+    make: Callable[[BindContext], object] | None = getattr(layer.object, "bind", None)
+    if make is None:
+        return layer
+    made = make(context)
+    lacking = sorted(set(implemented(layer.object)) - set(implemented(made)))
+    if lacking:
+        raise NotAPluginError(
+            f"{layer.describe()}: bind() returned a {type(made).__name__}, which lacks the hook "
+            f"{lacking[0]}; return an object that has the layer's hooks"
+        )
+    return replace(layer, object=made)
+
+
+def with_layout(layer: Plugin, layout: Layout) -> Plugin:
+    """The layer, whose `apply_weights` is given the layout that its `prepare_weights` was given."""
+    function = layer.object.apply_weights
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    if "context" not in names:
+        return layer
+
+    def given(known: Mapping[str, Any]) -> dict[str, Any]:
+        context: ApplyContext = known["context"]
+        return {**{name: known[name] for name in names}, "context": replace(context, layout=layout)}
+
+    def wrapper(update: Any, model: Any, context: Any) -> Generator[Any, Any, Any]:
+        known = {"update": update, "model": model, "context": context}
+        return (yield from function(**given(known)))
+
+    def plain(update: Any, model: Any, context: Any) -> Any:
+        return function(**given({"update": update, "model": model, "context": context}))
+
+    mark = hookimpl(**getattr(function, f"{PROJECT}_impl"))
+    marked = mark(wrapper if inspect.isgeneratorfunction(function) else plain)
+    hooks = {name: getattr(layer.object, name) for name in implemented(layer.object)}
+    return replace(layer, object=SimpleNamespace(**{**hooks, "apply_weights": marked}))
+
+
+def layouts_before(
+    defaults: object,
+    backend: Plugin,
+    layers: Sequence[Plugin],
+    update: Update,
+    context: SendContext,
+) -> list[Layout]:
+    """Prepare an update only for its layouts: what each layer is given, and last what travels.
+
+    Args:
+        defaults: see `sync_core.stack.Stack`.
+        backend: the scheme.
+        layers: in the order in which they prepare.
+        update: the weights.
+        context: of version 0.
+    """
+    seen = [_LayoutBefore() for _ in layers]
+    watched: list[Plugin] = []
+    for recorder, layer in zip(seen, layers, strict=True):
+        watched += [Plugin(registry.LAYERS, "layout", recorder), layer]
+    prepared = Stack(defaults, backend, watched).prepare_weights(update, context)
+    return [*(recorder.layout for recorder in seen), prepared.layout]
+
+
+class _LayoutBefore:
+    """Notes the layout that the next layer is given."""
+
+    layout = Layout(())
+
+    @hookimpl(wrapper=True)
+    def prepare_weights(self) -> Generator[None, Update, Update]:
+        update = yield
+        self.layout = update.layout
+        return update
