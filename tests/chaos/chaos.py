@@ -144,7 +144,7 @@ def _plans(name: str, arguments: argparse.Namespace) -> Iterator[Plan]:
 def _read(name: str, arguments: argparse.Namespace) -> None:
     subject = SUBJECTS[name]
     rows = _reads(arguments)
-    can_kill = subject.processes and subject.replaces
+    can_kill = subject.processes
     faulthandler.dump_traceback_later(_READ_LIMIT, exit=True)
     for kind, zero_copy, kill_every in (
         ("copy", False, None),

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from chaos_kit import Case, Outcome, Runner, sequence_of
+from chaos_kit import Case, Outcome, Runner
 from chaos_kit.ledger import Ledger
 from chaos_kit.page import page_of
 from chaos_kit.plan import Plan, Round
@@ -120,15 +120,6 @@ def test_a_trainer_without_descriptors_connects_no_group_anew(collective: bool) 
     report = SendReport(1, 0.1, {0: WorkerResult(1, 0.1, 0, None), 1: silent})
     ledger.compare(report, None, {0: [1.0], 1: [0.0]})
     assert (not ledger.complaints) is collective
-
-
-def test_nobody_is_hurt_who_is_gone_for_good() -> None:
-    for seed in range(200):
-        gone: set[int] = set()
-        for round_ in sequence_of(seed, ["rpc"]).rounds:
-            assert not gone & set(round_.worker_ids)
-            if round_.trial.fate == "gone":
-                gone.update(round_.worker_ids)
 
 
 def test_garbage_is_no_leak() -> None:

@@ -7,17 +7,15 @@ import os
 import platform
 import signal
 import struct
-import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.plugins_dist.rpc_processes import RpcProcesses
 from torch import Tensor, nn
 from torch.distributed import rpc
 
@@ -33,54 +31,22 @@ from sync_core import (
 )
 from sync_core.errors import AddressError
 from sync_core.testing.worker_groups import eventually
-from sync_plugin_dist.rpc_join import initialised
 
 pytestmark = pytest.mark.timeout(90)
 
-NAMES = ("trainer", "left", "middle", "right", "rival")
+NAMES = ("left", "middle", "right", "rival")
 
-WORKER = """
-import os, sys
-import sync_core  # the first call would take as long
+# What the workers' main modules hold.
+MODELS = """
 from torch import nn
-from torch.distributed import rpc
-
-name, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-# They meet under the number of worlds that a process has joined before.
-rpc._init_counter = int(sys.argv[4])
 policy = nn.Linear(3, 2)
 nets = {"critic": nn.Linear(3, 2)}
 kept = []
-options = rpc.TensorPipeRpcBackendOptions(
-    init_method=f"file://{store}", rpc_timeout=30, _transports=["uv"]
-)
-rpc.init_rpc(name, rank=rank, world_size=5, rpc_backend_options=options)
-sys.stdin.read()
-os._exit(0)
 """
 
 
-class World:
+class World(RpcProcesses):
     """This process as the trainer, and four workers."""
-
-    def __init__(self, store: Path) -> None:
-        worlds = str(rpc._init_counter)
-        self.processes = {
-            name: subprocess.Popen(
-                [sys.executable, "-c", WORKER, name, str(rank), str(store), worlds],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            for rank, name in enumerate(NAMES)
-            if rank
-        }
-        # Through shared memory, one that is stopped may keep others from being heard (decision 9).
-        options = rpc.TensorPipeRpcBackendOptions(
-            init_method=f"file://{store}", rpc_timeout=30, _transports=["uv"]
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch's own, about its own
-            rpc.init_rpc("trainer", rank=0, world_size=5, rpc_backend_options=options)
 
     def run(self, name: str, expression: str) -> Any:
         """The value of an expression in a worker's main module."""
@@ -99,17 +65,10 @@ class World:
     def signal(self, name: str, number: signal.Signals) -> None:
         self.processes[name].send_signal(number)
 
-    def end(self) -> None:
-        if initialised():
-            rpc.shutdown(graceful=False)
-        for process in self.processes.values():
-            process.kill()
-            process.communicate()
-
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("rpc") / "store")
+def world() -> Iterator[World]:
+    world = World(NAMES, MODELS)
     yield world
     world.end()
 

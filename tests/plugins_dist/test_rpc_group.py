@@ -1,4 +1,4 @@
-"""Worker group `rpc`: what every group does, in its own world and in one of the user's."""
+"""Worker group `rpc`: what every group does, in worlds that the tests begin."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
+from tests.plugins_dist.rpc_processes import LocalRpcGroup, end_world
 from torch import nn
 
-from sync_core import OptionError, PluginError, RemoteCallError, UnknownWorkerError, WorkerLostError
+from sync_core import OptionError, RemoteCallError, UnknownWorkerError, WorkerLostError
 from sync_core.testing import WorkerGroupConformance, worker_groups
 from sync_core.testing.worker_groups import Closed, Counter, eventually, wait_for
-from sync_core.workers import WorkerGroup
 from sync_plugin_dist.rpc_group import RpcGroup
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,46 +32,23 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(worker_groups)
 
 
-class World:
-    """A group for tests that leave it as it is, until a test needs its own."""
-
-    def __init__(self) -> None:
-        self._group: RpcGroup | None = None
-
-    @property
-    def group(self) -> RpcGroup:
-        if self._group is None:
-            self._group = RpcGroup(Counter, 2)
-        return self._group
-
-    def end(self) -> None:
-        if self._group is not None:
-            self._group.stop()
-        self._group = None
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.end()
-
-
-@pytest.fixture(autouse=True)
-def one_world_at_a_time(request: pytest.FixtureRequest, world: World) -> None:
-    if "shared" not in request.fixturenames:
-        world.end()
+@pytest.fixture(scope="module", autouse=True)
+def _world() -> Iterator[None]:
+    yield
+    end_world()
 
 
 @pytest.fixture
-def shared(world: World) -> RpcGroup:
-    return world.group
+def shared() -> Iterator[RpcGroup]:
+    """A group for tests that leave it as it is."""
+    with LocalRpcGroup(Counter, 2) as group:
+        yield group
 
 
 @pytest.fixture
 def group() -> Iterator[RpcGroup]:
     """A group for tests that hurt its workers."""
-    with RpcGroup(Counter, 2) as group:
+    with LocalRpcGroup(Counter, 2) as group:
         yield group
 
 
@@ -93,13 +70,7 @@ def sleep(_: object, started: Path) -> None:
 
 
 class TestRpcGroup(WorkerGroupConformance):
-    group_class = RpcGroup
-
-    # The inherited one lives as long as the class, and so beside the groups of other tests.
-    @pytest.fixture
-    @classmethod
-    def shared(cls, world: World) -> WorkerGroup:
-        return world.group
+    group_class = LocalRpcGroup
 
 
 class TestFixedWorld:
@@ -116,37 +87,10 @@ class TestFixedWorld:
             shared.restart(2)
         assert pids(shared) == before
 
-    def test_there_is_no_second_world(self, shared: RpcGroup) -> None:
-        with pytest.raises(PluginError, match=r"in this process already.* stop that group first"):
+    def test_there_must_be_one(self) -> None:
+        end_world()
+        with pytest.raises(OptionError, match=r"not initialised .*init_rpc.* scheme='dist'"):
             RpcGroup(Counter, 1)
-        assert shared.call(0, pid_of).result(5)
-
-    def test_names_need_a_world(self) -> None:
-        with pytest.raises(OptionError, match=r"names are .*init_rpc first, or leave names out"):
-            RpcGroup(Counter, 1, names=["actor"])
-
-
-class TestMessages:
-    def test_no_process_waits_for_a_lock_of_another(self, shared: RpcGroup) -> None:
-        """A worker that was stopped while it held one kept the trainer from hearing the others."""
-        assert [shared.call(i, shared_memory).result() for i in range(2)] == [[], []]
-        assert shared_memory() == []
-
-    def test_an_idle_world_needs_no_processor(self, shared: RpcGroup) -> None:
-        before = [shared.call(i, processor_seconds).result() for i in range(2)]
-        time.sleep(1.0)
-        after = [shared.call(i, processor_seconds).result() for i in range(2)]
-        assert max(b - a for a, b in zip(before, after, strict=True)) < 0.3
-
-
-def shared_memory(hosted: object = None) -> list[str]:
-    """The mappings of this process through which torch RPC would talk."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if "tensorpipe" in line]
-
-
-def processor_seconds(hosted: object) -> float:
-    return time.process_time()
 
 
 class TestDeath:
@@ -160,9 +104,9 @@ class TestDeath:
         with pytest.raises(WorkerLostError) as caught:
             running.result(10)
         assert time.monotonic() - start < 3
-        assert str(caught.value) == "worker 1: killed by SIGKILL while running sleep"
+        assert str(caught.value) == "worker 1: RPC has lost 'worker1' while running sleep"
         assert isinstance(caught.value.__cause__, RuntimeError)
-        with pytest.raises(WorkerLostError, match="killed by SIGKILL before it could run pid_of"):
+        with pytest.raises(WorkerLostError, match="lost 'worker1' before it could run pid_of"):
             waiting.result(10)
         assert not group.alive(1)
         assert group.alive(0)
@@ -178,57 +122,22 @@ class TestDeath:
         group.remove(1)
         os.kill(victim, signal.SIGTERM)
         assert eventually(lambda: not group.alive(0), 3)
-        with pytest.raises(WorkerLostError, match="killed by SIGTERM, so it cannot run pid_of"):
+        with pytest.raises(WorkerLostError, match="lost 'worker0', so it cannot run pid_of"):
             group.call(0, pid_of).result(10)
 
-    def test_a_worker_that_dies_while_it_starts_leaves_nothing(self, tmp_path: Path) -> None:
+    def test_a_worker_that_dies_while_it_starts(self) -> None:
         def make(worker_id: int) -> None:
-            (tmp_path / str(os.getpid())).touch()
             if worker_id == 1:
                 os._exit(7)
 
-        with pytest.raises(WorkerLostError, match="worker 1: exited with code 7 while"):
-            RpcGroup(make, 2)
-        assert not any(is_running(int(path.name)) for path in tmp_path.iterdir())
+        with pytest.raises(WorkerLostError, match="worker 1: RPC has lost 'worker1' while"):
+            LocalRpcGroup(make, 2)
 
     def test_a_factory_that_cannot_be_pickled_starts_nothing(self) -> None:
         lock = threading.Lock()
         with pytest.raises(RemoteCallError, match=r"its factory .* cannot be pickled") as caught:
-            RpcGroup(lambda _: lock, 2)
+            LocalRpcGroup(lambda _: lock, 2)
         assert isinstance(caught.value.__cause__, TypeError)
-
-
-class TestStop:
-    def test_leaves_no_process_port_or_file(self, group: RpcGroup) -> None:
-        workers = pids(group)
-        os.kill(workers[0], signal.SIGSTOP)
-        files = set(os.listdir("/dev/shm"))
-        start = time.monotonic()
-        group.stop(2.0)
-        assert time.monotonic() - start < 2.5
-        assert not any(map(is_running, workers))
-        assert not listening()
-        assert set(os.listdir("/dev/shm")) <= files
-
-    def test_all_ports_are_on_loopback(self, shared: RpcGroup) -> None:
-        assert shared.call(0, lambda _, listening: listening(), listening).result() == {"0100007F"}
-
-
-def listening() -> set[str]:
-    """The addresses that this process listens on."""
-    sockets = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            sockets.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:
-            continue
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                found.add(fields[1].partition(":")[0])
-    return found
 
 
 class Unpicklable:
@@ -307,55 +216,9 @@ class TestTravel:
         assert len({call.result() for call in calls}) == 1
 
 
-SCRIPT = """
-import os, signal, time
-from sync_plugin_dist.rpc_group import RpcGroup
-
-group = RpcGroup(lambda worker_id: [worker_id], 2)
-print(*(group.call(i, lambda _: os.getpid()).result() for i in group.worker_ids), flush=True)
-"""
-
-
 def start(source: str, *args: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", source, *map(str, args)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-class TestScripts:
-    def test_killed_in_the_middle_of_a_call(self) -> None:
-        # The fork is what a data loader leaves: it has the parent's descriptors, and lives on.
-        source = """
-group.call(0, lambda _: time.sleep(60))
-fork = os.fork()
-if fork:
-    print(fork, flush=True)
-time.sleep(60)
-"""
-        with start(SCRIPT + source) as script:
-            assert script.stdout is not None
-            *workers, fork = map(int, (script.stdout.readline() + script.stdout.readline()).split())
-            try:
-                script.kill()
-                script.wait(10)
-                assert eventually(lambda: not any(map(is_running, workers)), 10)
-            finally:
-                os.kill(fork, signal.SIGKILL)
-
-    def test_without_main_guard_or_stop(self) -> None:
-        # Ctrl-C from a terminal reaches all of its processes.
-        source = """
-for pid in [group.call(i, lambda _: os.getpid()).result() for i in (0, 1)]:
-    os.kill(pid, signal.SIGINT)
-time.sleep(0.2)
-print(group.call(0, list.pop).result(), group.call(1, list.pop).result())
-"""
-        script = start(SCRIPT + source)
-        out, err = script.communicate(timeout=60)
-        workers, popped = out.splitlines()
-        assert popped == "0 1"
-        assert not any(is_running(int(pid)) for pid in workers.split())
-        assert script.returncode == 0
-        assert all("tensorpipe_agent.cpp" in line for line in err.splitlines())
 
 
 JOIN = """
@@ -389,7 +252,6 @@ error(ValueError, RpcGroup, make, 2)
 error(ValueError, RpcGroup, make, 2, names=["right"])
 error(ValueError, RpcGroup, make, 1, names=["trainer"])
 error(ValueError, RpcGroup, make, 2, names=["left", "left"])
-error(OptionError, RpcGroup, make, 3, torch_threads=1)
 
 group = RpcGroup(make, 3)
 whose = lambda hosted: (hosted[0], rpc.get_worker_info().name)
@@ -425,8 +287,6 @@ or names=[…] for some of them
 num_workers is 2, and the RPC workers are 1: 'right'; give num_workers=1
 no RPC worker 'trainer' besides this process; there are: 'left', 'middle', 'right'
 names=['left', 'left'] has a name twice; give each worker once
-torch_threads is for workers that the group starts, and torch RPC is initialised in this \
-process; call torch.set_num_threads in its workers instead
 [(0, 'left'), (1, 'middle'), (2, 'right')]
 worker group 'rpc' cannot add a worker, as a torch RPC world is fixed when it begins; give \
 more num_workers when you make it, or use workers='process' or 'ray' with scheme='dist'
@@ -458,8 +318,9 @@ def test_a_world_that_the_user_has_begun(tmp_path: Path) -> None:
 def test_where_warnings_are_errors_what_cannot_be_closed_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    end_world()
     monkeypatch.setenv("PYTHONWARNINGS", "error::UserWarning")
-    group = RpcGroup(lambda worker_id: Closed(worker_id, tmp_path, fails=True), 2)
+    group = LocalRpcGroup(lambda worker_id: Closed(worker_id, tmp_path, fails=True), 2)
     began = time.monotonic()
     group.stop()
     assert time.monotonic() - began < 5

@@ -1,29 +1,28 @@
-"""The scheme `rpc` does what every scheme does, whether its workers connect or are called."""
+"""The scheme `rpc` does what every scheme does whose sender calls its workers."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.plugins_dist.rpc_processes import LocalRpcGroup, end_world
 
-from sync_core.testing import CalledSchemeConformance, SchemeConformance
-from sync_core.testing.schemes.pool import Pool
+from sync_core.testing import CalledSchemeConformance
 
 pytestmark = pytest.mark.timeout(90)
 
 
-class TestRpc(SchemeConformance):
-    scheme = "rpc"
-
-    @pytest.fixture(autouse=True)
-    def rpc_world(self, pool: Pool) -> None:
-        """A sender of the scheme is made in a process that has joined a world of torch RPC."""
-        pool.make_ready()
+@pytest.fixture(scope="module", autouse=True)
+def _world() -> Iterator[None]:
+    yield
+    end_world()
 
 
 class TestCalledRpc(CalledSchemeConformance):
     scheme = "rpc"
+    group = LocalRpcGroup
     options = {"model_id": "__main__:hosted.model"}
 
     @staticmethod

@@ -19,8 +19,7 @@ from sync_core.checks import check_count
 from sync_core.workers import CallOutcome, LaunchedGroup, Launcher, RemoteCall, pickle_factory
 from sync_plugin_dist import rpc_host
 from sync_plugin_dist.rpc_host import Message, pack, unpack
-from sync_plugin_dist.rpc_join import initialised
-from sync_plugin_dist.rpc_world import ChildPeer, LocalWorld, RpcPeer, end_processes, find_peers
+from sync_plugin_dist.rpc_world import choose_workers, initialised
 
 # How often a worker with nothing to do is asked whether it can be reached: torch RPC notices the
 # end of a connection only while a call waits for an answer.
@@ -42,7 +41,7 @@ class RpcWorker:
     callbacks may take their time.
 
     Args:
-        peer: the process that hosts the object.
+        name: the RPC name of the process that hosts the object.
         worker_id: given to the factory, and named by the errors.
         key: by which the process knows the object.
         factory: makes the object.
@@ -51,13 +50,13 @@ class RpcWorker:
 
     def __init__(
         self,
-        peer: RpcPeer,
+        name: str,
         worker_id: int,
         key: str,
         factory: Callable[[int], Any],
         pickled_factory: Message,
     ) -> None:
-        self.peer = peer
+        self.name = name
         self.worker_id = worker_id
         self._key = f"{key}/{worker_id}"
         # Reentrant, as the garbage collector may end a forgotten group in any of its threads.
@@ -78,7 +77,7 @@ class RpcWorker:
 
     @property
     def alive(self) -> bool:
-        return not self._ending and self._lost is None and self.peer.alive
+        return not self._ending and self._lost is None
 
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -118,7 +117,7 @@ class RpcWorker:
         done: Future[Any] = Future()
         try:
             reply = rpc.rpc_async(
-                self.peer.name, rpc_host.forget, args=(self._key,), timeout=max(0.1, timeout)
+                self.name, rpc_host.forget, args=(self._key,), timeout=max(0.1, timeout)
             )
         except RuntimeError:
             # Nothing is left there to forget.
@@ -159,9 +158,6 @@ class RpcWorker:
 
     def _run(self, request: _Request) -> None:
         call = request.call
-        if not self.peer.alive:
-            _refuse(call, self._lose())
-            return
         answer = self._ask(request.function, request.args)
         if isinstance(answer, list):
             call.finish(CallOutcome.unpickle(unpack(answer)))
@@ -187,18 +183,19 @@ class RpcWorker:
             has given up waiting.
         """
         try:
-            reply = rpc.rpc_async(self.peer.name, function, args=args, timeout=0)
+            reply = rpc.rpc_async(self.name, function, args=args, timeout=0)
             reply.add_done_callback(self._answers.put)
             answer = self._answers.get()
             return None if answer is None else answer.value() or []
         except Exception as error:
             return error
 
-    def _lose(self) -> str:
-        reason = self.peer.epitaph() if initialised() else "RPC was shut down in this process"
+    def _lose(self) -> None:
+        reason = f"RPC has lost {self.name!r}"
+        if not initialised():
+            reason = "RPC was shut down in this process"
         with self._lock:
             self._lost = "was stopped" if self._ending else reason
-            return self._lost
 
 
 def _refuse(call: RemoteCall, reason: str) -> None:
@@ -212,16 +209,11 @@ _ASKING = 5.0
 class RpcGroup(LaunchedGroup[RpcWorker]):
     """Objects that live in the processes of a torch RPC world, each in its own thread.
 
-    Where this process has called `torch.distributed.rpc.init_rpc`, the others of that world are
-    the workers, in the order of their ids. They need this package installed. Stopping the group
-    lets them forget what they hosted, and ends nothing else; stop it before RPC is shut down. A
-    peer whose machine vanishes without closing its connections is not noticed, as torch RPC does
-    not notice it.
-
-    Otherwise processes are started on this machine, which die with this process and
-    ignore Ctrl-C, and RPC runs by TCP over loopback until the group is stopped, with this process
-    as ``trainer`` and the others as ``worker0``, ``worker1``, …. Stopping asks first: the call in
-    progress has half of the timeout (at most 5 s) to finish.
+    This process and the workers' have called `torch.distributed.rpc.init_rpc`. The workers are the
+    others of that world, in the order of their ids, and need this package installed. Stopping the
+    group lets them forget what they hosted, and ends nothing else; stop it before RPC is shut
+    down. A worker whose machine vanishes without closing its connections is not noticed, as torch
+    RPC does not notice it.
 
     No worker can be added or restarted: a torch RPC world of a given size is fixed when it begins,
     and no process can join one without a fixed size once a member has died.
@@ -232,15 +224,12 @@ class RpcGroup(LaunchedGroup[RpcWorker]):
     Args:
         factory: see `WorkerGroup`.
         num_workers: see `WorkerGroup`.
-        timeout: see `WorkerGroup`; in the group's own world also for RPC calls that set no other.
-        names: the workers' names, where RPC is initialised and not all others are workers.
-        torch_threads: threads that torch uses in each interpreter that is started; None shares
-            the cores out.
+        timeout: see `WorkerGroup`.
+        names: the workers' names, where not all others are workers.
 
     Raises:
+        OptionError: RPC is not initialised in this process.
         ValueError: the RPC world has other workers, or another number of them.
-        OptionError: ``names`` where RPC is not initialised, or ``torch_threads`` where it is.
-        PluginError: this process has a group with its own world already.
 
     Example:
         >>> with RpcGroup(lambda worker_id: [worker_id], 2) as group:  # doctest: +SKIP
@@ -257,12 +246,10 @@ class RpcGroup(LaunchedGroup[RpcWorker]):
         *,
         timeout: float = 60.0,
         names: Sequence[str] | None = None,
-        torch_threads: int | None = None,
     ) -> None:
         num_workers = check_count(num_workers, "num_workers", least=0)
-        peers = find_peers(num_workers, names, torch_threads)
-        launcher = _RpcLauncher(factory, peers, timeout, torch_threads)
-        super().__init__(launcher, num_workers, timeout=timeout)
+        chosen = choose_workers(num_workers, names) if num_workers else []
+        super().__init__(RpcLauncher(factory, chosen), num_workers, timeout=timeout)
 
     def add(self) -> int:
         with self._lock:
@@ -280,41 +267,27 @@ class RpcGroup(LaunchedGroup[RpcWorker]):
         )
 
 
-class _RpcLauncher(Launcher[RpcWorker]):
-    def __init__(
-        self,
-        factory: Callable[[int], Any],
-        peers: Sequence[RpcPeer] | None,
-        timeout: float,
-        torch_threads: int | None,
-    ) -> None:
+class RpcLauncher(Launcher[RpcWorker]):
+    """Has members of a torch RPC world host objects, and lets them forget these.
+
+    Args:
+        factory: makes the objects.
+        names: the members.
+    """
+
+    def __init__(self, factory: Callable[[int], Any], names: Sequence[str]) -> None:
         self._factory, self._pickled = factory, pack(pickle_factory(factory, 0))
-        self._peers = peers
-        self._timeout = timeout
-        self._torch_threads = torch_threads
-        self._world: LocalWorld | None = None
+        self._names = names
 
     def launch(self, worker_ids: Sequence[int]) -> Iterator[RpcWorker]:
-        peers = self._peers
-        if peers is None:
-            self._world = LocalWorld(len(worker_ids), self._timeout, self._torch_threads)
-            peers = self._world.peers
         key = uuid4().hex
-        for worker_id, peer in zip(worker_ids, peers, strict=True):
-            yield RpcWorker(peer, worker_id, key, self._factory, self._pickled)
+        for worker_id, name in zip(worker_ids, self._names, strict=True):
+            yield RpcWorker(name, worker_id, key, self._factory, self._pickled)
 
     def end(self, workers: Collection[RpcWorker], timeout: float) -> None:
         left = timeout - _end_calls(workers, timeout)
-        if self._world is None:
-            _forget(workers, min(left, _ASKING))
-        else:
-            end_processes([w.peer for w in workers if isinstance(w.peer, ChildPeer)], left)
-
-    def close(self, workers: Collection[RpcWorker], timeout: float) -> None:
-        if self._world is None:
-            self.end(workers, timeout)
-        else:
-            self._world.end(timeout - _end_calls(workers, timeout))
+        asked = [worker.forget(min(left, _ASKING)) for worker in workers]
+        wait([done for done in asked if done is not None], min(left, _ASKING))
 
 
 def _end_calls(workers: Collection[RpcWorker], timeout: float) -> float:
@@ -332,8 +305,3 @@ def _end_calls(workers: Collection[RpcWorker], timeout: float) -> float:
     for worker in stuck:
         worker.join(begin + timeout * 3 / 4)
     return time.monotonic() - begin
-
-
-def _forget(workers: Collection[RpcWorker], timeout: float) -> None:
-    asked = [worker.forget(timeout) for worker in workers]
-    wait([done for done in asked if done is not None], timeout)

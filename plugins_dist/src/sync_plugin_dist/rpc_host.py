@@ -118,12 +118,6 @@ def forget(key: str) -> _Reply:
     return nothing
 
 
-def forget_all() -> None:
-    """The same for all that this process hosts; it returns when that is done."""
-    for ended in [host.end() for host in list(_hosts.values())]:
-        ended.wait()
-
-
 def ping() -> None:
     """Return, by which the caller knows that this process can still be reached."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sync_core import OptionError, ReceiverTransport, SenderTransport, TransportContext, hookimpl
+from sync_core import ReceiverTransport, SenderTransport, TransportContext, hookimpl
 from sync_core.transports import Finding
 from sync_plugin_dist import findings
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.receiver import DistReceiver
-from sync_plugin_dist.rpc_join import initialised
 from sync_plugin_dist.rpc_sender import RpcSender
+from sync_plugin_dist.rpc_world import check_initialised
 from sync_plugin_dist.scheme import DistScheme
 from sync_plugin_dist.sender import DistSender
 
@@ -49,12 +49,7 @@ class RpcScheme:
         options = DistOptions(**vars(given))
         if context.side == "receiver":
             return DistReceiver(context, options)
-        if not initialised():
-            raise OptionError(
-                "torch RPC is not initialised in this process; call "
-                'torch.distributed.rpc.init_rpc("trainer", rank=0, world_size=…) here and its like '
-                "in each worker, or let Collector(…, workers='rpc') do both"
-            )
+        check_initialised()
         if context.workers:
             return RpcSender(context, options)
         return DistSender(context, options)

@@ -218,10 +218,6 @@ class _Run:
         """Replace killed workers; the new ones have the newest version at once."""
         if round_.trial.fate != "gone":
             return
-        if not self._plan.subject.replaces:
-            self.whole = False
-            self._there = [i for i in self._there if i not in round_.worker_ids]
-            return
         for worker_id in round_.worker_ids:
             self._pool.restart(worker_id)
         self._connect(round_.worker_ids)

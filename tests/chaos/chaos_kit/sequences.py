@@ -27,12 +27,8 @@ def sequence_of(seed: int, subjects: Sequence[str]) -> Plan:
     mode = random_.choice(modes)
     names = [trial for trial in TRIALS if fits(subject, TRIALS[trial], mode)]
     faults: list[tuple[str, tuple[int, ...]]] = [("none", ())]
-    gone: set[int] = set()
     for _ in range(_ROUNDS):
         hurt = random_.sample(range(WORKERS), random_.randint(1, WORKERS))
-        fault, struck = random_.choice(names), tuple(sorted(set(hurt) - gone))
-        faults.append((fault, struck) if struck else ("none", ()))
-        if TRIALS[fault].fate == "gone" and not subject.replaces:
-            gone.update(struck)
+        faults.append((random_.choice(names), tuple(sorted(hurt))))
     faults.append(("none", ()))
     return Plan.make(f"{name} | sequence {seed}", name, mode, faults)

@@ -53,11 +53,6 @@ class Subject:
         """Return whether the workers are their own processes, which can be hurt."""
         return "cross_process" in self.group_class.capabilities
 
-    @property
-    def replaces(self) -> bool:
-        """Return whether another can take the place of a worker that is gone."""
-        return "restart" in self.group_class.capabilities
-
 
 # Small parts, so that a version of the model here takes several.
 _PARTS = {"bucket_mb": 0.2}
@@ -81,7 +76,6 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             deadline=4.0,
             collective=True,
         ),
-        "rpc": Subject(scheme="rpc", group="rpc", shares=True, options=_PARTS),
         "ray": Subject(scheme="ray", group="ray", shares=True, deadline=2.5, alone=True),
     }
 )

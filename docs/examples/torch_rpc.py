@@ -1,0 +1,63 @@
+"""A trainer and two workers of torch RPC, in a world that this program begins.
+
+    python docs/examples/torch_rpc.py
+
+The workers run no code of sync-core: each has a model, which the sender finds by its path.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed import rpc
+
+import sync_core
+
+WORKERS = ["worker0", "worker1"]
+
+policy = nn.Linear(4, 2)
+
+
+def main() -> None:
+    """Begin the world, with a process for each member."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    names = ["trainer", *WORKERS]
+    mp.spawn(join, args=(names, port), nprocs=len(names))
+
+
+def join(rank: int, names: list[str], port: int) -> None:
+    """Take part as one of the names; the first trains."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    rpc.init_rpc(names[rank], rank=rank, world_size=len(names))
+    if rank == 0:
+        train()
+    # Returns when all have called it: until then the workers take calls.
+    rpc.shutdown()
+
+
+def train() -> None:
+    """Send three versions, and look at what the workers have."""
+    path = f"{join.__module__}:policy"
+    with sync_core.Sender("rpc", policy, workers=WORKERS, model_id=path) as sender:
+        for step in range(3):
+            with torch.no_grad():
+                policy.bias.fill_(step)
+            report = sender.send()
+            print(f"version {report.version}: workers {report.updated}")
+    for name in WORKERS:
+        print(f"{name}: bias {rpc.rpc_sync(name, bias)}")
+
+
+def bias() -> list[float]:
+    """The bias of this process's policy."""
+    values: list[float] = policy.bias.tolist()
+    return values
+
+
+if __name__ == "__main__":
+    main()
