@@ -174,7 +174,7 @@ class FalseSender:
         os.close(self.writer)
 
     def receiver(self, first: bytes = b"", *descriptors: int) -> SharedReceiver:
-        given = descriptors or (self.board.descriptor, self.reader)
+        given = descriptors or (self.board.descriptor, self.reader, self.writer)
         socket.send_fds(self.mine, [first or framed({"type": "welcome"})], given)
         context = TransportContext(
             side="receiver", scheme="mp", model_id="policy", token="", timeout=0.2, worker_id=0

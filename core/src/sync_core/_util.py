@@ -34,19 +34,31 @@ def uninterrupted() -> Iterator[None]:
         >>> done
         ['all of it', 'and then Ctrl-C']
     """
-    handler = signal.getsignal(signal.SIGINT)
     # Only the main thread is interrupted, and only where Python itself handles the signal.
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    if threading.get_ident() != threading.main_thread().ident:
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *signalled: came.append(signalled))
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or isinstance(handler, _Deferred):
+        yield
+        return
+    deferred = _Deferred()
+    signal.signal(signal.SIGINT, deferred)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
+        if deferred.came is not None:
+            handler(*deferred.came)
+
+
+class _Deferred:
+    """Takes note of a signal; in a block inside such a block, there is nothing to do."""
+
+    came: tuple[int, FrameType | None] | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = number, frame
 
 
 def release_with(

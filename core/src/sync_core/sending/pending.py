@@ -13,7 +13,7 @@ from sync_core._util import Stopwatch, clock_id
 from sync_core.checks import check_seconds
 from sync_core.errors import SendError, TransportError, WorkerError, WorkerTimeoutError
 from sync_core.report import SendReport, WorkerResult
-from sync_core.transports.transport import Answer, Delivery
+from sync_core.transports.transport import Answer, Delivery, wait_for_each
 
 _logger = logging.getLogger("sync_core")
 
@@ -96,6 +96,7 @@ class PendingSend:
         timeout: seconds after ``started`` by which every worker must have answered.
         finish: called once with the report before it is returned or raised, and with whether
             the workers were given the time that they had.
+        wait: waits until deliveries have ended, or seconds are over.
         unwaited: workers that get the version, and are not waited for; and why.
         prepare_seconds: see `SendReport`.
         publish_seconds: see `SendReport`.
@@ -111,6 +112,7 @@ class PendingSend:
         started: float,
         timeout: float,
         finish: Finish,
+        wait: Callable[[Sequence[Delivery], float], None] = wait_for_each,
         unwaited: Mapping[int, Literal["quarantine", "restart"]] = MappingProxyType({}),
         prepare_seconds: float = 0.0,
         publish_seconds: float = 0.0,
@@ -125,6 +127,7 @@ class PendingSend:
         self._unwaited = unwaited
         self._started = started
         self._timeout = timeout
+        self._wait = wait
         self._finish = finish
         self._prepare_seconds = prepare_seconds
         self._publish_seconds = publish_seconds
@@ -185,9 +188,8 @@ class PendingSend:
             limit = self._started + self._timeout
             if timeout is not None:
                 limit = time.perf_counter() + check_seconds(timeout)
-            # The one that was offered its version last is likely to answer last: fewer wake-ups.
-            for delivery in reversed(self._waited.values()):
-                delivery.wait(max(0.0, limit - time.perf_counter()))
+            waited = tuple(self._waited.values())
+            self._wait(waited, max(0.0, limit - time.perf_counter()))
         report = self._end(waited=True)
         if report.failed:
             causes = [result.error.__cause__ for result in report.failed.values() if result.error]

@@ -356,6 +356,10 @@ class Pipeline:
         self._verification.guard(deliveries.values())
         return deliveries
 
+    def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
+        """Wait until deliveries have ended, or the timeout is over."""
+        self._opened().wait(deliveries, timeout)
+
     def close(self) -> None:
         """Close the transport, if there is one."""
         if self._close is not None:

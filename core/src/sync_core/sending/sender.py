@@ -306,6 +306,7 @@ class Sender(Updater):
                 [worker_id for worker_id in addressed if worker_id not in due],
                 started=started,
                 timeout=seconds,
+                wait=self._pipeline.wait,
                 finish=self._end,
                 unwaited=self._members.sent(self._version, deliveries),
                 prepare_seconds=prepared - started,

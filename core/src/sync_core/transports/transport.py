@@ -214,6 +214,7 @@ class Delivery:
         self._running.acquire()
         self._check: Callable[[Delivery, Answer | None], WorkerError | None] = _accept
         self._watcher: Callable[[Delivery, WorkerError | None], None] | None = None
+        self._on_end: Callable[[], None] = _nothing
 
     def acknowledge(self, answer: Answer | None = None) -> None:
         """The worker has answered: it has committed the version, or says why it could not.
@@ -267,6 +268,18 @@ class Delivery:
         if ended:
             watcher(self, self.error)
 
+    @property
+    def ended(self) -> bool:
+        """Return whether it has ended."""
+        return self._has_ended
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call a function at the end, from the thread that ends it; not if it has ended already.
+
+        For a transport whose `SenderTransport.wait` does not wait for the deliveries one by one.
+        """
+        self._on_end = callback
+
     def _end(self, error: WorkerError | None, answer: Answer | None) -> None:
         with self._lock:
             if error is None:
@@ -276,13 +289,26 @@ class Delivery:
                 self.ended_at = time.perf_counter()
                 self._has_ended = True
                 self._running.release()
+                self._on_end()
             watcher = self._watcher
         if watcher is not None:
             watcher(self, error)
 
 
+def _nothing() -> None:
+    return
+
+
 def _accept(delivery: Delivery, answer: Answer | None) -> None:
     del delivery, answer
+
+
+def wait_for_each(deliveries: Sequence[Delivery], timeout: float) -> None:
+    """Wait until these deliveries have ended, one after the other, at most ``timeout`` seconds."""
+    limit = time.perf_counter() + timeout
+    # The one that was offered its version last is likely to answer last: fewer wake-ups.
+    for delivery in reversed(deliveries):
+        delivery.wait(max(0.0, limit - time.perf_counter()))
 
 
 class SenderTransport(ABC):
@@ -303,6 +329,18 @@ class SenderTransport(ABC):
         The payload's tensors are the trainer's own: they must have been read when this returns.
         A worker that is known to be dead gets a failed delivery at once.
         """
+
+    def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
+        """Wait until these deliveries have ended, or the timeout is over.
+
+        Called by the thread that waits for a send, while others may call the other methods. A
+        transport overrides it to read answers in that thread, so that no other has to run.
+
+        Args:
+            deliveries: of one `send`.
+            timeout: in seconds.
+        """
+        wait_for_each(deliveries, timeout)
 
     @abstractmethod
     def add_worker(self, worker_id: int, worker: Any = None) -> None:

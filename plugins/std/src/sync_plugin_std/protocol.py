@@ -12,10 +12,11 @@ What else there is to say goes over a socket:
 from      message                                meaning
 ========  =====================================  ===============================================
 worker    ``hello``, token, worker, pid          the first message of a connection
-sender    ``welcome`` + 2 descriptors            accepted; the board, and the pipe's reading end
+sender    ``welcome`` + 3 descriptors            accepted; the board, and its ends of two pipes
 sender    ``slot``, index, live + descriptor     a slot that will be offered; those there are
 sender    ``live``, live                         the slots that there are, as some are no more
 worker    ``answer``, answer, held               committed, or not; reads only ``held`` from now
+worker    ``look``                               its answer is in its pipe; see `answers`
 worker    ``lacks``, index                       it could not open a slot that was announced
 worker    ``on``, version, held                  asks for more, and will not answer about this one
 worker    ``leave``, reason                      it closes its receiver
@@ -33,7 +34,8 @@ from sync_core.transports import SharedMemory
 
 _FIELDS = 4  # three are used; a cell is 32 bytes, so that none crosses a cache line
 _WORKERS = 1 << 16
-_NBYTES = _WORKERS * _FIELDS * 8
+_WAITING = _WORKERS * _FIELDS  # the word that says whether a thread waits for answers
+_NBYTES = (_WAITING + 1) * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,15 @@ class Board:
     def descriptor(self) -> int:
         """By which workers map the board."""
         return self._memory.descriptor
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether a thread of the sender waits for answers; see `answers`."""
+        return bool(self._cells[_WAITING])
+
+    @waiting.setter
+    def waiting(self, waits: bool) -> None:
+        self._cells[_WAITING] = waits
 
     def __getitem__(self, worker_id: int) -> Offer:
         start = worker_id * _FIELDS

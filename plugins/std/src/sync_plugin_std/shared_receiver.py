@@ -17,6 +17,7 @@ from sync_core import (
 )
 from sync_core.errors import PayloadError
 from sync_core.transports import Channel, MappedSlots, Message, farewell, hello
+from sync_plugin_std.answers import write_answer
 from sync_plugin_std.protocol import Board, Offer, take_token
 
 
@@ -43,7 +44,7 @@ class SharedReceiver(ReceiverTransport):
         try:
             self._send(hello(context.token, context.worker_id))
             self._handle_next(context.timeout)
-            self._board, self._tokens = self._take_board(channel)
+            self._board, self._tokens, self._answers = self._take_board(channel)
         except BaseException:
             channel.close()
             raise
@@ -70,6 +71,10 @@ class SharedReceiver(ReceiverTransport):
         """Answer, and say which slots are still read."""
         self._unanswered = 0
         held = self._slots.held
+        if self._board.waiting and write_answer(self._answers, answer, held):
+            if not self._board.waiting:
+                self._send({"type": "look"})
+            return
         self._send({"type": "answer", "answer": answer.to_message(), "held": held})
 
     def leave(self, reason: str) -> None:
@@ -88,6 +93,7 @@ class SharedReceiver(ReceiverTransport):
             self._channel.close()
             self._board.close()
             os.close(self._tokens)
+            os.close(self._answers)
             self._slots.clear()
 
     def _read(self, offer: Offer) -> Payload:
@@ -138,13 +144,12 @@ class SharedReceiver(ReceiverTransport):
                 raise
             raise SenderLostError(f"the sender does not keep to the protocol: {error!r}") from error
 
-    def _take_board(self, channel: Channel) -> tuple[Board, int]:
-        """Return what came with the welcome: the board, and the end of the pipe for tokens."""
+    def _take_board(self, channel: Channel) -> tuple[Board, int, int]:
+        """Return what came with the welcome: the board, and the ends of two pipes."""
         try:
-            tokens = -1
-            descriptor, tokens = channel.pop_descriptor(), channel.pop_descriptor()
+            descriptor, tokens, answers = (channel.pop_descriptor() for _ in range(3))
             try:
-                return Board.of(descriptor), tokens
+                return Board.of(descriptor), tokens, answers
             finally:
                 os.close(descriptor)
         except (OSError, ValueError) as error:

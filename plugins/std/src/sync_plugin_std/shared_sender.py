@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from sync_core import Answer, Delivery, Payload, TransportContext
-from sync_core.transports import Message, Peer, Publisher, ServingTransport, SharedSlots, Slot
+from sync_core.transports import (
+    Message,
+    Peer,
+    Publisher,
+    ServingTransport,
+    SharedSlots,
+    Slot,
+    uninterrupted,
+)
+from sync_plugin_std.answers import AnswerPipe
 from sync_plugin_std.protocol import Board, Offer, TokenPipe
 
 
@@ -17,11 +30,13 @@ class SharedPeer(Peer):
 
     Args:
         tokens: where its offers are accepted or revoked.
+        answers: where its answers come while a thread waits for them.
         offered: the slot that it was offered, and has not answered about.
         knows: the slots that were announced to it.
     """
 
     tokens: TokenPipe = field(default_factory=TokenPipe)
+    answers: AnswerPipe = field(default_factory=AnswerPipe)
     offered: Slot | None = None
     knows: set[int] = field(default_factory=set)
 
@@ -47,6 +62,11 @@ class SharedSender(ServingTransport[SharedPeer]):
         assert context.layout is not None
         self._slots = SharedSlots(directory)
         self._board = Board.create()
+        # The thread that reads answers; the bell is rung for it when a delivery ends otherwise.
+        self._reader: int | None = None
+        self._waiting = False
+        self._bell, self._rung = socket.socketpair()
+        self._bell.setblocking(False)
         try:
             publisher = Publisher(
                 self._slots.allocate,
@@ -60,45 +80,76 @@ class SharedSender(ServingTransport[SharedPeer]):
             )
             super().__init__(context.token, publisher, SharedPeer, listeners)
         except BaseException:
+            self._close_bell()
             self._board.close()
             raise
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Pack once for all, and offer the slot to the workers that wait for it."""
+        if self._waiting:
+            # Ctrl-C has ended a wait, and left answers where they are.
+            self._set_waiting(False)
+            self._take_answers()
         deliveries = self._publisher.publish(payload, worker_ids)
         self.offer_to(worker_ids)
         return deliveries
+
+    def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
+        """Read the workers' answers in this thread."""
+        with self._publisher.lock:
+            # Ctrl-C may have left this thread there.
+            alone = self._reader in (None, threading.get_ident())
+            if alone:
+                self._reader = threading.get_ident()
+        if not alone:
+            super().wait(deliveries, timeout)
+            return
+        try:
+            for delivery in deliveries:
+                delivery.on_end(self._ring)
+            self._set_waiting(True)
+            self._read_answers(deliveries, time.monotonic() + timeout)
+        finally:
+            self._set_waiting(False)
+            self._take_answers()
+            with self._publisher.lock:
+                self._reader = None
+                if self._publisher.closed:
+                    self._close_bell()
+
+    def close(self) -> None:
+        """Let the workers know, and end the thread."""
+        super().close()
+        with self._publisher.lock:
+            if self._reader in (None, threading.get_ident()):
+                self._close_bell()
 
     def joined(self, peer: SharedPeer) -> None:
         """Called when a worker has said hello."""
 
     def welcome(self, peer: SharedPeer) -> None:
-        """Give the worker what offers are read from."""
-        descriptors = [self._board.descriptor, peer.tokens.reader]
+        """Give the worker what offers are read from, and what answers are written to."""
+        descriptors = [self._board.descriptor, peer.tokens.reader, peer.answers.writer]
         if self.tell(peer, {"type": "welcome"}, descriptors):
+            peer.answers.close_writer()
             self.joined(peer)
+            self._ring()
 
     def handle(self, peer: SharedPeer, message: Message) -> None:
         """Take an answer."""
-        assert peer.worker_id is not None
-        kind, answer = message["type"], None
+        kind = message["type"]
         if kind == "answer":
             answer = Answer.from_message(message["answer"])
-            version = answer.version
+            self._take_answer(peer, answer.version, message["held"], answer)
         elif kind == "on":
-            version = int(message["version"])
+            self._take_answer(peer, int(message["version"]), message["held"], None)
+        elif kind == "look":
+            self._take_answers_of(peer)
         elif kind == "lacks":
             peer.knows.discard(int(message["index"]))
             self.offer(peer)
-            return
         else:
             raise ValueError(f"{kind!r} is not a message")
-        peer.offered, peer.seen = None, version
-        self._publisher.give_back(peer, message["held"])
-        if answer is not None:
-            self._publisher.answer(peer.worker_id, answer, peer)
-        # Not to this peer, whose place another may have taken.
-        self.offer_to([peer.worker_id])
 
     def offer(self, peer: SharedPeer) -> None:
         """Offer the newest version meant for a worker, in place of what it has not accepted."""
@@ -118,12 +169,73 @@ class SharedSender(ServingTransport[SharedPeer]):
         self._revoke(peer)
 
     def left(self, peer: SharedPeer) -> None:
-        """Close its pipe."""
+        """Take its last answers, and close its pipes."""
+        with suppress(ValueError):
+            self._take_answers_of(peer)
         peer.tokens.close()
+        peer.answers.close()
 
     def torn_down(self) -> None:
         """Release the board."""
         self._board.close()
+
+    def _set_waiting(self, waits: bool) -> None:
+        with self._publisher.lock:
+            if not self._publisher.closed:
+                self._board.waiting = self._waiting = waits
+
+    def _read_answers(self, deliveries: Sequence[Delivery], deadline: float) -> None:
+        while pending := [delivery for delivery in deliveries if not delivery.ended]:
+            poll = select.poll()
+            poll.register(self._rung, select.POLLIN)
+            with self._publisher.lock:
+                # That of the worker which was offered its version last is likely to come last.
+                peer = self._peers.get(pending[-1].worker_id)
+                if peer is not None:
+                    poll.register(peer.answers.reader, select.POLLIN)
+            left = deadline - time.monotonic()
+            ready = poll.poll(left * 1000) if left > 0 else []
+            if not ready:
+                return
+            if any(descriptor == self._rung.fileno() for descriptor, _ in ready):
+                self._rung.recv(4096)
+            self._take_answers()
+
+    def _take_answers(self) -> None:
+        # An answer that was read must be acted on.
+        with self._publisher.lock, uninterrupted():
+            if self._publisher.closed:
+                return
+            for peer in tuple(self._peers.values()):
+                try:
+                    self._take_answers_of(peer)
+                except ValueError as error:
+                    self._lose(peer, f"does not answer as agreed: {error}")
+
+    def _take_answers_of(self, peer: SharedPeer) -> None:
+        for answer, held in peer.answers.read():
+            self._take_answer(peer, answer.version, held, answer)
+
+    def _take_answer(
+        self, peer: SharedPeer, version: int, held: Sequence[int], answer: Answer | None
+    ) -> None:
+        assert peer.worker_id is not None
+        peer.offered, peer.seen = None, version
+        self._publisher.give_back(peer, held)
+        if answer is not None:
+            self._publisher.answer(peer.worker_id, answer, peer)
+        # Not to this peer, whose place another may have taken.
+        self.offer_to([peer.worker_id])
+
+    def _ring(self) -> None:
+        """Wake the thread that reads answers, unless this is it."""
+        if self._reader not in (None, threading.get_ident()):
+            with suppress(OSError):
+                self._bell.send(b"\0")
+
+    def _close_bell(self) -> None:
+        self._bell.close()
+        self._rung.close()
 
     def _tell_of_slots(self, peer: SharedPeer, offered: Slot) -> bool:
         """Let the worker know which slots there are; False when it is gone."""

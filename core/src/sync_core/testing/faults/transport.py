@@ -213,6 +213,10 @@ class FaultySender(SenderTransport):
             payload = self._gated(payload, due)
         return self._transport.send(payload, worker_ids)
 
+    def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
+        """Wait as the scheme does."""
+        self._transport.wait(deliveries, timeout)
+
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker."""
         self._transport.add_worker(worker_id, worker)
