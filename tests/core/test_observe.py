@@ -214,7 +214,8 @@ def test_the_trace_is_a_line_for_each_hook_call() -> None:
         "apply_weights",
     ]
     assert calls[2]["side"] == "receiver"
-    assert calls[4]["plugins"] == "checksum,bf16,sync-core"
+    assert calls[3]["plugins"] == "checksum,bf16,sync-core"
+    assert calls[4]["plugins"] == "checksum,sync-core"
     assert (calls[4]["model_id"], calls[4]["worker_id"], calls[4]["version"]) == (
         "policy",
         "0",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import pluggy
@@ -35,10 +35,10 @@ from sync_core.weights.payload import Update
 _CONTEXT_FIELDS = ("side", "scheme", "model_id", "version", "worker_id", "worker_ids")
 
 
-def trace_if_asked(manager: pluggy.PluginManager) -> None:
+def trace_if_asked(manager: pluggy.PluginManager) -> bool:
     """Print the calls of a manager's hooks from now on, if the environment asks for it."""
     if os.environ.get("SYNC_TRACE") != "1":
-        return
+        return False
     began: list[float] = []
 
     def before(hook: str, impls: Sequence[HookImpl], arguments: Mapping[str, Any]) -> None:
@@ -66,6 +66,7 @@ def trace_if_asked(manager: pluggy.PluginManager) -> None:
         sys.stderr.write(f"sync-trace {' '.join(f'{k}={_written(v)}' for k, v in told.items())}\n")
 
     manager.add_hookcall_monitoring(before, after)
+    return True
 
 
 def _names(impls: Sequence[HookImpl]) -> list[str]:
@@ -134,7 +135,7 @@ class Stack:
             hook does not have.
     """
 
-    def __init__(self, defaults: object, backend: Plugin, layers: Sequence[Plugin] = ()) -> None:
+    def __init__(self, defaults: Any, backend: Plugin, layers: Sequence[Plugin] = ()) -> None:
         self._backend = backend
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
@@ -147,10 +148,13 @@ class Stack:
         for position, plugin in enumerate(plugins):
             self._register(plugin, f"{position}: {plugin.name}")
             self._register_check((plugin,), wrappers=True)
-        trace_if_asked(self._manager)
+        traced = trace_if_asked(self._manager)
         self._extended = frozenset(
             hook for hook in HOOKS for plugin in plugins if hook in implemented(plugin.object)
         )
+        # Where only the core implements a hook, it is called directly, unless calls are traced.
+        self._defaults = defaults
+        self._hooked = frozenset(HOOKS) if traced else self._extended
 
     def implements(self, hook: str) -> bool:
         """Return whether the backend or a layer implements the hook, and not the core alone."""
@@ -172,13 +176,14 @@ class Stack:
 
     def prepare_weights(self, update: Update, context: SendContext) -> Update:
         """The update to send."""
-        prepared: Update = self._manager.hook.prepare_weights(update=update, context=context)
+        prepared: Update = self._find("prepare_weights")(update=update, context=context)
         return prepared
 
     def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> None:
         """Load the update into the model."""
         self._applied.so_far = False
-        self._manager.hook.apply_weights(update=update, model=model, context=context)
+        self._find("apply_weights")(update=update, model=model, context=context)
+        self._applied.so_far = True
 
     @property
     def applied(self) -> bool:
@@ -189,6 +194,13 @@ class Stack:
         """Return whether the worker is left out of this push."""
         skipped: bool = self._manager.hook.skip_update(context=context)
         return skipped
+
+    def _find(self, hook: str) -> Callable[..., Any]:
+        """The function that calls all implementations of a hook."""
+        found: Callable[..., Any] = getattr(
+            self._manager.hook if hook in self._hooked else self._defaults, hook
+        )
+        return found
 
     def _wrong_transport(self, transport: object, wanted: str) -> HookResultError:
         return HookResultError(

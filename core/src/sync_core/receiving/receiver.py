@@ -11,7 +11,6 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any, NoReturn, Self
 
-import torch
 from torch import Tensor
 
 from sync_core import registry
@@ -41,6 +40,7 @@ from sync_core.registry import Plugin
 from sync_core.stack import Defaults, Stack
 from sync_core.transports.transport import Answer, ReceiverTransport
 from sync_core.verify import Verification
+from sync_core.weights.copying import outside_inference_mode
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
 
@@ -316,7 +316,7 @@ class Receiver(CollectorReference):
                 )
             try:
                 # Tensors that a layer makes in inference mode could not be trained.
-                with torch.inference_mode(mode=False):
+                with outside_inference_mode():
                     self._stack.apply_weights(update, model, context)
             finally:
                 self._loaded = self._stack.applied
@@ -455,7 +455,7 @@ class Receiver(CollectorReference):
     def _next(self, deadline: float) -> Payload | None:
         try:
             # Memory that a transport allocates may become that of parameters, or of later versions.
-            with torch.inference_mode(mode=False), self._exclusive.waiting():
+            with outside_inference_mode(), self._exclusive.waiting():
                 return self._transport.receive(max(0.0, deadline - time.monotonic()))
         except SenderLostError as error:
             if self._closed:

@@ -327,8 +327,6 @@ class Pipeline:
         acknowledged: Callable[[], Mapping[int, int]],
     ) -> Update:
         """The update as the layers make it."""
-        if not self.stack.implements("prepare_weights"):
-            return update
         context = SendContext(
             model_id=self._terms.model_id,
             version=version,

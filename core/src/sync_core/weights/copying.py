@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +20,8 @@ _DIVIDED = 32_768
 # The size of a piece, and the size from which a second thread is worth its start, in bytes.
 _PIECE = 4 << 20
 _WORTHWHILE = 16 << 20
+
+_NO_CHANGE = nullcontext()
 
 _Piece: TypeAlias = (
     "tuple[np.ndarray[Any, np.dtype[np.uint8]], np.ndarray[Any, np.dtype[np.uint8]]]"
@@ -40,6 +42,13 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     _copy_pieces(deque(piece for pair in apart for piece in _pieces(*pair)))
     # What autograd has saved for a backward pass has changed, as with any in-place copy.
     increment_version([target for target, _ in apart])
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """The mode in which tensors are made that can be trained."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(mode=False)
+    return _NO_CHANGE
 
 
 def writing_to(targets: Iterable[Tensor]) -> AbstractContextManager[object]:

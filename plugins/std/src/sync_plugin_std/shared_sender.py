@@ -86,10 +86,8 @@ class SharedSender(ServingTransport[SharedPeer]):
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Pack once for all, and offer the slot to the workers that wait for it."""
-        if self._waiting:
-            # Ctrl-C has ended a wait, and left answers where they are.
-            self._set_waiting(False)
-            self._take_answers()
+        # Ctrl-C may have ended a wait, and left answers where they are.
+        self._wait_no_longer()
         deliveries = self._publisher.publish(payload, worker_ids)
         self.offer_to(worker_ids)
         return deliveries
@@ -110,8 +108,7 @@ class SharedSender(ServingTransport[SharedPeer]):
             self._set_waiting(True)
             self._read_answers(deliveries, time.monotonic() + timeout)
         finally:
-            self._set_waiting(False)
-            self._take_answers()
+            self._wait_no_longer()
             with self._publisher.lock:
                 self._reader = None
                 if self._publisher.closed:
@@ -199,18 +196,27 @@ class SharedSender(ServingTransport[SharedPeer]):
                 return
             if any(descriptor == self._rung.fileno() for descriptor, _ in ready):
                 self._rung.recv(4096)
-            self._take_answers()
+            # An answer that was read must be acted on.
+            with self._publisher.lock, uninterrupted():
+                self._take_answers()
+                if all(delivery.ended for delivery in pending):
+                    self._wait_no_longer()
+
+    def _wait_no_longer(self) -> None:
+        if self._waiting:
+            with self._publisher.lock, uninterrupted():
+                self._set_waiting(False)
+                # Those that were written before the workers could know.
+                self._take_answers()
 
     def _take_answers(self) -> None:
-        # An answer that was read must be acted on.
-        with self._publisher.lock, uninterrupted():
-            if self._publisher.closed:
-                return
-            for peer in tuple(self._peers.values()):
-                try:
-                    self._take_answers_of(peer)
-                except ValueError as error:
-                    self._lose(peer, f"does not answer as agreed: {error}")
+        if self._publisher.closed:
+            return
+        for peer in tuple(self._peers.values()):
+            try:
+                self._take_answers_of(peer)
+            except ValueError as error:
+                self._lose(peer, f"does not answer as agreed: {error}")
 
     def _take_answers_of(self, peer: SharedPeer) -> None:
         for answer, held in peer.answers.read():
