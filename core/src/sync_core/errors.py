@@ -15,6 +15,7 @@ __all__ = [
     "CorruptionError",
     "HookResultError",
     "LayoutMismatchError",
+    "LoadError",
     "ModelError",
     "ModelPathError",
     "NotAPluginError",
@@ -178,6 +179,13 @@ class ReadbackError(WorkerError):
 
     Its version does not count as committed, and the next send writes it again. Only raised where
     the sender was given ``verify="readback"``.
+    """
+
+
+class LoadError(WorkerError):
+    """The worker's own ``load`` function raised: its model may hold parts of a version.
+
+    It is known bad, and gets a whole version with the next send.
     """
 
 

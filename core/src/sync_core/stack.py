@@ -6,13 +6,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import pluggy
 from pluggy import HookImpl
+from torch import Tensor
 
 from sync_core import hooks as hookspecs
-from sync_core.errors import HookResultError, UnknownHookError
+from sync_core.errors import HookResultError, LoadError, UnknownHookError
 from sync_core.hooks import (
     HOOKS,
     PROJECT,
@@ -82,15 +83,25 @@ def _written(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+#: A worker's own way of loading named tensors, such as an engine's ``load_weights``.
+Load: TypeAlias = Callable[[Iterable[tuple[str, Tensor]]], object]
+
+
 class Defaults:
     """The core's own implementations; a stack calls them last.
 
     Args:
         strategy: how the model is bound when weights are first applied to it.
         consolidate: see `sync_core.models.Binding`.
+        load: see `sync_core.Receiver`.
     """
 
-    def __init__(self, strategy: Strategy, *, consolidate: bool = False) -> None:
+    def __init__(
+        self, strategy: Strategy, *, consolidate: bool = False, load: Load | None = None
+    ) -> None:
+        #: Whether ``load`` was called and did not return: the model may hold parts of a version.
+        self.loading = False
+        self._load = load
         self._strategy = strategy
         self._consolidate = consolidate
         self._binding: Binding | None = None
@@ -104,6 +115,9 @@ class Defaults:
     @hookimpl
     def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> bool:
         """Write the update into the model."""
+        if self._load is not None:
+            self._load_with(self._load, update, context)
+            return True
         if self._binding is None or self._binding.model is not model:
             self._binding = Binding(model, self._strategy, consolidate=self._consolidate)
         self._binding.write(
@@ -114,6 +128,18 @@ class Defaults:
             version=context.version,
         )
         return True
+
+    def _load_with(self, load: Load, update: Update, context: ApplyContext) -> None:
+        self.loading = True
+        try:
+            load(update.items())
+        except Exception as error:
+            raise LoadError(
+                context.worker_id,
+                f"its load function raised at version {context.version}: "
+                f"{type(error).__name__}: {error}",
+            ) from error
+        self.loading = False
 
     @hookimpl
     def skip_update(self, context: SkipContext) -> bool:

@@ -37,7 +37,7 @@ from sync_core.receiving.background import BackgroundReceiver
 from sync_core.receiving.exclusive import Exclusive, Lease, vacate
 from sync_core.receiving.getter import address_of
 from sync_core.registry import Plugin
-from sync_core.stack import Defaults, Stack
+from sync_core.stack import Defaults, Load, Stack
 from sync_core.transports.transport import Answer, ReceiverTransport
 from sync_core.verify import Verification
 from sync_core.weights.copying import outside_inference_mode
@@ -65,6 +65,12 @@ class Receiver(CollectorReference):
         on_commit: called with every version that was committed, before the sender learns that
             it was; should it raise, that is reported instead. It is for workers that pass
             weights on, and acknowledge them once they have arrived.
+        load: the worker's own way of loading, such as an engine's ``load_weights``: a function of
+            an iterable of names and tensors, which are good only during the call. It is called
+            once a version is staged whole, has passed ``verify``, and layers have undone what
+            they do. ``model`` may be left out then, and is not compared with the sender's. Should
+            the function raise, the model may hold parts of the version: the sender counts the
+            worker as bad, and sends it a whole version next.
         consolidate: whether the first version of a megabyte or more may move a module's tensors
             into one block of memory, in which later versions take one copy. That is done only
             where reference counts, some of them private to torch, show that nothing else holds
@@ -87,14 +93,18 @@ class Receiver(CollectorReference):
         timeout: float | None = None,
         background: bool = False,
         on_commit: Callable[[int], object] | None = None,
+        load: Load | None = None,
         consolidate: bool = True,
     ) -> None:
         if not isinstance(address, Address):
             raise AddressError(f"{address!r} is not an address; type sender.address(worker_id)")
         if on_commit is not None:
             check_function(on_commit, "on_commit")
+        if load is not None:
+            check_function(load, "load")
         self._address = address
         self._context = context
+        self._load = load
         self._consolidate = consolidate
         self._timeout = address.timeout if timeout is None else check_seconds(timeout)
         self._on_commit = on_commit
@@ -123,7 +133,9 @@ class Receiver(CollectorReference):
             self._layer(given, layout)
             for given, layout in zip(address.layers, address.layouts, strict=True)
         ]
-        defaults = Defaults(address.strategy, consolidate=self._consolidate)
+        self._defaults = defaults = Defaults(
+            address.strategy, consolidate=self._consolidate, load=self._load
+        )
         self._verification = Verification(address.verify, self._backend, layers, address.strategy)
         layers_used = self._verification.layers
         self._increments = address.partial and "same_object" not in self._backend.capabilities
@@ -225,7 +237,7 @@ class Receiver(CollectorReference):
         if refers(model):
             if self._context is None:
                 raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
-        elif not self._reshapes:
+        elif not self._reshapes and self._load is None:
             layout = Binding(model, self._address.strategy).layout
             check_match(
                 self._address.layout,
@@ -328,7 +340,10 @@ class Receiver(CollectorReference):
         if payload is None:
             return
         self._refused = payload.version
-        if self._loaded and not isinstance(error, ReadbackError):
+        bad, self._defaults.loading = self._defaults.loading, False
+        if bad:
+            self._version = 0
+        elif self._loaded and not isinstance(error, ReadbackError):
             self._version = payload.version
         if self._address.zero_copy and self._found is not None:
             # It may have been pointed at the payload already, unless it cannot be read at all.
@@ -336,7 +351,7 @@ class Receiver(CollectorReference):
                 vacate(self._found, payload)
         else:
             payload.release()
-        self._answer(Answer.refusal(payload.version, error, loaded=self._loaded))
+        self._answer(Answer.refusal(payload.version, error, loaded=self._loaded, bad=bad))
 
     def confirm(self) -> int:
         """Make what was loaded the model's version, and tell the sender so."""
@@ -371,7 +386,7 @@ class Receiver(CollectorReference):
 
     def snapshot(self) -> Mapping[str, Tensor] | None:
         """A copy of the model's weights; None where the scheme alone knows how to load them."""
-        if self._stack_without_layers.implements("apply_weights"):
+        if self._stack_without_layers.implements("apply_weights") or self._load is not None:
             return None
         named = named_tensors(self._resolve_model(), self._address.strategy)
         return dict(Update.of(named).copied().items())
@@ -473,7 +488,7 @@ class Receiver(CollectorReference):
             self._transport.acknowledge(answer)
 
     def _resolve_model(self) -> Any:
-        if self._model is None:
+        if self._model is None and self._load is None:
             raise ModelError("the receiver has no model; give it one, or call register_model()")
         self._found = look_up(self._model, self._context, self._found)
         return self._found

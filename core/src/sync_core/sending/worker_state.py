@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from sync_core.errors import TransportError, WorkerError, WorkerLostError, WorkerTimeoutError
+from sync_core.errors import (
+    LoadError,
+    ReadbackError,
+    TransportError,
+    WorkerError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
 
 # A worker in quarantine is tried again after one deadline, then two, four, … up to so many: a
 # worker that stays silent costs the sender a share of its time that shrinks to a sixteenth.
@@ -21,6 +28,8 @@ class WorkerState(StrEnum):
     CURRENT = "current"
     #: It lives, and has not committed the newest version meant for it.
     BEHIND = "behind"
+    #: Its model may hold parts of a version, or other bits than were written.
+    BAD = "bad"
     #: A send has ended before the worker answered.
     SUSPECT = "suspect"
     #: The transport has found it gone.
@@ -114,9 +123,12 @@ def failed(worker: WorkerStatus, version: int, error: WorkerError) -> WorkerStat
         state = WorkerState.SUSPECT
     elif isinstance(error, WorkerLostError):
         state = WorkerState.LOST
+    elif isinstance(error, LoadError | ReadbackError):
+        state = WorkerState.BAD
     # Where the transport raised the worker is not at fault.
     failures = worker.failures + (not isinstance(error, TransportError))
-    return replace(worker, state=state, failures=failures, error=error)
+    known = 0 if isinstance(error, LoadError) else worker.version
+    return replace(worker, state=state, version=known, failures=failures, error=error)
 
 
 def lost(worker: WorkerStatus, error: WorkerError) -> WorkerStatus:

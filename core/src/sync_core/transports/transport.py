@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from sync_core.errors import (
     ApplyError,
     CorruptionError,
+    LoadError,
     ReadbackError,
     WorkerError,
     WorkerLostError,
@@ -49,11 +50,13 @@ def unheard(worker_id: int, notice: Notice) -> None:
 _FAILURES: Mapping[str, type[WorkerError]] = {
     "corruption": CorruptionError,
     "readback": ReadbackError,
+    "load": LoadError,
     "apply": ApplyError,
     "late": ApplyError,
 }
 _OUTCOMES = {
     "readback": "could not apply version {}; its model is known bad",
+    "load": "could not load version {}; its model may hold parts of it, and is known bad",
     "late": "has version {}, and something raised after that was loaded",
 }
 _USUAL_OUTCOME = "could not apply version {}; it keeps the one it had"
@@ -70,9 +73,9 @@ class Answer:
     Args:
         version: the version.
         error: why it was not committed; None when it was.
-        failure: the kind of that error: ``"apply"``, ``"corruption"``, ``"readback"``, or
-            ``"late"`` when the model has the version, and a layer or ``on_commit`` raised after
-            it was loaded.
+        failure: the kind of that error: ``"apply"``, ``"corruption"``, ``"readback"``,
+            ``"load"``, or ``"late"`` when the model has the version, and a layer or ``on_commit``
+            raised after it was loaded.
         stage_seconds: from the moment at which the worker's transport knew of the version to
             the one at which it had all of it; 0 where the transport does not measure that.
         commit_seconds: what loading it into the model took.
@@ -102,15 +105,20 @@ class Answer:
     digest: str | None = None
 
     @classmethod
-    def refusal(cls, version: int, error: BaseException, *, loaded: bool = False) -> Self:
+    def refusal(
+        cls, version: int, error: BaseException, *, loaded: bool = False, bad: bool = False
+    ) -> Self:
         """The answer of a worker that could not commit a version because of ``error``.
 
         Args:
             version: the version.
             error: what was raised.
             loaded: whether the model has the version all the same.
+            bad: whether the model may hold parts of the version.
         """
         kinds = [name for name, kind in _FAILURES.items() if isinstance(error, kind)]
+        if bad:
+            kinds = ["load"]
         usual = "late" if loaded else "apply"
         text = "".join(traceback.format_exception(error)).rstrip()
         return cls(
