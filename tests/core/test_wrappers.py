@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sync_core import LayoutMismatchError, Receiver, Sender, Update
+from sync_core import LayoutMismatchError, ModelError, Receiver, Sender, Update
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy
 
@@ -87,3 +90,97 @@ def test_a_state_dict_of_a_wrapped_model_says_what_to_give(wrap: Any) -> None:
     )
     with pytest.raises(LayoutMismatchError, match=message):
         Binding(nn.Linear(2, 3)).write(Update.of(wrapped.state_dict()))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_activation_checkpointing_changes_no_names(strategy: Strategy) -> None:
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+    model = nn.Sequential(wrappers.checkpoint_wrapper(net()), nn.Linear(3, 1))
+    plain = nn.Sequential(net(), nn.Linear(3, 1))
+    assert Binding(model, strategy).layout == Binding(plain, strategy).layout
+
+
+def test_a_checkpoint_has_no_buffers_that_are_not_persistent() -> None:
+    layout = Binding(net(), "checkpoint").layout
+    assert set(layout.names) == set(net().state_dict())
+    with Sender("thread", net(), num_workers=1, strategy="checkpoint") as sender:
+        target = net()
+        pending = sender.send_async()
+        Receiver(sender.address(0), target).receive()
+        assert pending.wait().updated == (0,)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_what_is_sharded_says_what_to_type() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    with process_group():
+        flat = FullyShardedDataParallel(nn.Linear(4, 2), device_id=torch.device("cpu"))
+        sharded = nn.Sequential(nn.Linear(4, 2))
+        fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (1,)))  # type: ignore[attr-defined]
+        for model, remedy in ((flat, "FULL_STATE_DICT"), (sharded, "gather=True")):
+            with pytest.raises(ModelError, match=remedy):
+                Sender("thread", model, num_workers=1)
+        with pytest.raises(ModelError, match="gather=True"):
+            Sender("thread", sharded.state_dict(), num_workers=1)
+
+
+def test_what_has_no_values_says_what_to_type() -> None:
+    with pytest.raises(ModelError, match=r"to_empty"):
+        Sender("thread", nn.Linear(2, 2, device="meta"), num_workers=1)
+
+
+GATHERED = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from sync_core import Receiver, Sender
+
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+with Sender("thread", model, num_workers=1 if rank == 0 else 0, gather=True) as sender:
+    copy = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    for version in (1, 2):
+        with torch.no_grad():
+            model.reshard()
+            for parameter in model.parameters():
+                parameter.mul_(2)
+            # It leaves the root's parameters whole.
+            model(torch.ones(1, 5))
+        pending = sender.send_async()
+        if rank == 0:
+            assert Receiver(sender.address(0), copy).receive() == version
+        pending.wait()
+        if rank == 0:
+            for name, tensor in copy.state_dict().items():
+                assert torch.equal(tensor, whole[name] * 2**version), name
+            print("version", version)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_an_fsdp2_model_is_gathered_where_that_is_asked_for(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", GATHERED, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert outputs[0][0].splitlines() == ["version 1", "version 2"]

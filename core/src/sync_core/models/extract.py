@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sync_core.errors import ModelError
 from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state
 from sync_core.models.multi_model import leaves
-from sync_core.models.wrappers import plain_name
+from sync_core.models.wrappers import check_flat, check_sharded, plain_name
 
 
 def check_saved(model: nn.Module) -> None:
@@ -20,6 +20,7 @@ def check_saved(model: nn.Module) -> None:
     Asked are those that save more than `nn.Module` does, and not the model's `state_dict`, whose
     hooks may gather what is spread over processes.
     """
+    check_sharded(model)
     for name, module in model.named_modules():
         # Ray wraps the methods of the classes of actors, which may be modules.
         if unwrap(type(module)._save_to_state_dict) is not nn.Module._save_to_state_dict:
@@ -43,14 +44,17 @@ def check_tensors(state: Mapping[str, Any]) -> None:
 
 
 #: ``"tensordict"`` reads a module's parameters and buffers; ``"state_dict"`` asks the module for
-#: its `state_dict`, so that the hooks it has there are honoured.
-Strategy = Literal["tensordict", "state_dict"]
+#: its `state_dict`, so that the hooks it has there are honoured; ``"checkpoint"`` reads parameters
+#: and the buffers that are persistent, as engines and checkpoints name them.
+Strategy = Literal["tensordict", "state_dict", "checkpoint"]
 
 
 def check_strategy(strategy: str) -> None:
-    """Raise `ValueError` unless the strategy is one of the two."""
-    if strategy not in ("tensordict", "state_dict"):
-        raise ValueError(f"strategy must be 'tensordict' or 'state_dict', not {strategy!r}")
+    """Raise `ValueError` unless there is such a strategy."""
+    if strategy not in ("tensordict", "state_dict", "checkpoint"):
+        raise ValueError(
+            f"strategy must be 'tensordict', 'state_dict' or 'checkpoint', not {strategy!r}"
+        )
 
 
 def named_tensors(weights: Any, strategy: Strategy = "tensordict") -> dict[str, Tensor]:
@@ -98,14 +102,15 @@ def combined(found: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
 
 
 def from_module(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
-    """The parameters, buffers (non-persistent ones too) and extra state of a module.
+    """The parameters, buffers and extra state of a module; see `Strategy`.
 
     Raises:
-        ModelError: the module has state that is in no tensor.
+        ModelError: the module has state that is in no tensor, or is wrapped by FSDP1.
     """
-    if strategy == "tensordict":
+    check_flat(module)
+    if strategy != "state_dict":
         check_saved(module)
-        named = plain_tensors(module)
+        named = plain_tensors(module, persistent=strategy == "checkpoint")
     else:
         state, plain = module.state_dict(keep_vars=True), plain_name(module)
         named = {plain(name): v for name, v in state.items() if not is_extra_state(name)}
@@ -114,12 +119,19 @@ def from_module(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
     return named | extra_tensors(module)
 
 
-def plain_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module, read from it directly."""
+def plain_tensors(module: nn.Module, *, persistent: bool = False) -> dict[str, Tensor]:
+    """The parameters and buffers of a module, read from it directly.
+
+    Args:
+        module: the module.
+        persistent: whether buffers that its `state_dict` leaves out are left out.
+    """
     named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     named |= dict(module.named_buffers(remove_duplicate=False))
     plain = plain_name(module)
-    return {plain(name): tensor for name, tensor in named.items()}
+    left_out = non_persistent_buffers(module) if persistent else {}
+    found = {plain(name): tensor for name, tensor in named.items()}
+    return {name: tensor for name, tensor in found.items() if name not in left_out}
 
 
 def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -128,6 +140,19 @@ def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
     for name, submodule in modules_with_extra_state(module):
         named |= dict(flatten(name, submodule.get_extra_state()))
     return named
+
+
+def gathered(weights: Any) -> dict[str, Tensor]:
+    """The tensors of ``weights`` under dotted names, those that are spread over ranks whole.
+
+    A collective of all ranks. Modules are read by their `state_dict`, since the parameters of a
+    module under FSDP2 are whole or not, as its last forward left them.
+    """
+    named = named_tensors(weights, "state_dict")
+    return {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        for name, tensor in named.items()
+    }
 
 
 def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from sync_core.models.extract import (
     plain_tensors,
 )
 from sync_core.models.multi_model import leaves
+from sync_core.models.wrappers import check_flat
 
 # Those of TorchScript are not dicts.
 _values = operator.methodcaller("values")
@@ -28,8 +29,8 @@ def finder(model: Any, strategy: Strategy) -> Callable[[], dict[str, Tensor]]:
     """A function that gives the model's named tensors as they are now."""
     if isinstance(model, Mapping):
         return _MappingFinder(model, strategy)
-    if isinstance(model, nn.Module) and strategy == "tensordict":
-        return _ModuleFinder(model)
+    if isinstance(model, nn.Module) and strategy != "state_dict":
+        return _ModuleFinder(model, strategy)
     return lambda: named_tensors(model, strategy)
 
 
@@ -64,8 +65,10 @@ class _MappingFinder:
 class _ModuleFinder:
     # Comparing what the module's dicts hold with what they held costs microseconds per thousand
     # tensors; walking the module costs milliseconds.
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, strategy: Strategy) -> None:
+        check_flat(module)
         self._module = module
+        self._persistent = strategy == "checkpoint"
         self._dicts: list[dict[str, Any]] = []
         self._values: list[Any] = []
         self._found: dict[str, Tensor] = {}
@@ -86,7 +89,7 @@ class _ModuleFinder:
             for held in (module._parameters, module._buffers, module._modules)
         ]
         self._values = self._current_values()
-        self._found = plain_tensors(self._module)
+        self._found = plain_tensors(self._module, persistent=self._persistent)
         self._has_extra_state = bool(modules_with_extra_state(self._module))
 
     def _current_values(self) -> list[Any]:

@@ -61,7 +61,13 @@ class Sender(Updater):
         context: the object in which string references are looked up.
         layers: names or objects of layers; each changes the update after the one before it, or
             is called with every report (`Reporter`).
-        strategy: how a module is read and written: ``"tensordict"`` or ``"state_dict"``.
+        strategy: how a module is read and written: ``"tensordict"``, its parameters and buffers;
+            ``"state_dict"``, with the hooks of its `state_dict`; ``"checkpoint"``, its parameters
+            and persistent buffers, under the names that checkpoints and engines have.
+        gather: gather tensors that are spread over ranks (`DTensor`: FSDP2, tensor parallel) at
+            every send. Every rank makes a sender of the model and calls `send`: the one whose
+            workers are updated, and the others with ``num_workers=0``. It costs each rank the
+            memory of the whole model while it sends, and one all-gather of it.
         zero_copy: let the workers' parameters be views of what arrives; they are read-only then,
             and after a write to one in place, where that is possible at all, `receive` raises.
         partial: accept weights that lack some of the model's tensors; these count as unchanged.
@@ -114,6 +120,7 @@ class Sender(Updater):
         strategy: Strategy = "tensordict",
         zero_copy: bool = False,
         partial: bool = False,
+        gather: bool = False,
         on_failure: OnFailure = "raise",
         group: WorkerGroup | None = None,
         on_restart: Callable[[Any, Address], object] | None = None,
@@ -149,7 +156,11 @@ class Sender(Updater):
         if on_report is not None:
             self._reporters.append(on_report)
         self._source = Source(
-            context, strategy, partial=partial, moves_nothing=self._pipeline.moves_nothing
+            context,
+            strategy,
+            partial=partial,
+            gather=gather,
+            moves_nothing=self._pipeline.moves_nothing,
         )
         if self._pipeline.moves_nothing is not None:
             register_owner(self._terms.token, self._source)

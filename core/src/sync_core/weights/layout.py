@@ -347,16 +347,28 @@ def check_tensor(name: object, tensor: object) -> None:
             f"{name!r} has no shape yet (a lazy parameter); run the model once before this"
         )
     if is_traceable_wrapper_subclass(tensor):
+        raise ModelError(f"{name!r} is a {type(tensor).__name__}; {_remedy(tensor)}")
+    if tensor.is_meta:
         raise ModelError(
-            f"{name!r} is a {type(tensor).__name__}, which spans several tensors; "
-            "send a plain one, such as tensor.full_tensor() of a DTensor"
+            f"{name!r} is on the meta device and has no values; load the model first: "
+            "model.to_empty(device='cpu'), then load_state_dict(…)"
         )
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-        raise ModelError(
-            f"{name!r} is sparse, quantized, nested or on the meta device; it cannot travel"
-        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise ModelError(f"{name!r} is sparse, quantized or nested; it cannot travel")
     if not has_place(tensor.dtype):
         raise ModelError(f"{name!r} has dtype {tensor.dtype}, which has no place in a payload")
+
+
+def _remedy(tensor: Tensor) -> str:
+    """Return what to type instead of sending a tensor that spans several."""
+    if hasattr(tensor, "full_tensor"):
+        return "give Sender(…, gather=True) on every rank, or send tensor.full_tensor()"
+    if type(tensor).__module__.partition(".")[0] == "torchao":
+        return (
+            "send the model as it was before torchao's quantize_(), and let each worker quantize "
+            "a copy of what it receives: Receiver(…, on_commit=…)"
+        )
+    return "it spans several tensors; send a plain one"
 
 
 def _place(entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[TensorSpec, ...]:
