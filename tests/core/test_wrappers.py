@@ -146,6 +146,7 @@ whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
 with Sender("thread", model, num_workers=1 if rank == 0 else 0, gather=True) as sender:
     copy = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    receiver = Receiver(sender.address(0), copy) if rank == 0 else None
     for version in (1, 2):
         with torch.no_grad():
             model.reshard()
@@ -155,7 +156,7 @@ with Sender("thread", model, num_workers=1 if rank == 0 else 0, gather=True) as 
             model(torch.ones(1, 5))
         pending = sender.send_async()
         if rank == 0:
-            assert Receiver(sender.address(0), copy).receive() == version
+            assert receiver.receive() == version
         pending.wait()
         if rank == 0:
             for name, tensor in copy.state_dict().items():

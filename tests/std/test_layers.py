@@ -13,6 +13,7 @@ from sync_core.testing import LayerConformance
 from sync_core.testing.negated import Negated
 from sync_plugin_std.cast import BFloat16
 from sync_plugin_std.interval import Interval
+from sync_plugin_std.rename import Fuse, Rename
 
 
 class Mixed(nn.Module):
@@ -109,6 +110,14 @@ class TestInterval(LayerConformance):
 
 class TestMetrics(LayerConformance):
     layer = "metrics"
+
+
+class TestRename(LayerConformance):
+    layer = Rename({"*": "*"})
+
+
+class TestFuse(LayerConformance):
+    layer = Fuse({"nothing": ()})
 
 
 class TestNegated(LayerConformance):

@@ -7,7 +7,16 @@ from sync_plugin_std.cast import BFloat16, Float16
 from sync_plugin_std.interval import Interval
 from sync_plugin_std.metrics import Metrics
 from sync_plugin_std.mp import with_pipe
+from sync_plugin_std.rename import Fuse, Rename
 
 __version__ = "0.1.0"
 
-__all__ = ["BFloat16", "Float16", "Interval", "Metrics", "with_pipe"]
+__all__ = [
+    "BFloat16",
+    "Float16",
+    "Fuse",
+    "Interval",
+    "Metrics",
+    "Rename",
+    "with_pipe",
+]
