@@ -145,7 +145,7 @@ class TestPlaces:
         with to("left", rpc.get_worker_info("middle"), value=2.0) as sender:
             assert sender.send().updated == (0, 1)
             assert [world.values(name) for name in ("left", "middle")] == [{2.0}] * 2
-            with pytest.raises(AddressError, match="is called over RPC, and needs no address"):
+            with pytest.raises(AddressError, match="is called by its sender, and needs no"):
                 sender.address(0)
         with to("left", value=3.0, model_id="__main__:nets['critic']") as sender:
             sender.send()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -332,6 +333,47 @@ def test_a_lost_object_is_put_again(pool: list[Any], lost: Any, size: int) -> No
     assert ray.get([actor.hosted.remote() for actor in pool]) == [{2.0}] * 3
 
 
+def test_an_object_that_cannot_be_put_again_fails_one_send(pool: list[Any], lost: Any) -> None:
+    ray.get([actor.host.remote(pair(0.0, 20_000)) for actor in pool])
+
+    def refuse(given: list[Any]) -> bool:
+        raise ray.exceptions.RaySystemError("the store is broken")
+
+    def put_and_lose(payload: Payload) -> Any:
+        publication = put(payload)
+        publication.data = [lost]
+        publication.put_again = refuse
+        return publication
+
+    with Sender("ray", pair(2.0, 20_000), workers=pool, timeout=30) as sender:
+        store = cast("Any", sender._pipeline.transport)._store
+        put, store.put = store.put, put_and_lose
+        with pytest.raises(SendError, match=r"could not read the object store: .*broken"):
+            sender.send()
+        store.put = put
+        assert sender.send().updated == (0, 1, 2)
+
+
+def test_actors_come_and_go_while_versions_are_sent(actors: list[Any]) -> None:
+    ended = threading.Event()
+    with Sender("ray", linear(1.0), workers=actors[:1]) as sender:
+        transport = cast("Any", sender._pipeline.transport)
+
+        def come_and_go() -> None:
+            while not ended.is_set():
+                transport.add_worker(1, actors[1])
+                transport.remove_worker(1)
+
+        with ThreadPoolExecutor(1) as threads:
+            repeating = threads.submit(come_and_go)
+            try:
+                for _ in range(30):
+                    assert sender.send().updated == (0,)
+            finally:
+                ended.set()
+            repeating.result()
+
+
 def test_an_actor_that_is_the_model() -> None:
     actor: Any = ray.remote(Module).options(num_cpus=0).remote()
     weights = {f"inner.{name}": value for name, value in linear(3.0).state_dict().items()}
@@ -443,7 +485,7 @@ def test_closing_fails_what_is_pending(actors: list[Any]) -> None:
         pending.wait()
     assert isinstance(caught.value.report.failed[0].error, WorkerError)
     ray.get(busy)
-    assert "sync-ray-sender" not in {thread.name for thread in threading.enumerate()}
+    assert "sync-calls" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_an_actor_that_takes_no_more_calls(actors: list[Any]) -> None:
@@ -492,7 +534,7 @@ def test_a_forgotten_sender_ends(large: list[Any]) -> None:
     gc.collect()
     assert policy_of(large[0]) == {1.0}
     assert not ray.get(large[0].shares_memory.remote())
-    assert eventually(lambda: "sync-ray-sender" not in {t.name for t in threading.enumerate()})
+    assert eventually(lambda: "sync-calls" not in {t.name for t in threading.enumerate()})
 
 
 def reached(sender: Sender, weights: nn.Module) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ import torch
 
 from sync_core import Payload
 from sync_core.errors import PayloadError
-from sync_plugin_ray.actor_side import ActorRequest
 from sync_plugin_ray.mailbox import Event, Gone, Mailbox
 from sync_plugin_ray.store import read
 
@@ -71,16 +70,3 @@ def test_the_mailbox_tells_strangers_nothing() -> None:
         assert [event.kind for event in await mailbox.events()] == ["joined"]
 
     asyncio.run(ask())
-
-
-def test_orders_do_not_print_their_token() -> None:
-    order = ActorRequest(
-        token="c0ffee",
-        model_id="policy",
-        models=(),
-        model_getter=None,
-        version=1,
-        digest="",
-        address=None,
-    )
-    assert "c0ffee" not in repr(order)

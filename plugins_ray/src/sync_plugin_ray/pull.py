@@ -96,13 +96,17 @@ class PullSender(SenderTransport):
         publication = self._store.put(payload)
         deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
         with self._lock:
+            there = [worker_id for worker_id in worker_ids if worker_id in self._workers]
             for worker_id, delivery in deliveries.items():
-                worker = self._workers[worker_id]
+                worker = self._workers.get(worker_id)
+                if worker is None:
+                    delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+                    continue
                 worker.delivery, worker.since = delivery, time.monotonic()
                 if lost := self._lost or worker.left:
                     delivery.fail(WorkerLostError(worker_id, lost))
-            rest = [each for each in worker_ids if not self._hand(each, publication)]
-            self._want(publication, worker_ids)
+            rest = [each for each in there if not self._hand(each, publication)]
+            self._want(publication, there)
             taken_back = [self._workers[each].take_back(publication.version) for each in rest]
         # The version that the mailbox refers to stays in the store: it should be the newest.
         if rest or not publication.travels_in_calls:
@@ -129,8 +133,8 @@ class PullSender(SenderTransport):
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, and let it know."""
         with self._lock:
-            worker = self._workers.pop(worker_id)
-        if worker.delivery is not None:
+            worker = self._workers.pop(worker_id, None)
+        if worker is not None and worker.delivery is not None:
             worker.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
         if self._cluster.connected:
             self._update_mailbox()
@@ -163,8 +167,9 @@ class PullSender(SenderTransport):
 
     def _want(self, publication: Publication, worker_ids: Sequence[int]) -> None:
         for worker_id in worker_ids:
-            self._workers[worker_id].wanted = publication
-        if len(worker_ids) == len(self._workers):
+            if worker_id in self._workers:
+                self._workers[worker_id].wanted = publication
+        if {*worker_ids} >= self._workers.keys():
             self._newest_for_all = publication
         self._recent.append(publication)
         while len(self._recent) > min(_RECENT, _RECENT_BYTES // publication.nbytes):

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sync_core import OptionError, ReceiverTransport, SenderTransport, TransportContext, hookimpl
-from sync_core.transports import Finding
+from sync_core.transports import Finding, HandedTransport
 from sync_plugin_ray import findings
-from sync_plugin_ray.actor_side import ActorTransport
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.pull import PullSender
 from sync_plugin_ray.push import PushSender
@@ -58,7 +57,7 @@ class RayScheme:
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
         """The sender's or a receiver's side."""
-        if isinstance(context.endpoint, ActorTransport):
+        if isinstance(context.endpoint, HandedTransport):
             return context.endpoint
         if context.side == "receiver":
             return MailboxReceiver(context)

@@ -10,6 +10,14 @@ from sync_core._lazy import lazy_names
 if TYPE_CHECKING:
     from sync_core._util import uninterrupted
     from sync_core.hooks import Finding
+    from sync_core.receiving.called import CalledReceiver, CalledReceivers
+    from sync_core.transports.calling import (
+        CalledWorker,
+        CallingTransport,
+        DeliveryOutcome,
+        DeliveryRequest,
+        HandedTransport,
+    )
     from sync_core.transports.channel import (
         Channel,
         LocalListener,
@@ -28,6 +36,14 @@ if TYPE_CHECKING:
 _MODULES = {
     "sync_core._util": ("uninterrupted",),
     "sync_core.hooks": ("Finding",),
+    "sync_core.receiving.called": ("CalledReceiver", "CalledReceivers"),
+    "sync_core.transports.calling": (
+        "CalledWorker",
+        "CallingTransport",
+        "DeliveryOutcome",
+        "DeliveryRequest",
+        "HandedTransport",
+    ),
     "sync_core.transports.channel": (
         "Channel",
         "LocalListener",
@@ -45,8 +61,15 @@ _MODULES = {
 
 __all__ = [
     "Block",
+    "CalledReceiver",
+    "CalledReceivers",
+    "CalledWorker",
+    "CallingTransport",
     "Channel",
+    "DeliveryOutcome",
+    "DeliveryRequest",
     "Finding",
+    "HandedTransport",
     "LocalListener",
     "MappedSlots",
     "Message",

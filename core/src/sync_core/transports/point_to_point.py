@@ -6,6 +6,7 @@ import queue
 import threading
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from sync_core.errors import WorkerError, WorkerLostError
@@ -14,6 +15,7 @@ from sync_core.weights.block import Block
 from sync_core.weights.payload import Payload
 
 _Job = tuple[Payload, Delivery] | None
+_REMOVED = "was removed from the sender"
 
 
 class PointToPointTransport(SenderTransport):
@@ -43,6 +45,8 @@ class PointToPointTransport(SenderTransport):
         # Also the one that `send_to` is at.
         self._unended: dict[int, list[Delivery]] = {}
         self._newest: Payload | None = None
+        # Reentrant, as the garbage collector may close the transport in a thread that holds it.
+        self._lock = threading.RLock()
         for worker_id in worker_ids:
             self.add_worker(worker_id)
 
@@ -72,34 +76,37 @@ class PointToPointTransport(SenderTransport):
         payload.pack(block)
         copy = Payload.unpack(block, payload.version)
         deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
-        for worker_id, delivery in deliveries.items():
-            self._put(worker_id, (copy, delivery))
-        if len(deliveries) == len(self._queues):
-            self._newest = copy
+        with self._lock:
+            for worker_id, delivery in deliveries.items():
+                self._put(worker_id, (copy, delivery))
+            if deliveries.keys() >= self._queues.keys():
+                self._newest = copy
         return deliveries
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Start the worker's thread, and give it the newest version that went to all."""
         del worker
-        self._queues[worker_id] = queue.Queue()
+        jobs: queue.Queue[_Job] = queue.Queue()
+        with self._lock:
+            self._queues[worker_id] = jobs
+            newest = self._newest
+            if newest is not None:
+                self._put(worker_id, (newest, Delivery(worker_id, newest.version, newest.nbytes)))
         threading.Thread(
-            target=self._serve,
-            args=(worker_id, self._queues[worker_id]),
-            name=f"sync-worker-{worker_id}",
-            daemon=True,
+            target=self._serve, args=(worker_id, jobs), name=f"sync-worker-{worker_id}", daemon=True
         ).start()
-        newest = self._newest
-        if newest is not None:
-            self._put(worker_id, (newest, Delivery(worker_id, newest.version, newest.nbytes)))
 
     def remove_worker(self, worker_id: int) -> None:
         """End what is on its way to the worker, and its thread after what it is doing."""
-        reason = "was removed from the sender"
-        self._drain(worker_id, reason)
-        self._queues.pop(worker_id).put(None)
-        for delivery in self._unended.pop(worker_id, ()):
+        with self._lock:
+            jobs = self._queues.pop(worker_id, None)
+            unended = self._unended.pop(worker_id, ())
+        if jobs is not None:
+            _drain(jobs, WorkerError(worker_id, _REMOVED))
+            jobs.put(None)
+        for delivery in unended:
             if not delivery.wait(0):
-                delivery.fail(WorkerError(worker_id, reason))
+                delivery.fail(WorkerError(worker_id, _REMOVED))
 
     def close(self) -> None:
         """End every thread, after what it is doing."""
@@ -107,19 +114,15 @@ class PointToPointTransport(SenderTransport):
             self.remove_worker(worker_id)
 
     def _put(self, worker_id: int, job: tuple[Payload, Delivery]) -> None:
-        self._drain(worker_id, f"version {job[0].version} took the place of this one")
+        jobs = self._queues.get(worker_id)
+        if jobs is None:
+            job[1].fail(WorkerError(worker_id, _REMOVED))
+            return
+        reason = f"version {job[0].version} took the place of this one"
+        _drain(jobs, WorkerError(worker_id, reason))
         unended = [each for each in self._unended.get(worker_id, ()) if not each.wait(0)]
         self._unended[worker_id] = [*unended, job[1]]
-        self._queues[worker_id].put(job)
-
-    def _drain(self, worker_id: int, reason: str) -> None:
-        while True:
-            try:
-                job = self._queues[worker_id].get_nowait()
-            except queue.Empty:
-                return
-            if job is not None:
-                job[1].fail(WorkerError(worker_id, reason))
+        jobs.put(job)
 
     def _serve(self, worker_id: int, jobs: queue.Queue[_Job]) -> None:
         while (job := jobs.get()) is not None:
@@ -132,3 +135,10 @@ class PointToPointTransport(SenderTransport):
                 delivery.fail(WorkerLostError(worker_id, f"send_to raised {error!r}"))
             else:
                 delivery.acknowledge(answer)
+
+
+def _drain(jobs: queue.Queue[_Job], error: WorkerError) -> None:
+    with suppress(queue.Empty):
+        while True:
+            if (job := jobs.get_nowait()) is not None:
+                job[1].fail(error)

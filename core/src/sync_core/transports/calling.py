@@ -1,0 +1,353 @@
+"""A sender's transport that calls into its workers."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from sync_core.errors import AddressError, WorkerError, WorkerLostError
+from sync_core.transports.transport import Delivery, Notice, ReceiverTransport, SenderTransport
+
+if TYPE_CHECKING:
+    from sync_core.address import Address
+    from sync_core.hooks import TransportContext
+    from sync_core.transports.transport import Answer
+    from sync_core.weights.payload import Payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeliveryRequest:
+    """A sender's request to a worker that it calls; pickles.
+
+    Args:
+        token: the sender's secret.
+        model_id: where the model is.
+        models: where several models are, which travel as one; none for a single model.
+        place: what else the worker needs to find the model: `CallingTransport.place_of`.
+        version: the version; 0 to release the sender.
+        timeout: how long the delivery may take, in seconds.
+        address: what a receiver is made from; None when one was made before.
+    """
+
+    token: str = field(repr=False)
+    model_id: str
+    models: tuple[str, ...] = ()
+    place: Any = None
+    version: int = 0
+    timeout: float = 60.0
+    address: Address | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryOutcome:
+    """The outcome of a call; pickles.
+
+    Args:
+        answer: what the receiver answered, as `Answer.to_message` gives it; None where the sender
+            has it by other means, or where it is not known.
+        known: whether the worker has a receiver for this sender. If not, and the request had no
+            address to make one, the sender calls again with one.
+    """
+
+    answer: Mapping[str, Any] | None = None
+    known: bool = True
+
+    @property
+    def committed(self) -> bool:
+        """Return whether the answer says that the worker has the version."""
+        return self.answer is not None and self.answer.get("error") is None
+
+
+class HandedTransport(ReceiverTransport):
+    """A receiver's transport that is handed its payloads in its own process.
+
+    Example:
+        >>> transport = HandedTransport()
+        >>> transport.put(Payload(1, Layout.of({"w": torch.ones(2)}), (torch.ones(2),)))
+        >>> transport.receive(timeout=0).version
+        1
+    """
+
+    def __init__(self) -> None:
+        self.answer: Answer | None = None
+        self._payload: Payload | None = None
+
+    def put(self, payload: Payload) -> None:
+        """Let the next `receive` find this."""
+        self._payload, self.answer = payload, None
+
+    def receive(self, timeout: float) -> Payload | None:
+        """Return what was handed in."""
+        del timeout
+        payload, self._payload = self._payload, None
+        return payload
+
+    def acknowledge(self, answer: Answer) -> None:
+        """Keep the answer for the call that brought the payload."""
+        self.answer = answer
+
+    def close(self) -> None:
+        """Release what was not received."""
+        self._payload = None
+
+
+# A version's number, and what calls are given of it.
+_Version = tuple[int, Any]
+
+
+@dataclass(eq=False)
+class CalledWorker:
+    """A worker, and the call to it.
+
+    Args:
+        worker_id: its id.
+        handle: what it is called by.
+        wanted: the newest version meant for it: its number and its content; None for none.
+        delivery: the delivery of that version.
+        busy: whether a call is in progress.
+        given: for the transport: what the call in progress was given.
+        introduced: whether the worker has a receiver for this sender.
+    """
+
+    worker_id: int
+    handle: Any
+    wanted: _Version | None = None
+    delivery: Delivery | None = None
+    busy: bool = False
+    given: Any = None
+    introduced: bool = False
+
+
+# How long `close` waits for the thread that does it, in seconds.
+_PATIENCE = 5.0
+
+_Event = tuple[CalledWorker, _Version, "Future[DeliveryOutcome]"] | None
+
+
+class CallingTransport(SenderTransport):
+    """Calls workers, so that each commits the newest version; workers need no loop of their own.
+
+    Every worker has at most one call in progress. A later version replaces one that waits, so a
+    worker that is stuck keeps one old version alive and no more. A call runs
+    `CalledReceivers.deliver` in the worker. Results are handled by one thread, which makes the next
+    calls, so libraries may end futures in any thread of theirs.
+
+    Args:
+        context: the argument of `create_transport`.
+        handles: what workers are called by, in the order of ``context.worker_ids``.
+    """
+
+    def __init__(self, context: TransportContext, handles: Sequence[Any]) -> None:
+        self.context = context
+        self.lock = threading.Lock()
+        self.workers: dict[int, CalledWorker] = {
+            worker_id: CalledWorker(worker_id, handle)
+            for worker_id, handle in zip(context.worker_ids, handles, strict=True)
+        }
+        self.newest_for_all: _Version | None = None
+        self._events: SimpleQueue[_Event] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="sync-calls", daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    def call(
+        self, worker: CalledWorker, request: DeliveryRequest, content: Any
+    ) -> Future[DeliveryOutcome]:
+        """Call `CalledReceivers.deliver` in a worker, and do not wait for it.
+
+        Args:
+            worker: the worker; an exception that is raised here is one of its call.
+            request: pass it on.
+            content: what `publish` returned; None with a request that only releases the sender.
+        """
+
+    def publish(self, payload: Payload) -> Any:
+        """Return what calls are given of a version: its bytes, as `Payload.to_bytes` makes them."""
+        return payload.to_bytes()
+
+    def explain(
+        self, worker: CalledWorker, content: Any, error: Exception
+    ) -> DeliveryOutcome | WorkerError:
+        """Return what the exception of a call means.
+
+        Returns:
+            An error for the report; ``DeliveryOutcome(known=False)`` to call again; or
+            ``DeliveryOutcome()`` to leave it to the deadline of the send.
+        """
+        del content
+        return WorkerError(worker.worker_id, f"could not run the delivery: {error}")
+
+    def place_of(self, worker: CalledWorker) -> Any:
+        """Return what else the worker needs to find its model; None by default."""
+        del worker
+
+    def endpoint(self, worker_id: int) -> Any:
+        """Return the endpoint in the addresses that receivers are made from; None by default."""
+        del worker_id
+
+    def closed(self) -> None:
+        """Release what the transport has; called once, when all workers are dismissed."""
+
+    def address(self, worker_id: int) -> Any:
+        """There is none: the worker is called."""
+        raise AddressError(
+            f"worker {worker_id} is called by its sender, and needs no address; for receivers that "
+            "connect by themselves, make a Sender without workers="
+        )
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        """Publish the version once, and call every worker that is not busy."""
+        content = self.publish(payload)
+        deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
+        with self.lock:
+            self.offer(content, deliveries)
+            self.keep((payload.version, content), worker_ids)
+        return deliveries
+
+    def offer(self, content: Any, deliveries: Mapping[int, Delivery]) -> None:
+        """With the lock: give workers a version, now or when their call in progress has ended."""
+        for worker_id, delivery in deliveries.items():
+            worker = self.workers.get(worker_id)
+            if worker is None:
+                delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+                continue
+            worker.wanted, worker.delivery = (delivery.version, content), delivery
+            if not worker.busy:
+                self._call(worker)
+
+    def keep(self, version: _Version, worker_ids: Sequence[int]) -> None:
+        """With the lock: keep a version that went to all, for workers that join later."""
+        if {*worker_ids} >= self.workers.keys():
+            self.newest_for_all = version
+
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more worker, and give it the newest version that went to all.
+
+        Args:
+            worker_id: its id.
+            worker: its handle.
+        """
+        with self.lock:
+            added = CalledWorker(worker_id, worker, self.newest_for_all)
+            self.workers[worker_id] = added
+            if added.wanted is not None:
+                self._call(added)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget a worker, which keeps the weights that it has."""
+        with self.lock:
+            worker = self.workers.pop(worker_id, None)
+            if worker is not None:
+                self._dismiss(worker, "was removed from the sender")
+
+    def close(self) -> None:
+        """Let the workers keep what they have, in their own memory."""
+        # The garbage collector may call this in a thread of the library's, which may make no call,
+        # or in ours, which may have the lock; so only ours ends anything.
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_PATIENCE)
+
+    def _serve(self) -> None:
+        while (event := self._events.get()) is not None:
+            worker, version, future = event
+            outcome = self._outcome(worker, version[1], future)
+            with self.lock:
+                worker.busy = False
+                if self.workers.get(worker.worker_id) is worker:
+                    self._settle(worker, version[0], outcome)
+                    again = isinstance(outcome, DeliveryOutcome) and not outcome.known
+                    if again or worker.wanted is not version:
+                        self._call(worker)
+            # Not to be kept until the next one.
+            del event, worker, version, future, outcome
+        with self.lock:
+            workers = list(self.workers.values())
+            self.workers.clear()
+            self.newest_for_all = None
+            # What has come since then would hold a version.
+            self._events = SimpleQueue()
+            for worker in workers:
+                self._dismiss(worker, "the sender was closed")
+        self.closed()
+
+    def _call(self, worker: CalledWorker) -> None:
+        version = worker.wanted
+        assert version is not None
+        worker.busy = True
+        try:
+            future = self.call(worker, self._request(worker, version[0]), version[1])
+        except Exception as error:
+            future = Future()
+            future.set_exception(error)
+        future.add_done_callback(partial(self._returned, worker, version))
+
+    def _returned(
+        self, worker: CalledWorker, version: _Version, future: Future[DeliveryOutcome]
+    ) -> None:
+        # No receiver of a removed worker reads the event, which would hold the version.
+        if self.workers.get(worker.worker_id) is worker:
+            self._events.put((worker, version, future))
+
+    def _outcome(
+        self, worker: CalledWorker, content: Any, future: Future[DeliveryOutcome]
+    ) -> DeliveryOutcome | WorkerError:
+        try:
+            return future.result()
+        except Exception as error:
+            failure = error
+        try:
+            return self.explain(worker, content, failure)
+        except Exception as error:
+            message = f"could not run the delivery: {failure}; then explain raised {error!r}"
+            return WorkerError(worker.worker_id, message)
+
+    def _settle(
+        self, worker: CalledWorker, version: int, outcome: DeliveryOutcome | WorkerError
+    ) -> None:
+        delivery = worker.delivery
+        awaited = delivery is not None and delivery.version == version
+        worker.introduced = isinstance(outcome, DeliveryOutcome) and outcome.known
+        if isinstance(outcome, DeliveryOutcome):
+            if delivery is not None and awaited and outcome.answer is not None:
+                delivery.settle(outcome.answer)
+            elif outcome.committed:
+                # An old version, or that of a late worker.
+                self.context.notify(worker.worker_id, Notice("acknowledged", version))
+        elif delivery is not None and awaited:
+            delivery.fail(outcome)
+        elif isinstance(outcome, WorkerLostError):
+            self.context.notify(worker.worker_id, Notice("lost", reason=outcome.message))
+
+    def _dismiss(self, worker: CalledWorker, reason: str) -> None:
+        if worker.delivery is not None:
+            worker.delivery.fail(WorkerError(worker.worker_id, reason))
+        if worker.introduced or worker.busy:
+            worker.introduced = True
+            # A worker that takes no calls keeps what it has until another sender comes.
+            with suppress(Exception):
+                self.call(worker, self._request(worker, 0), None)
+
+    def _request(self, worker: CalledWorker, version: int) -> DeliveryRequest:
+        address = None
+        if not worker.introduced:
+            assert self.context.make_address is not None
+            address = self.context.make_address(
+                worker_id=worker.worker_id, endpoint=self.endpoint(worker.worker_id)
+            )
+        return DeliveryRequest(
+            token=self.context.token,
+            model_id=self.context.model_id,
+            models=self.context.models,
+            place=self.place_of(worker),
+            version=version,
+            timeout=self.context.timeout,
+            address=address,
+        )

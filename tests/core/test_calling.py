@@ -1,0 +1,233 @@
+"""Transports that call their workers: versions, failures, and workers that come and go."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sync_core import (
+    Layout,
+    Payload,
+    ReceiverTransport,
+    Sender,
+    SendError,
+    SenderTransport,
+    TransportContext,
+    WorkerError,
+    hookimpl,
+)
+from sync_core.testing.worker_groups import eventually
+from sync_core.transports import (
+    CalledReceivers,
+    CalledWorker,
+    CallingTransport,
+    DeliveryOutcome,
+    DeliveryRequest,
+    HandedTransport,
+    PointToPointTransport,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Agent:
+    """A worker in this process, with its own thread for calls."""
+
+    def __init__(self) -> None:
+        self.policy = linear(0.0)
+        self.requests: list[DeliveryRequest] = []
+        self.fails: list[Exception] = []
+        self._receivers = CalledReceivers()
+        self._thread = ThreadPoolExecutor(1)
+
+    def call(self, request: DeliveryRequest, content: Any) -> Future[DeliveryOutcome]:
+        return self._thread.submit(self._deliver, request, content)
+
+    def value(self) -> float:
+        return self.policy.weight[0, 0].item()
+
+    def _deliver(self, request: DeliveryRequest, content: Any) -> DeliveryOutcome:
+        self.requests.append(request)
+        if self.fails:
+            raise self.fails.pop()
+        return self._receivers.deliver(request, content, context=self, where="in an agent")
+
+
+class Calls(CallingTransport):
+    def call(
+        self, worker: CalledWorker, request: DeliveryRequest, content: Any
+    ) -> Future[DeliveryOutcome]:
+        called: Future[DeliveryOutcome] = worker.handle.call(request, content)
+        return called
+
+    def explain(
+        self, worker: CalledWorker, content: Any, error: Exception
+    ) -> DeliveryOutcome | WorkerError:
+        if isinstance(error, ConnectionError):
+            return DeliveryOutcome(known=False)
+        if isinstance(error, KeyError):
+            raise ZeroDivisionError("no way to explain it")
+        return super().explain(worker, content, error)
+
+
+class CallsScheme:
+    capabilities = frozenset({"late_join"})
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        if isinstance(context.endpoint, HandedTransport):
+            return context.endpoint
+        return Calls(context, context.workers)
+
+
+def linear(value: float) -> nn.Linear:
+    module = nn.Linear(2, 2)
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, value)
+    return module
+
+
+@pytest.fixture
+def agents() -> list[Agent]:
+    return [Agent(), Agent()]
+
+
+def to(agents: list[Agent], value: float = 1.0) -> Sender:
+    return Sender(CallsScheme(), linear(value), workers=agents, timeout=10.0)
+
+
+def test_a_receiver_is_made_once(agents: list[Agent]) -> None:
+    with to(agents) as sender:
+        for value in (1.0, 2.0):
+            assert sender.send(linear(value)).updated == (0, 1)
+            assert [agent.value() for agent in agents] == [value] * 2
+        addresses = [request.address for request in agents[0].requests]
+        assert [address is None for address in addresses] == [False, True]
+    assert eventually(lambda: [r.version for r in agents[0].requests] == [1, 2, 0])
+    assert "sync-calls" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_requests_do_not_print_their_token() -> None:
+    assert "c0ffee" not in repr(DeliveryRequest(token="c0ffee", model_id="policy"))
+
+
+def test_a_call_that_is_made_again(agents: list[Agent]) -> None:
+    agents[0].fails = [ConnectionError(), ConnectionError()]
+    with to(agents) as sender:
+        assert sender.send().updated == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("out of order"), "worker 0: could not run the delivery: out of order"),
+        (KeyError("k"), r"could not run the delivery: 'k'; then .* ZeroDivisionError\('no way"),
+    ],
+)
+def test_an_error_of_a_call_fails_its_send_and_no_other(
+    agents: list[Agent], error: Exception, message: str
+) -> None:
+    agents[0].fails = [error]
+    with to(agents) as sender:
+        with pytest.raises(SendError, match=message) as failure:
+            sender.send()
+        assert failure.value.report.updated == (1,)
+        assert sender.send(linear(2.0)).updated == (0, 1)
+
+
+def test_the_newer_of_two_senders_takes_over(agents: list[Agent]) -> None:
+    with to(agents) as old:
+        old.send()
+        with to(agents[:1], 2.0) as new:
+            new.send()
+            with pytest.raises(SendError, match="in an agent: another sender has taken over 'pol"):
+                old.send()
+        assert eventually(lambda: not agents[0].requests[-1].version)
+        assert old.send(linear(3.0)).updated == (0, 1)
+
+
+def test_a_model_that_does_not_fit_is_not_said_to_be_current(agents: list[Agent]) -> None:
+    with to(agents[:1]) as first:
+        first.send()
+    agents[0].policy = nn.Linear(3, 3)
+    with to(agents[:1]) as second:
+        for _ in range(2):
+            with pytest.raises(SendError, match="in an agent: "):
+                second.send()
+
+
+def test_a_late_worker_gets_the_newest_version(agents: list[Agent]) -> None:
+    with to(agents[:1], 4.0) as sender:
+        sender.send()
+        assert sender.add_worker(worker=agents[1]) == 1
+        assert eventually(lambda: sender.workers[1].version == 1)
+        assert agents[1].value() == 4.0
+
+
+class Posted(PointToPointTransport):
+    def address(self, worker_id: int) -> None: ...
+
+    def send_to(self, worker_id: int, payload: Payload) -> None: ...
+
+
+@contextmanager
+def meanwhile(function: Callable[[], None]) -> Iterator[None]:
+    """Call a function again and again in a thread."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.is_set():
+            function()
+
+    with ThreadPoolExecutor(1) as threads:
+        repeating = threads.submit(repeat)
+        try:
+            yield
+        finally:
+            ended.set()
+        repeating.result()
+
+
+@pytest.mark.parametrize("kind", ["calls", "posted"])
+def test_workers_come_and_go_while_versions_are_sent(kind: str) -> None:
+    context: Any = SimpleNamespace(
+        worker_ids=(0,), token="t", model_id="policy", models=(), timeout=10.0
+    )
+    context.make_address = lambda **_: None
+    context.notify = lambda *_: None
+    handle = SimpleNamespace(call=lambda *_: done())
+    transport: SenderTransport = Calls(context, [handle]) if kind == "calls" else Posted([0])
+
+    def come_and_go() -> None:
+        transport.add_worker(1, handle)
+        transport.remove_worker(1)
+
+    payload = Payload.from_bytes(payload_bytes(), 1)
+    with meanwhile(come_and_go):
+        for _ in range(300):
+            deliveries = transport.send(payload, [0, 1])
+            assert all(delivery.wait(10) for delivery in deliveries.values())
+    assert transport.send(payload, [0])[0].error is None
+    gone = transport.send(payload, [1])[1]
+    assert gone.wait(10)
+    assert "was removed from the sender" in str(gone.error)
+    transport.close()
+
+
+def done() -> Future[DeliveryOutcome]:
+    future: Future[DeliveryOutcome] = Future()
+    future.set_result(DeliveryOutcome({"version": 1}))
+    return future
+
+
+def payload_bytes() -> bytes:
+    tensor = torch.ones(2)
+    return Payload(1, Layout.of({"w": tensor}), (tensor,)).to_bytes()
