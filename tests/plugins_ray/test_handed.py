@@ -11,7 +11,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 import ray
@@ -23,6 +24,7 @@ from sync_core import (
     Answer,
     ApplyError,
     ClosedError,
+    Payload,
     Receiver,
     Sender,
     SenderLostError,
@@ -31,9 +33,8 @@ from sync_core import (
 )
 from sync_core.testing.worker_groups import eventually
 from sync_plugin_ray import take_calls
-from sync_plugin_ray.inbox import Inbox, hand, take_back
+from sync_plugin_ray.inbox import Inbox
 from sync_plugin_ray.mailbox import MailboxOffer
-from sync_plugin_ray.pull_worker import PullWorker
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,10 +62,6 @@ class Worker:
     def receive(self, timeout: float, name: str = "policy") -> tuple[int | None, set[float]]:
         version = self.receivers[name].receive(timeout)
         return version, {v for t in self.models[name].values() for v in t.unique().tolist()}
-
-    def receive_late(self, seconds: float) -> None:
-        time.sleep(seconds)
-        self.receivers["policy"].receive(20)
 
     def attend(self) -> bool:
         """Receive versions as they arrive."""
@@ -140,7 +137,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sender], list[int]]:
 
 
 @pytest.mark.parametrize("size", [4, 100_000], ids=["in the call", "as an object"])
-def test_versions_are_brought_and_the_mailbox_is_told_of_objects_alone(
+def test_versions_are_brought_by_calls_alone(
     pool: list[Any], told: Callable[[Sender], list[int]], size: int
 ) -> None:
     with Sender("ray", weights(0.0, size), num_workers=2) as sender:
@@ -151,8 +148,7 @@ def test_versions_are_brought_and_the_mailbox_is_told_of_objects_alone(
             calls = [worker.receive.remote(20) for worker in pool]
             assert sender.send(weights(version, size)).updated == (0, 1)
             assert ray.get(calls) == [(version, {float(version)})] * 2
-        # The version that it refers to stays in the store, so it must be the newest.
-        assert versions == ([] if size == 4 else [1, 2, 3])
+        assert versions == []
 
 
 def test_a_worker_in_the_middle_of_something_finds_it_at_its_next_look(pool: list[Any]) -> None:
@@ -186,7 +182,7 @@ def test_what_cannot_be_committed_at_once_is_told(pool: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("size", [4, 100_000], ids=["in the call", "as an object"])
-def test_who_does_not_look_in_time_finds_the_newest_in_the_mailbox(
+def test_a_worker_that_does_not_look_in_time_finds_the_newest(
     pool: list[Any], kept: Callable[[], int], size: int
 ) -> None:
     with Sender("ray", weights(0.0, size), num_workers=1) as sender:
@@ -196,7 +192,7 @@ def test_who_does_not_look_in_time_finds_the_newest_in_the_mailbox(
             # The call that brings it gives up in the middle of this.
             with pytest.raises(SendError):
                 pending.wait(0.4 if version == 1 else 0.01)
-        assert eventually(lambda: ray.get(pool[0].receive.remote(1)) == (3, {3.0}), 20)
+        assert ray.get(pool[0].receive.remote(1)) == (3, {3.0})
         assert ray.get(pool[0].receive.remote(0)) == (None, {3.0})
         # A receiver that has moved on holds no version back.
         calls = pool[0].receive.remote(20)
@@ -205,43 +201,51 @@ def test_who_does_not_look_in_time_finds_the_newest_in_the_mailbox(
     assert eventually(lambda: kept() == 0, 10)
 
 
-def test_what_is_taken_back_before_it_came_is_not_found() -> None:
-    tray = Inbox("reader")
-    # Ray runs the later of two calls first, now and then.
-    take_back("reader", 2, None)
-    begin = time.monotonic()
-    assert hand("reader", MailboxOffer(1, "", [b""]), time.time(), 20, None) is None
-    assert time.monotonic() - begin < 10
-    assert tray.take(0) is None
+def test_a_lost_object_is_put_and_brought_again(pool: list[Any], lost: Any) -> None:
+    def put_and_lose(payload: Payload) -> Any:
+        publication = put(payload)
+        publication.data = [lost]
+        return publication
+
+    with Sender("ray", weights(0.0, 20_000), num_workers=1) as sender:
+        store = cast("Any", sender._pipeline.transport)._store
+        put, store.put = store.put, put_and_lose
+        ray.get(pool[0].connect.remote(sender.address(0), 20_000))
+        call = pool[0].receive.remote(20)
+        assert sender.send(weights(1, 20_000)).updated == (0,)
+        assert ray.get(call) == (1, {1.0})
 
 
-def test_what_is_brought_after_something_newer_is_not_found() -> None:
-    tray = Inbox("reader")
-    newer = MailboxOffer(2, "", [b""]), time.time(), 20.0
-    bringing = threading.Thread(target=lambda: hand("reader", *newer, None))
-    bringing.start()
-    assert tray.wait(lambda: False, time.monotonic() + 20)
-    begin = time.monotonic()
-    assert hand("reader", MailboxOffer(1, "", [b""]), time.time(), 20, None) is None
-    assert time.monotonic() - begin < 10
-    found = tray.take(0)
+def test_an_older_version_that_comes_later_is_not_found() -> None:
+    inbox = Inbox("reader")
+    with ThreadPoolExecutor(1) as calls:
+        bringing = calls.submit(inbox.hand, MailboxOffer(2, "", [b""]), 20.0)
+        assert inbox.wait(lambda: False, time.monotonic() + 20)
+        # Ray runs the later of two calls first, now and then.
+        assert inbox.hand(MailboxOffer(1, "", [b""]), 20.0) is None
+        found = inbox.take(0)
+        assert found is not None
+        assert found.version == 2
+        assert inbox.answer(Answer(version=2))
+        assert bringing.result(20) == Answer(version=2)
+    assert inbox.take(0) is None
+
+
+def test_a_newer_version_ends_the_wait_for_an_answer() -> None:
+    inbox = Inbox("reader")
+    with ThreadPoolExecutor(1) as calls:
+        older = calls.submit(inbox.hand, MailboxOffer(1, "", [b""]), 20.0)
+        assert inbox.wait(lambda: False, time.monotonic() + 20)
+        begin = time.monotonic()
+        assert inbox.hand(MailboxOffer(2, "", [b""]), 0.0) is None
+        assert older.result(20) is None
+        assert time.monotonic() - begin < 10
+    found = inbox.take(0)
     assert found is not None
     assert found.version == 2
-    assert tray.answer(Answer(version=2))
-    bringing.join()
-
-
-def test_what_should_be_taken_away_by_now_is_not_found() -> None:
-    tray = Inbox("reader")
-    offer = MailboxOffer(1, "", [b""])
-    bringing = threading.Thread(target=lambda: hand("reader", offer, time.time(), 1.0, None))
-    bringing.start()
-    assert tray.wait(lambda: False, time.monotonic() + 20)
-    # As in a process that was stopped, the thread that brings it has no turn before this one.
-    with tray._changed:
-        time.sleep(1.1)
-        assert tray.take(0) is None
-    bringing.join()
+    # An interrupt between the two leaves it there.
+    assert inbox.take(0) is found
+    assert inbox.take(2) is None
 
 
 def test_what_cannot_be_committed_is_told_at_once(pool: list[Any]) -> None:
@@ -276,14 +280,15 @@ def test_an_actor_killed_while_a_call_waits_in_it_is_named() -> None:
             sender.send(weights(2))
 
 
-def test_an_actor_that_takes_no_more_calls_is_not_probed_and_gets_its_versions() -> None:
+def test_an_actor_that_takes_no_more_calls_fails_at_once() -> None:
     worker = start(max_pending_calls=1)
     with Sender("ray", weights(0.0), num_workers=1, timeout=20) as sender:
         ray.get(worker.connect.remote(sender.address(0)))
-        for version in (1, 2):
-            # Ray counts a call for some milliseconds after its result is there.
-            assert eventually(lambda: call(worker, "receive_late", 1.5) is not None, 20)
-            assert sender.send(weights(version)).updated == (0,)
+        # Ray counts a call for some milliseconds after its result is there.
+        assert eventually(lambda: call(worker, "receive", 2.0) is not None, 20)
+        with pytest.raises(SendError, match="max_pending_calls") as caught:
+            sender.send(weights(1))
+        assert caught.value.report.seconds < 2
     ray.kill(worker)
 
 
@@ -332,27 +337,6 @@ def test_whoever_comes_late_gets_what_calls_have_brought_to_others(
             assert receiver.receive(20) == 2
             assert ray.get(pool[0].receive.remote(20)) == (2, {2.0})
             assert pending.wait().updated == (0, 1)
-
-
-def test_from_whoever_has_come_since_nothing_is_taken_back(
-    pool: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: list[Any] = []
-    call_of = PullWorker._call
-
-    def noted(worker: PullWorker, function: Callable[..., Any], *args: Any) -> Any:
-        called.append(function)
-        return call_of(worker, function, *args)
-
-    monkeypatch.setattr(PullWorker, "_call", noted)
-    with Sender("ray", weights(0.0), num_workers=1) as sender:
-        ray.get(pool[0].connect.remote(sender.address(0)))
-        sender.send_async(weights(1)).abandon()
-        with Receiver(sender.address(0), weights(0.0)) as receiver:
-            pending = sender.send_async(weights(2))
-            assert receiver.receive(20) == 2
-            assert pending.wait().updated == (0,)
-    assert called == [hand]
 
 
 def test_more_receivers_than_threads_in_one_actor(pool: list[Any]) -> None:
@@ -429,13 +413,3 @@ def test_an_actor_that_declared_nothing_asks_the_mailbox(
         assert ray.get(call) == (1, {1.0})
         assert versions == [1]
     ray.kill(actor)
-
-
-@pytest.mark.parametrize("skew", [0.0, 30.0, -30.0])
-def test_what_comes_late_is_not_kept_whatever_the_clocks_say(skew: float) -> None:
-    tray = Inbox("reader")
-    # Of clocks that differ the first one says by how much.
-    assert tray._is_fresh(skew) == (skew == 0.0)
-    assert tray._is_fresh(skew + 0.001)
-    assert not tray._is_fresh(skew + 1.0)
-    assert tray._is_fresh(skew)

@@ -206,6 +206,28 @@ def test_whoever_waits_gets_the_newest_also_right_after_others() -> None:
             assert receiver.receive(timeout=20) == sender.version
 
 
+def test_workers_are_added_and_removed_by_another_thread_during_a_send() -> None:
+    model = linear()
+    with Sender("ray", linear(1.0), num_workers=2) as sender, ThreadPoolExecutor(1) as threads:
+        store = cast("Any", sender._pipeline.transport)._store
+        put = store.put
+
+        def put_while_workers_change(payload: Payload) -> Any:
+            threads.submit(sender.remove_worker, 1).result(20)
+            threads.submit(sender.add_worker).result(20)
+            return put(payload)
+
+        store.put = put_while_workers_change
+        with Receiver(sender.address(0), model) as receiver:
+            pending = sender.send_async()
+            assert receiver.receive() == 1
+            with pytest.raises(SendError, match="was removed from the sender") as caught:
+                pending.wait()
+        assert caught.value.report.updated == (0,)
+        assert list(caught.value.report.failed) == [1]
+    assert values(model) == {1.0}
+
+
 def test_whoever_comes_late_gets_the_newest() -> None:
     with Sender("ray", linear(), num_workers=2, timeout=1) as sender:
         address = pickle.loads(cloudpickle.dumps(sender.address(1)))

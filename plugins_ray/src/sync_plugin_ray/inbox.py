@@ -1,4 +1,4 @@
-"""The inbox of a receiver: versions that arrive by a call into its actor, or by a mailbox."""
+"""The inbox of a receiver in an actor, to which its sender brings versions by calls."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from typing import Any, ClassVar
 from sync_core import Answer
 from sync_plugin_ray.mailbox import MailboxOffer
 
-# What took longer to come here, in seconds, as to a process that was stopped, may be outdated.
-_FRESH = 0.05
-
-# Trays by the secret names of their readers.
-_trays: weakref.WeakValueDictionary[str, Inbox] = weakref.WeakValueDictionary()
+# Inboxes by the secret names of their readers.
+_inboxes: weakref.WeakValueDictionary[str, Inbox] = weakref.WeakValueDictionary()
 
 
 def take_calls(concurrency_group: str) -> None:
     """Say, in an actor, that senders may call it in one of its concurrency groups.
 
-    Receivers that are made in the actor from then on are handed their versions by such calls,
+    Receivers that are made in the actor from then on get their versions by such calls alone,
     which takes half of what asking for them takes. A call waits there until the receiver has
-    answered, for a quarter of a second at most, so the group needs a thread or more for
-    each receiver, and to do nothing else. Workers of the group ``ray`` have one. Receivers in an
+    answered, for a quarter of a second at most, so the group needs two threads for each receiver,
+    and to do nothing else. Workers of the group ``ray`` have one. Receivers in an
     asynchronous actor, which has one thread for all calls of a group, continue asking.
 
-    A call is one of the actor's ``max_pending_calls``. It takes a moment after `Sender.send_async`,
-    in which ``receive(0)`` finds nothing; a receiver that waits finds it.
+    Two calls for each receiver count among the actor's ``max_pending_calls``; a send to an actor
+    that takes no more fails. A call takes a moment after `Sender.send_async`, in which
+    ``receive(0)`` finds nothing; a receiver that waits finds it.
 
     Args:
         concurrency_group: one of those that ``ray.remote(concurrency_groups={…: 2})`` has given
@@ -42,7 +40,7 @@ def take_calls(concurrency_group: str) -> None:
 
 
 class Inbox:
-    """Holds at most one version for one receiver.
+    """Holds the newest version for one receiver until that has answered.
 
     Args:
         reader: the receiver's secret name.
@@ -55,32 +53,23 @@ class Inbox:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._offer: MailboxOffer | None = None
-        # When the call that brought it stops waiting.
-        self._until = 0.0
         self._answer: Answer | None = None
-        # The least that anything took to come here, by two clocks that may differ.
-        self._least: float | None = None
         # The version whose answer the call that brought it waits for.
-        self._handed = 0
-        # Older ones come too late.
-        self._oldest = 0
+        self._awaited = 0
+        # Older ones come too late: Ray runs two calls of one group in any order.
+        self._newest = 0
         #: Called once something was handed in, and has returned before the answer is waited for.
         self.on_arrival: Callable[[], None] = _nothing
         #: Whether `wake` was called.
         self.woken = False
-        _trays[reader] = self
+        _inboxes[reader] = self
 
     def take(self, seen: int) -> MailboxOffer | None:
-        """Return what was handed in, if it is newer than the version seen.
-
-        Not the time until it is taken, which needs the interpreter,
-        or the process is stopped: there may be something newer by now.
-        """
+        """Return what was handed in, if it is newer than the version seen."""
         with self._lock:
-            offer, self._offer = self._offer, None
-            if offer is None or offer.version <= seen or time.monotonic() >= self._until:
-                return None
-            return offer
+            if self._offer is not None and self._offer.version <= seen:
+                self._offer = None
+            return self._offer
 
     def wait(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until something was handed in or a condition holds; False if neither was in time.
@@ -108,49 +97,33 @@ class Inbox:
     def answer(self, answer: Answer) -> bool:
         """Answer about a version; False where the call that brought it no longer waits."""
         with self._lock:
-            if answer.version != self._handed:
+            if self._offer is not None and self._offer.version <= answer.version:
+                self._offer = None
+            if answer.version != self._awaited:
                 return False
-            self._answer, self._handed = answer, 0
+            self._answer, self._awaited = answer, 0
             self._changed.notify_all()
             return True
 
-    def clear(self, version: int) -> None:
-        """Drop versions older than this one, and end waits for their answers.
-
-        Ray runs two calls of one group in any order, so what is older may come after this, too.
-        """
-        with self._lock:
-            self._oldest = max(self._oldest, version)
-            if self._offer is not None and self._offer.version < version:
-                self._offer, self._answer, self._handed = None, None, 0
-                self._changed.notify_all()
-
-    def hand(self, offer: MailboxOffer, sent_at: float, patience: float) -> Answer | None:
+    def hand(self, offer: MailboxOffer, patience: float) -> Answer | None:
         """Let the receiver find a version, and wait for its answer.
 
-        None where that does not come in time: no thread may look for the version, so it
-        is not kept here. An answer that comes later goes to the mailbox. None, too, for what comes
-        late: it is not found here instead of a newer one.
+        None where that does not come in time, or not before a newer version; it then goes to the
+        mailbox.
         """
         with self._lock:
-            if not self._is_fresh(time.time() - sent_at) or offer.version < self._oldest:
+            if offer.version < self._newest:
                 return None
-            self._oldest = offer.version
-            self._offer, self._answer, self._handed = offer, None, offer.version
-            self._until = time.monotonic() + patience
+            self._newest = self._awaited = offer.version
+            self._offer, self._answer = offer, None
             self._changed.notify_all()
         self.on_arrival()
         with self._lock:
-            self._changed.wait_for(lambda: self.woken or self._handed != offer.version, patience)
-            if self._handed == offer.version:
-                self._offer, self._handed = None, 0
-                return None
-            return self._answer
-
-    def _is_fresh(self, took: float) -> bool:
-        least = self._least
-        self._least = took if least is None else min(took, least)
-        return abs(took) <= _FRESH if least is None else took <= least + _FRESH
+            self._changed.wait_for(lambda: self.woken or self._awaited != offer.version, patience)
+            if self._awaited == offer.version:
+                self._awaited = 0
+            answer = self._answer
+            return answer if answer is not None and answer.version == offer.version else None
 
 
 def _nothing() -> None:
@@ -166,33 +139,16 @@ def _in_an_event_loop() -> bool:
     return True
 
 
-def take_back(reader: str, version: int, instance: Any) -> None:
-    """Return what a sender runs in an actor before it offers a newer version in another way.
-
-    Args:
-        reader: the receiver's secret name.
-        version: the newer version.
-        instance: the actor's instance, given by Ray.
-    """
-    del instance
-    tray = _trays.get(reader)
-    if tray is not None:
-        tray.clear(version)
-
-
-def hand(
-    reader: str, offer: MailboxOffer, sent_at: float, patience: float, instance: Any
-) -> dict[str, Any] | None:
+def hand(reader: str, offer: MailboxOffer, patience: float, instance: Any) -> dict[str, Any] | None:
     """Give a version to the receiver in this actor, and return its answer, if any.
 
     Args:
         reader: the receiver's secret name.
         offer: the version.
-        sent_at: when it was called (`time.time` there).
         patience: how long to wait for the answer, in seconds.
         instance: the actor's instance, given by Ray.
     """
     del instance
-    tray = _trays.get(reader)
-    answer = None if tray is None else tray.hand(offer, sent_at, patience)
+    inbox = _inboxes.get(reader)
+    answer = None if inbox is None else inbox.hand(offer, patience)
     return None if answer is None else answer.to_message()

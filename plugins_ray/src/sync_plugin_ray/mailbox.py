@@ -25,13 +25,11 @@ class MailboxOffer:
         version: the version.
         digest: the digest of its layout.
         data: what was published, in a list, so that Ray hands on references as they are.
-        handed_to: the receiver that a call brings it to, which is not notified here as well.
     """
 
     version: int
     digest: str
     data: list[Any]
-    handed_to: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class Event:
         answer: what it answered, as `sync_core.Answer.to_message` gives it.
         reader: its secret name.
         actor: the handle of the actor that it runs in, if it runs in one.
-        group: the concurrency group in which that may be called at any time; empty for none.
+        group: the concurrency group in which that is called; empty if the receiver asks.
         pid: its process.
         data: what was published of it, and is lost.
         reason: why it left.
@@ -78,7 +76,7 @@ class Mailbox:
 
     Args:
         token: the sender's secret.
-        offers: for each worker the newest version meant for it, or None.
+        offers: for each worker that asks the newest version meant for it; None for others.
     """
 
     def __init__(self, token: str, offers: Mapping[int, MailboxOffer | None]) -> None:
@@ -98,7 +96,7 @@ class Mailbox:
 
         Args:
             number: grows with each call.
-            offers: for each worker the newest version meant for it, or None.
+            offers: as above.
             met: for each worker the newest of its receivers that the sender has heard of.
         """
         if number > self._number:
@@ -120,8 +118,8 @@ class Mailbox:
     async def join(self, token: str, event: Event) -> Gone | None:
         """A receiver takes a worker's place from the one before it.
 
-        Answers once the sender has met it and told what there is, which may be what calls have
-        brought to others; or is silent for so long that it may be standing still.
+        Answers once the sender has met it and told what there is, as versions for the receiver
+        before may have travelled by calls; or is silent for so long that it may be standing still.
         """
         worker_id = event.worker_id
         if not hmac.compare_digest(token.encode(), self._token.encode()):
@@ -148,7 +146,7 @@ class Mailbox:
         """Answer once `take` would give something, or the seconds are over.
 
         With its content, if that has no references: a late reader would keep an
-        old version in the object store. A version that a call brings to this receiver is left out.
+        old version in the object store.
 
         Args:
             worker_id: the worker.
@@ -161,7 +159,7 @@ class Mailbox:
             await self.answer(event, reader)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._changed:
-                while not self._has_news(worker_id, reader, seen):
+                while self._answer(worker_id, reader, seen) is None:
                     await self._changed.wait()
         answer = self._answer(worker_id, reader, seen)
         if isinstance(answer, MailboxOffer) and all(
@@ -174,12 +172,6 @@ class Mailbox:
         """Pass on what a receiver has to say, unless another has taken its place."""
         if self._is_reader(event.worker_id, reader):
             self._events.put_nowait(event)
-
-    def _has_news(self, worker_id: int, reader: str, seen: int) -> bool:
-        answer = self._answer(worker_id, reader, seen)
-        return answer is not None and not (
-            isinstance(answer, MailboxOffer) and answer.handed_to == reader
-        )
 
     def _answer(self, worker_id: int, reader: str, seen: int) -> MailboxOffer | Gone | None:
         if self._closed:

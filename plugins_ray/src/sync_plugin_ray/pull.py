@@ -1,4 +1,4 @@
-"""Sends versions to receivers that connect by addresses: by a mailbox, or by calls."""
+"""Sends versions to receivers that connect by addresses: each asks a mailbox, or is called."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
+from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sync_core import (
@@ -24,8 +27,8 @@ from sync_core import (
 )
 from sync_core.transports import Notice
 from sync_plugin_ray.cluster import Cluster
+from sync_plugin_ray.inbox import hand
 from sync_plugin_ray.mailbox import Event, Mailbox, MailboxEndpoint, MailboxOffer
-from sync_plugin_ray.pull_worker import PullWorker
 from sync_plugin_ray.store import ObjectStore, Publication
 
 # A worker that has not answered for so long is asked whether it still lives.
@@ -40,12 +43,73 @@ _RECENT_BYTES = 1 << 23
 _INFORMING = 1.0
 # How long closing waits for the thread that does it, in seconds.
 _CLOSING = 5.0
+# How long a call waits in the actor for the receiver to answer, in seconds. A later answer comes by
+# the mailbox, and the thread of the actor is free for other receivers.
+_WAITING = 0.25
+# Calls of one worker at a time: one that waits for an answer, and one that brings a newer version.
+_CALLS = 2
+_REMOVED = "was removed from the sender"
+
+
+@dataclass(eq=False)
+class _Worker:
+    """One worker.
+
+    Args:
+        wanted: the newest version meant for it.
+        delivery: the delivery of that version.
+        since: when it was last known to do something, while it is waited for.
+        reader: the secret name of its receiver; empty before one has come.
+        actor: the actor that this runs in, if it runs in one.
+        group: the concurrency group in which that is called; empty for a receiver that asks.
+        pid: its process.
+        probed: whether the actor was asked if it lives.
+        committed: the version that its receiver has committed last.
+        calls: how many calls are under way.
+        handed: the version that was brought to it last.
+        left: why its receiver has left; empty while there is one.
+    """
+
+    wanted: Publication | None = None
+    delivery: Delivery | None = None
+    since: float = 0.0
+    reader: str = field(default="", repr=False)
+    actor: Any = None
+    group: str = ""
+    pid: int = 0
+    probed: bool = False
+    committed: int = 0
+    calls: int = 0
+    handed: Publication | None = None
+    left: str = ""
+
+    def joined(self, event: Event) -> None:
+        """A receiver has come in its place."""
+        self.reader, self.actor, self.group = event.reader, event.actor, event.group
+        self.pid, self.probed, self.committed = event.pid, False, 0
+        self.calls, self.handed, self.left = 0, None, ""
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether it may not have committed the newest version meant for it."""
+        return self.wanted is not None and self.committed < self.wanted.version
+
+    def lost(self, worker_id: int, error: BaseException | None) -> WorkerLostError | None:
+        """Return the message for a call that failed because its actor is dead; None for others.
+
+        One that Ray restarts is not gone; whether it will receive, the deadline tells.
+        """
+        if not isinstance(error, RayActorError) or isinstance(error, ActorUnavailableError):
+            return None
+        reason = str(error).strip().splitlines()[0]
+        message = f"its actor, which was process {self.pid}, is gone: {reason}"
+        return WorkerLostError(worker_id, message)
 
 
 class PullSender(SenderTransport):
-    """Publishes versions in a mailbox, and reads from there which workers have committed them.
+    """Sends each version to receivers that are called, and offers it to the others in a mailbox.
 
-    Actors that may be called at any time are brought them by calls, and asked for nothing.
+    A receiver is called if it runs in an actor that has said `take_calls`.
 
     Args:
         context: what the sender gave to `create_transport`.
@@ -67,7 +131,7 @@ class PullSender(SenderTransport):
         self._store = store
         self._lock = threading.Lock()
         self._lost: str | None = None
-        self._workers = {worker_id: PullWorker() for worker_id in context.worker_ids}
+        self._workers = {worker_id: _Worker() for worker_id in context.worker_ids}
         self._newest_for_all: Publication | None = None
         self._recent: deque[Publication] = deque()
         self._updates = 0
@@ -91,53 +155,50 @@ class PullSender(SenderTransport):
         return MailboxEndpoint(self._mailbox)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
-        """Put the payload once, and let the mailbox offer it."""
+        """Put the payload once, make the calls, and let the mailbox offer it."""
         self._cluster.check()
         publication = self._store.put(payload)
         deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
         with self._lock:
-            there = [worker_id for worker_id in worker_ids if worker_id in self._workers]
             for worker_id, delivery in deliveries.items():
+                # Another thread may have removed it meanwhile.
                 worker = self._workers.get(worker_id)
                 if worker is None:
-                    delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+                    delivery.fail(WorkerError(worker_id, _REMOVED))
                     continue
                 worker.delivery, worker.since = delivery, time.monotonic()
                 if lost := self._lost or worker.left:
                     delivery.fail(WorkerLostError(worker_id, lost))
-            rest = [each for each in there if not self._hand(each, publication)]
-            self._want(publication, there)
-            taken_back = [self._workers[each].take_back(publication.version) for each in rest]
-        # The version that the mailbox refers to stays in the store: it should be the newest.
-        if rest or not publication.travels_in_calls:
-            self._inform(taken_back)
+            calls = self._want(publication, worker_ids)
+        _wait_for(calls)
         # The thread may be waiting for events only; now there is a worker that may die.
         self._events.put(_nothing)
         return deliveries
 
     def publish(self, publication: Publication, worker_ids: Sequence[int]) -> None:
-        """MailboxOffer a version that was put already, without waiting for answers."""
+        """Send a version that was put already, without waiting for answers."""
         with self._lock:
-            self._want(publication, worker_ids)
-        self._inform()
+            calls = self._want(publication, worker_ids)
+        _wait_for(calls)
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker."""
         del worker
         self._cluster.check()
         with self._lock:
-            self._workers[worker_id] = PullWorker(wanted=self._newest_for_all)
+            self._workers[worker_id] = _Worker(wanted=self._newest_for_all)
+            informing = self._update_mailbox()
         # Its receiver must find the mailbox informed.
-        ray.get(self._update_mailbox(), timeout=self._timeout)
+        ray.get(informing, timeout=self._timeout)
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, and let it know."""
         with self._lock:
-            worker = self._workers.pop(worker_id, None)
-        if worker is not None and worker.delivery is not None:
-            worker.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
-        if self._cluster.connected:
-            self._update_mailbox()
+            worker = self._workers.pop(worker_id)
+            if self._cluster.connected:
+                self._update_mailbox()
+        if worker.delivery is not None:
+            worker.delivery.fail(WorkerError(worker_id, _REMOVED))
 
     def close(self) -> None:
         """Let the receivers know, and end the mailbox."""
@@ -165,29 +226,40 @@ class PullSender(SenderTransport):
         if self._owns_cluster:
             self._cluster.leave()
 
-    def _want(self, publication: Publication, worker_ids: Sequence[int]) -> None:
-        for worker_id in worker_ids:
-            if worker_id in self._workers:
-                self._workers[worker_id].wanted = publication
-        if {*worker_ids} >= self._workers.keys():
+    def _want(self, publication: Publication, worker_ids: Sequence[int]) -> list[Any]:
+        """Send a version, with the lock held; return calls to wait for.
+
+        They bring it to the mailbox, and to receivers that may find an older version before.
+        """
+        workers = {i: self._workers[i] for i in worker_ids if i in self._workers}
+        calls = []
+        for worker_id, worker in workers.items():
+            behind = worker.is_behind
+            worker.wanted = publication
+            call = self._hand(worker_id, worker, 0.0 if behind else _WAITING)
+            if behind and call is not None:
+                calls.append(call)
+        if len(workers) == len(self._workers):
             self._newest_for_all = publication
         self._recent.append(publication)
         while len(self._recent) > min(_RECENT, _RECENT_BYTES // publication.nbytes):
             self._recent.popleft()
-
-    def _inform(self, others: Sequence[Any] = ()) -> None:
-        calls = [self._update_mailbox(), *(each for each in others if each is not None)]
-        ray.wait(calls, num_returns=len(calls), timeout=_INFORMING)
-
-    def _offers(self) -> dict[int, MailboxOffer | None]:
-        return {worker_id: worker.offer for worker_id, worker in self._workers.items()}
+        if not all(worker.group for worker in workers.values()):
+            calls.append(self._update_mailbox())
+        return calls
 
     def _update_mailbox(self) -> Any:
-        with self._lock:
-            self._updates += 1
-            number, offers = self._updates, self._offers()
-            met = {worker_id: worker.reader for worker_id, worker in self._workers.items()}
-        return self._mailbox.update.remote(number, offers, met)
+        """Let the mailbox know, with the lock held, of what is offered; the call."""
+        self._updates += 1
+        offers = self._offers()
+        met = {worker_id: worker.reader for worker_id, worker in self._workers.items()}
+        return self._mailbox.update.remote(self._updates, offers, met)
+
+    def _offers(self) -> dict[int, MailboxOffer | None]:
+        return {
+            worker_id: None if worker.wanted is None or worker.group else _offer(worker.wanted)
+            for worker_id, worker in self._workers.items()
+        }
 
     def _listen(self) -> None:
         call = self._mailbox.events.remote()
@@ -228,7 +300,8 @@ class PullSender(SenderTransport):
         for event in events:
             self._handle(event)
         if any(event.kind == "joined" for event in events):
-            self._update_mailbox()
+            with self._lock:
+                self._update_mailbox()
         self._listen()
 
     def _handle(self, event: Event) -> None:
@@ -238,6 +311,7 @@ class PullSender(SenderTransport):
                 return
             if event.kind == "joined":
                 worker.joined(event)
+                self._hand(event.worker_id, worker, _WAITING)
                 self._notify(event.worker_id, Notice("connected"))
             delivery = worker.delivery
             publication = worker.wanted
@@ -248,15 +322,13 @@ class PullSender(SenderTransport):
                 worker.committed = max(worker.committed, event.version)
         if event.kind == "lost" and publication is not None:
             if publication.version == event.version:
-                # A call brought what is lost, and the mailbox offers what is put now.
-                worker.handed = None
-                self._put_again(event, publication, delivery)
+                self._put_again(event, worker, publication)
         elif event.kind == "answered" and delivery is not None:
             delivery.settle(event.answer)
         elif event.kind == "answered" and event.answer and event.answer.get("error") is None:
             self._notify(event.worker_id, Notice("acknowledged", event.version))
 
-    def _left(self, worker: PullWorker, event: Event) -> None:
+    def _left(self, worker: _Worker, event: Event) -> None:
         """Fail what the worker has not answered; its receiver was closed."""
         delivery = worker.delivery
         if delivery is not None and event.answer is not None:
@@ -266,21 +338,41 @@ class PullSender(SenderTransport):
         if delivery is not None:
             delivery.fail(WorkerLostError(event.worker_id, worker.left))
 
-    def _hand(self, worker_id: int, publication: Publication) -> bool:
-        """Let a call bring a version to a worker; False where the mailbox has to offer it."""
-        worker = self._workers[worker_id]
-        call = worker.hand(publication) if self._lost is None else None
-        if call is None:
-            return False
-        reader = worker.reader
+    def _hand(self, worker_id: int, worker: _Worker, patience: float) -> Any | None:
+        """Call a worker with its newest version, with the lock held.
+
+        Args:
+            worker_id: its id.
+            worker: the worker.
+            patience: how long the call waits for the answer, in seconds.
+
+        Returns:
+            The call; None for a worker that asks, has it, or has two calls under way, the first
+            of which to return makes this one.
+        """
+        publication, reader = worker.wanted, worker.reader
+        if not worker.group or publication is None or self._lost is not None:
+            return None
+        if worker.handed is publication or worker.calls == _CALLS:
+            return None
+        call: Any = worker.actor.__ray_call__.options(concurrency_group=worker.group)
+        try:
+            # One argument instead of three: to serialise each separately takes longer.
+            answer = call.remote(partial(hand, reader, _offer(publication), patience))
+        except PendingCallsLimitExceeded:
+            if worker.delivery is not None:
+                refused = "its actor takes no more calls; give it more max_pending_calls"
+                worker.delivery.fail(WorkerError(worker_id, refused))
+            return None
+        worker.calls, worker.handed = worker.calls + 1, publication
 
         def returned(call: Future[Any]) -> None:
             # No receiver of a removed worker reads the event, which would hold the version.
             if self._workers.get(worker_id) is worker:
                 self._events.put(lambda: self._handed(worker_id, reader, publication, call))
 
-        call.add_done_callback(returned)
-        return True
+        answer.future().add_done_callback(returned)
+        return answer
 
     def _handed(
         self, worker_id: int, reader: str, publication: Publication, call: Future[Any]
@@ -288,35 +380,38 @@ class PullSender(SenderTransport):
         error = call.exception()
         with self._lock:
             worker = self._workers.get(worker_id)
-            if worker is None:
+            if worker is None or worker.reader != reader:
                 return
-            worker.called = False
-            if worker.reader != reader:
-                return  # the mailbox offers it to the one that has come since
-            answer = None if error is not None else call.result()
-            offers = answer is None and worker.handed is publication
-            if offers:
-                worker.handed = None
-        if answer is not None:
+            worker.calls -= 1
+            failure: WorkerError | None = worker.lost(worker_id, error)
+            if failure is None and error is not None and worker.handed is publication:
+                if isinstance(error, ActorUnavailableError):
+                    # Ray holds the next call back until the actor is there again.
+                    worker.handed = None
+                else:
+                    failure = WorkerError(worker_id, f"could not run the call: {error}")
+            if failure is None:
+                self._hand(worker_id, worker, _WAITING)
+        if failure is not None and worker.delivery is not None:
+            worker.delivery.fail(failure)
+        elif error is None and (answer := call.result()) is not None:
             self._handle(Event("answered", worker_id, publication.version, answer))
-        elif (lost := worker.lost(worker_id, error)) is not None:
-            if worker.delivery is not None:
-                worker.delivery.fail(lost)
-        elif offers:
-            self._update_mailbox()
 
-    def _put_again(self, event: Event, publication: Publication, delivery: Delivery | None) -> None:
+    def _put_again(self, event: Event, worker: _Worker, publication: Publication) -> None:
         try:
             reason = None if publication.put_again(event.data) else "too often"
         except CapacityError as error:
             reason = str(error)
         if reason is None:
-            self._update_mailbox()
-        elif delivery is not None:
+            with self._lock:
+                worker.handed = None
+                self._hand(event.worker_id, worker, _WAITING)
+                self._update_mailbox()
+        elif worker.delivery is not None:
             message = f"the object with version {event.version} was lost: {reason}"
-            delivery.fail(WorkerError(event.worker_id, message))
+            worker.delivery.fail(WorkerError(event.worker_id, message))
 
-    def _silent(self) -> list[tuple[int, PullWorker]]:
+    def _silent(self) -> list[tuple[int, _Worker]]:
         with self._lock:
             return [
                 (worker_id, worker)
@@ -339,7 +434,7 @@ class PullSender(SenderTransport):
             worker.since = time.monotonic()
             try:
                 probe = worker.actor.__ray_ready__.remote()
-            except ray.exceptions.PendingCallsLimitExceeded:
+            except PendingCallsLimitExceeded:
                 continue  # it takes no more calls now; later, perhaps
             worker.probed = True
             probe.future().add_done_callback(
@@ -348,7 +443,7 @@ class PullSender(SenderTransport):
                 )
             )
 
-    def _probed(self, worker_id: int, worker: PullWorker, actor: Any, future: Future[Any]) -> None:
+    def _probed(self, worker_id: int, worker: _Worker, actor: Any, future: Future[Any]) -> None:
         if worker.actor is not actor:
             return
         worker.probed = False
@@ -356,6 +451,15 @@ class PullSender(SenderTransport):
         lost = worker.lost(worker_id, future.exception())
         if lost is not None and worker.delivery is not None:
             worker.delivery.fail(lost)
+
+
+def _offer(publication: Publication) -> MailboxOffer:
+    return MailboxOffer(publication.version, publication.digest, publication.data)
+
+
+def _wait_for(calls: list[Any]) -> None:
+    if calls:
+        ray.wait(calls, num_returns=len(calls), timeout=_INFORMING)
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""The receiver's side of the scheme ``ray``: asks the mailbox of its sender."""
+"""The receiver's side of the scheme ``ray``: asks the mailbox of its sender, or is called."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ _FRESH = 0.02
 class MailboxReceiver(ReceiverTransport):
     """Reads versions from the object store, from any process of the sender's cluster.
 
+    In an actor that has said `take_calls`, calls bring the versions, and the mailbox only the end
+    of the sender. Elsewhere the mailbox is asked for versions.
+
     Args:
         context: what the receiver gave to `create_transport`.
 
@@ -49,16 +52,16 @@ class MailboxReceiver(ReceiverTransport):
         self._answered: Answer | None = None
         self._layout = context.layout
         self._watch: _Watch | None = None
-        self._tray = Inbox(self._reader)
-        self._group = Inbox.group
-        self._actor = _this_actor()
+        self._inbox = Inbox(self._reader)
+        actor = _this_actor()
+        self._group = Inbox.group if actor is not None else ""
         self._cluster = Cluster()
         try:
             came = Event(
                 "joined",
                 context.worker_id,
                 reader=self._reader,
-                actor=self._actor,
+                actor=actor,
                 group=self._group,
                 pid=os.getpid(),
             )
@@ -99,7 +102,7 @@ class MailboxReceiver(ReceiverTransport):
     def acknowledge(self, answer: Answer) -> None:
         """Answer the call that brought the version, or else by the mailbox."""
         self._answered = answer
-        if self._tray.answer(answer):
+        if self._inbox.answer(answer):
             return
         event = Event("answered", self._worker_id, answer.version, answer.to_message())
         if self._watch is None:
@@ -126,28 +129,28 @@ class MailboxReceiver(ReceiverTransport):
 
     def wake(self) -> None:
         """Wait for nothing from now on."""
-        self._tray.wake()
+        self._inbox.wake()
 
     def on_arrival(self, callback: Callable[[], None]) -> bool:
         """Have a function called by every call that hands a version in, if there are such calls."""
-        self._tray.on_arrival = callback
-        return self._actor is not None and bool(self._group)
+        self._inbox.on_arrival = callback
+        return bool(self._group)
 
     def close(self) -> None:
         """Hang up."""
-        self._tray.wake()
+        self._inbox.wake()
         self._cluster.leave()
 
     def _next(self, deadline: float, since: float) -> MailboxOffer | None:
         """The newest version; the mailbox is asked only when it has said that there is one."""
         while True:
             self._check()
-            offer = self._tray.take(self._seen) or self._news(since)
+            offer = self._inbox.take(self._seen) or self._news(since)
             if offer is not None:
                 return offer
             self._watch = self._watch or self._ask_for_news()
-            found = self._tray.wait(self._watch.done, min(deadline, time.monotonic() + _LOOKING))
-            if not found and (self._tray.woken or time.monotonic() >= deadline):
+            found = self._inbox.wait(self._watch.done, min(deadline, time.monotonic() + _LOOKING))
+            if not found and (self._inbox.woken or time.monotonic() >= deadline):
                 return None
 
     def _news(self, since: float) -> MailboxOffer | None:
@@ -161,7 +164,7 @@ class MailboxReceiver(ReceiverTransport):
 
     def _ask_for_news(self, event: Event | None = None) -> _Watch:
         asked = self._worker_id, self._reader, self._seen, _WATCH, event
-        return _Watch(self._mailbox.news.remote(*asked).future(), self._tray.nudge)
+        return _Watch(self._mailbox.news.remote(*asked).future(), self._inbox.nudge)
 
     def _ask(self) -> MailboxOffer | None:
         call = self._mailbox.take.remote(self._worker_id, self._reader, self._seen)
