@@ -77,6 +77,19 @@ def test_an_engine_that_loaded_a_part_is_bad_until_it_has_a_whole_version() -> N
     assert set(engine.held) == {"engine.weight", "engine.bias"}
 
 
+def test_with_zero_copy_too_tensors_are_good_during_the_call() -> None:
+    engine, source = Engine(), model(1.0)
+    with Sender("thread", source, num_workers=1, zero_copy=True) as sender:
+        receiver = Receiver(sender.address(0), load=engine.load_weights)
+        for version in (1, 2, 3):
+            nn.init.constant_(source.weight, version)
+            pending = sender.send_async()
+            assert receiver.receive(5) == version
+            assert pending.wait().updated == (0,)
+            assert torch.equal(engine.held["engine.weight"], source.weight)
+        receiver.close()
+
+
 def test_an_interrupt_while_loading_leaves_the_worker_bad() -> None:
     def interrupted(weights: Iterable[tuple[str, Tensor]]) -> None:
         del weights

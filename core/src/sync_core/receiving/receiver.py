@@ -345,7 +345,7 @@ class Receiver(CollectorReference):
             self._version = 0
         elif self._loaded and not isinstance(error, ReadbackError):
             self._version = payload.version
-        if self._address.zero_copy and self._found is not None:
+        if self._keeps_views and self._found is not None:
             # It may have been pointed at the payload already, unless it cannot be read at all.
             with suppress(ModelError):
                 vacate(self._found, payload)
@@ -359,7 +359,7 @@ class Receiver(CollectorReference):
         if payload is None:
             return self._version
         self._version = payload.version
-        if self._address.zero_copy:
+        if self._keeps_views:
             self._lease.replace(self._found, payload)
         else:
             payload.release()
@@ -486,6 +486,11 @@ class Receiver(CollectorReference):
         # A sender that has gone meanwhile needs no answer; the next receive() says that it went.
         with suppress(SenderLostError):
             self._transport.acknowledge(answer)
+
+    @property
+    def _keeps_views(self) -> bool:
+        """Return whether the model views what arrived, until the next version."""
+        return self._address.zero_copy and self._load is None
 
     def _resolve_model(self) -> Any:
         if self._model is None and self._load is None:

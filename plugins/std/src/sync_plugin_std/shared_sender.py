@@ -35,10 +35,18 @@ class SharedPeer(Peer):
         knows: the slots that were announced to it.
     """
 
-    tokens: TokenPipe = field(default_factory=TokenPipe)
-    answers: AnswerPipe = field(default_factory=AnswerPipe)
+    tokens: TokenPipe = field(init=False)
+    answers: AnswerPipe = field(init=False)
     offered: Slot | None = None
     knows: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.tokens = TokenPipe()
+        try:
+            self.answers = AnswerPipe()
+        except OSError:
+            self.tokens.close()
+            raise
 
 
 class SharedSender(ServingTransport[SharedPeer]):
