@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,3 +34,27 @@ def test_another_tool_reads_the_files(tmp_path: Path) -> None:
         assert torch.equal(loaded["weight"], source.weight)
     assert torch.equal(target.weight, source.weight)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_forked_child_does_not_leave_in_its_parents_name(tmp_path: Path) -> None:
+    program = f"""
+import os
+import torch
+from sync_core import Receiver, Sender
+
+with Sender("file", torch.nn.Linear(2, 2), num_workers=1, directory={str(tmp_path)!r}) as sender:
+    receiver = Receiver(sender.address(0), torch.nn.Linear(2, 2))
+    child = os.fork()
+    if not child:
+        receiver.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    pending = sender.send_async(timeout=10)
+    receiver.receive()
+    print(pending.wait().updated)
+    receiver.close()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.stdout == "(0,)\n", run.stderr

@@ -26,6 +26,14 @@ class Exclusive:
         self._waiting = False
         _turns.add(self)
 
+    def acquire(self, timeout: float) -> bool:
+        """Begin a turn; False where another thread's lasts longer than ``timeout`` seconds."""
+        return self._lock.acquire(timeout=min(max(0.0, timeout), threading.TIMEOUT_MAX))
+
+    def release(self) -> None:
+        """End a turn."""
+        self._lock.release()
+
     def __enter__(self) -> None:
         self._lock.acquire()
 

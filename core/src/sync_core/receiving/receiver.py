@@ -264,8 +264,11 @@ class Receiver(CollectorReference):
                 it was a layer or ``on_commit`` that raised after they were loaded: see `version`.
                 The sender learns which.
         """
-        with self._exclusive:
-            if self.stage(timeout) is None:
+        deadline = self._deadline(timeout)
+        if not self._exclusive.acquire(deadline - time.monotonic()):
+            return None
+        try:
+            if self._stage(deadline) is None:
                 return None
             try:
                 self.load()
@@ -273,6 +276,8 @@ class Receiver(CollectorReference):
                 self.reject(error)
                 raise
             return self.confirm()
+        finally:
+            self._exclusive.release()
 
     def stage(self, timeout: float | None = None) -> int | None:
         """Fetch what `receive` would commit, and keep it; see `receive_together`.
@@ -282,19 +287,28 @@ class Receiver(CollectorReference):
         Returns:
             The version that is staged now, or None when there was no newer one in time.
         """
-        with self._exclusive:
-            self._check_open()
-            seconds = self._timeout if timeout is None else check_seconds(timeout)
-            self.reject(SyncError("a newer version was asked for before this one was committed"))
-            deadline = time.monotonic() + seconds
+        deadline = self._deadline(timeout)
+        if not self._exclusive.acquire(deadline - time.monotonic()):
+            return None
+        try:
+            return self._stage(deadline)
+        finally:
+            self._exclusive.release()
+
+    def _deadline(self, timeout: float | None) -> float:
+        return time.monotonic() + (self._timeout if timeout is None else check_seconds(timeout))
+
+    def _stage(self, deadline: float) -> int | None:
+        self._check_open()
+        self.reject(SyncError("a newer version was asked for before this one was committed"))
+        payload = self._next(deadline)
+        while payload is not None and not self._accepts(payload):
             payload = self._next(deadline)
-            while payload is not None and not self._accepts(payload):
-                payload = self._next(deadline)
-            if payload is None:
-                self._check_open()
-                return None
-            self._staged, self._loaded = payload, False
-            return payload.version
+        if payload is None:
+            self._check_open()
+            return None
+        self._staged, self._loaded = payload, False
+        return payload.version
 
     def _accepts(self, payload: Payload) -> bool:
         """Return whether a payload is newer than the model, and brings all that the model lacks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -186,6 +187,39 @@ class LifetimeCases(SchemeCases):
         workers.connect(0)
         assert workers.send().updated == (0,)
         assert workers.values() == [{3.0}]
+
+    @pytest.mark.usefixtures("asking")
+    def test_a_thread_that_looks_waits_for_none_that_waits(self, start: Start) -> None:
+        workers = start(make_policy(3.0), 1)
+        assert workers.pool.call(0, Worker.look_while_waiting) < 1.0
+
+    def test_workers_come_and_go_while_versions_are_sent(self, start: Start) -> None:
+        self.need("late_join")
+        workers = start(make_policy(1.0), 1)
+        ended = threading.Event()
+        failures: list[BaseException] = []
+
+        def come_and_go() -> None:
+            try:
+                while not ended.is_set():
+                    workers.sender.remove_worker(workers.sender.add_worker())
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=come_and_go)
+        thread.start()
+        try:
+            for _ in range(20):
+                pending = workers.sender.send_async(timeout=10.0)
+                workers.receive(0)
+                with suppress(SendError):
+                    # The others fail: they were removed, or are not there in time.
+                    pending.wait(0.5)
+        finally:
+            ended.set()
+            thread.join()
+        assert not failures
+        assert workers.send().updated == (0,)
 
     def test_closing_ends_a_pending_send(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -134,6 +135,19 @@ class Worker:
             self.receiver.close()
             error = waiting.exception()
         return None if error is None else type(error).__name__
+
+    def look_while_waiting(self) -> float:
+        """How long one thread takes to look for a version, while another waits for one."""
+        assert self.receiver is not None
+        waiting = threading.Thread(target=self.receiver.receive, args=(1.5,))
+        waiting.start()
+        time.sleep(0.2)
+        begin = time.perf_counter()
+        found = self.receiver.receive(0.1)
+        seconds = time.perf_counter() - begin
+        waiting.join()
+        assert found is None
+        return seconds
 
     def leave(self, value: float) -> None:
         """Close the receiver, and write to the model."""

@@ -36,6 +36,7 @@ from sync_plugin_std.stores.store import (
     worker_record,
 )
 
+_REMOVED = "was removed from the sender"
 _log = logging.getLogger("sync_core")
 
 
@@ -59,6 +60,7 @@ class StoreReceiver(ReceiverTransport):
         self._beats = 0
         self._replaced = False
         self._left = "closed its receiver"
+        self._process = os.getpid()
         self._closed = False
         self._woken = threading.Event()
         self._lock = threading.RLock()
@@ -93,7 +95,9 @@ class StoreReceiver(ReceiverTransport):
         self._woken.set()
 
     def close(self) -> None:
-        """Leave, and say so."""
+        """Leave, and say so; in a process that was forked from this one, do nothing."""
+        if os.getpid() != self._process:
+            return
         self._pulse.end()
         with self._lock:
             if self._closed:
@@ -215,9 +219,13 @@ class StoreSender(SenderTransport):
                 raise ClosedError("the sender is closed")
             self._written.append(payload.version)
             for worker_id, delivery in deliveries.items():
-                place = self._places[worker_id]
-                place.wanted, place.delivery = payload.version, delivery
-            if len(deliveries) == len(self._places):
+                place = self._places.get(worker_id)
+                if place is None:
+                    # By another thread, since the sender chose whom to send it.
+                    delivery.fail(WorkerError(worker_id, _REMOVED))
+                else:
+                    place.wanted, place.delivery = payload.version, delivery
+            if deliveries.keys() >= self._places.keys():
                 self._newest = payload.version
             self._publish()
             self._remove_old()
@@ -240,7 +248,7 @@ class StoreSender(SenderTransport):
             place = self._places.pop(worker_id)
             self._publish()
         if place.delivery is not None:
-            place.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+            place.delivery.fail(WorkerError(worker_id, _REMOVED))
 
     def close(self) -> None:
         """End the threads, and remove all that is in the store."""
