@@ -193,7 +193,7 @@ def test_what_is_bound_must_have_the_hooks() -> None:
 
 
 class Watching:
-    """Notes what layers are told."""
+    """Keeps the contexts that layers are given."""
 
     sent: list[tuple[Any, Mapping[int, int]]]
 

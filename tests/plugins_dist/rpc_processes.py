@@ -100,6 +100,6 @@ class LocalRpcGroup(RpcGroup):
         if not _worlds or not _worlds[0].complete:
             end_world()
             _worlds.append(RpcProcesses(_NAMES))
-        # What is no number is the group's to refuse.
+        # The group refuses other types.
         names = _NAMES[:num_workers] if isinstance(num_workers, int) else _NAMES
         super().__init__(factory, num_workers, timeout=timeout, names=names)

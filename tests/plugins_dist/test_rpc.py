@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(90)
 
 NAMES = ("left", "middle", "right", "rival")
 
-# What the workers' main modules hold.
+# The contents of the workers' main modules.
 MODELS = """
 from torch import nn
 policy = nn.Linear(3, 2)

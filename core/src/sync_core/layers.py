@@ -52,8 +52,8 @@ def leaves_out(layer: Plugin) -> bool:
 def in_order(layers: Iterable[Plugin]) -> list[Plugin]:
     """The layers in the order in which they prepare: those that do not travel come first.
 
-    Receivers cannot undo what those do. What a layer that travels is given is then what receivers
-    have after they have undone it, whatever the order in which the user gave the layers.
+    Receivers cannot undo those. So the layout that a travelling layer is given is the one that
+    receivers have after they have undone it, whatever the order in which the user gave the layers.
     """
     return sorted(layers, key=travels)
 

@@ -65,7 +65,7 @@ class Source:
     ) -> None:
         self.model: Any = None
         self.layout: Layout | None = None
-        #: What the weights were read from last; None for tensors given by hand.
+        #: The object from which weights were read last; None for tensors given by hand.
         self.found: Any = None
         self._context = context
         self._strategy = strategy

@@ -72,14 +72,16 @@ class AnswerPipe:
         """The answers that have come, each with the slots that the worker still reads.
 
         Raises:
-            ValueError: they are none that a worker writes.
+            ValueError: a worker does not write such answers.
         """
         try:
             data = os.read(self.reader, 64 * _RECORD.size)
         except BlockingIOError:
             return []
         if len(data) % _RECORD.size:
-            raise ValueError(f"{len(data)} bytes are no answers of {_RECORD.size} bytes each")
+            raise ValueError(
+                f"{len(data)} bytes are not a number of answers of {_RECORD.size} bytes"
+            )
         return [_parse(record) for record in _RECORD.iter_unpack(data)]
 
     def close_writer(self) -> None:

@@ -17,8 +17,8 @@ _SHOWN = 8
 class _Regrouping:
     """Makes each tensor that travels of one or several of the trainer's.
 
-    What is made of what is found once for each layout. It stays with the sender: workers need not
-    have the layer.
+    The plan is made once for each layout. The layer stays with the sender: workers need not have
+    it.
     """
 
     _known: tuple[Layout, Layout, list[tuple[int, ...]]] | None = None

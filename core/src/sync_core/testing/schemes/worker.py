@@ -137,7 +137,7 @@ class Worker:
         return None if error is None else type(error).__name__
 
     def look_while_waiting(self) -> float:
-        """How long one thread takes to look for a version, while another waits for one."""
+        """Seconds that one thread takes to look for a version, while another waits for one."""
         assert self.receiver is not None
         waiting = threading.Thread(target=self.receiver.receive, args=(1.5,))
         waiting.start()

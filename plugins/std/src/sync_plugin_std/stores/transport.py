@@ -221,7 +221,7 @@ class StoreSender(SenderTransport):
             for worker_id, delivery in deliveries.items():
                 place = self._places.get(worker_id)
                 if place is None:
-                    # By another thread, since the sender chose whom to send it.
+                    # Removed by another thread since the send began.
                     delivery.fail(WorkerError(worker_id, _REMOVED))
                 else:
                     place.wanted, place.delivery = payload.version, delivery
