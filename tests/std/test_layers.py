@@ -14,6 +14,7 @@ from sync_core.testing.negated import Negated
 from sync_plugin_std.cast import BFloat16
 from sync_plugin_std.interval import Interval
 from sync_plugin_std.rename import Fuse, Rename
+from sync_plugin_std.select import Select
 
 
 class Mixed(nn.Module):
@@ -114,6 +115,10 @@ class TestMetrics(LayerConformance):
 
 class TestRename(LayerConformance):
     layer = Rename({"*": "*"})
+
+
+class TestSelect(LayerConformance):
+    layer = Select(trainable=True)
 
 
 class TestFuse(LayerConformance):

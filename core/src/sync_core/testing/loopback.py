@@ -19,7 +19,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.errors import AddressError
-from sync_core.transports import Block
+from sync_core.transports import Block, Notice
 
 _senders: WeakValueDictionary[str, LoopbackSender] = WeakValueDictionary()
 
@@ -48,6 +48,7 @@ class LoopbackSender(SenderTransport):
     def __init__(self, context: TransportContext) -> None:
         context.parse_options(LoopbackOptions)
         self.offers: dict[int, tuple[Payload, Delivery] | None] = dict.fromkeys(context.worker_ids)
+        self.notify = context.notify
         self._newest: Payload | None = None
         self._name = secrets.token_hex(8)
         _senders[self._name] = self
@@ -95,8 +96,10 @@ class LoopbackReceiver(ReceiverTransport):
         self._name: str = context.endpoint
         self._worker_id = context.worker_id
         self._seen = 0
-        if self._name not in _senders:
+        sender = _senders.get(self._name)
+        if sender is None:
             raise AddressError("no such sender in this process")
+        sender.notify(self._worker_id, Notice("connected"))
 
     def receive(self, timeout: float) -> Payload | None:
         """Return the newest payload at once; there is only one thread."""

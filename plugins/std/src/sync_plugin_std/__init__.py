@@ -8,6 +8,7 @@ from sync_plugin_std.interval import Interval
 from sync_plugin_std.metrics import Metrics
 from sync_plugin_std.mp import with_pipe
 from sync_plugin_std.rename import Fuse, Rename
+from sync_plugin_std.select import Select
 
 __version__ = "0.1.0"
 
@@ -18,5 +19,6 @@ __all__ = [
     "Interval",
     "Metrics",
     "Rename",
+    "Select",
     "with_pipe",
 ]
