@@ -5,6 +5,7 @@ Schemes, groups and layers are found by name; what is exported here is what user
 
 from sync_plugin_std.cast import BFloat16, Float16
 from sync_plugin_std.interval import Interval
+from sync_plugin_std.lora import MergedLora
 from sync_plugin_std.metrics import Metrics
 from sync_plugin_std.mp import with_pipe
 from sync_plugin_std.rename import Fuse, Rename
@@ -17,6 +18,7 @@ __all__ = [
     "Float16",
     "Fuse",
     "Interval",
+    "MergedLora",
     "Metrics",
     "Rename",
     "Select",

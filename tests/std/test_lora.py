@@ -1,0 +1,137 @@
+"""PEFT models of transformers: merged for plain workers, or their adapters alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sync_core import ModelError, Receiver, Sender, SendReport
+from sync_core.testing.loopback import Loopback
+from sync_plugin_std import MergedLora, Select
+
+# Of the libraries, when they are imported and when models are made.
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def llama(seed: int, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES))
+    return model.to(dtype)
+
+
+def qwen(seed: int, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
+    return model.to(dtype)
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    """The model under LoRA, with adapters that change it."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"], **options)
+    peft = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    return peft
+
+
+def push(sender: Sender, receiver: Receiver) -> SendReport:
+    pending = sender.send_async()
+    receiver.receive(0)
+    return pending.wait(0)
+
+
+@pytest.mark.parametrize("make", [llama, qwen])
+def test_a_plain_worker_acts_as_the_adapted_model(make: Any) -> None:
+    source, target = adapted(make(0)), make(1)
+    tokens = torch.arange(8)[None]
+    before = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    with Sender(Loopback(), source, num_workers=1, layers=[MergedLora()]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        for _ in range(2):
+            push(sender, receiver)
+            assert all(torch.equal(t, before[name]) for name, t in source.state_dict().items())
+            with torch.no_grad():
+                torch.testing.assert_close(target(tokens).logits, source(tokens).logits)
+                for name, parameter in source.named_parameters():
+                    if "lora" in name:
+                        parameter.mul_(0.5)
+            before = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+
+
+def test_values_are_those_of_peft() -> None:
+    source, target = adapted(llama(0)), llama(1)
+    with Sender(Loopback(), source, num_workers=1, layers=[MergedLora()]) as sender:
+        push(sender, Receiver(sender.address(0), target))
+    merged = source.merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in target.state_dict().items())
+
+
+@pytest.mark.parametrize("layers", [[MergedLora(), "bf16"], ["bf16", MergedLora()]])
+def test_merged_for_a_worker_of_16_bits(layers: list[Any]) -> None:
+    source, target = adapted(llama(0)), llama(1, torch.bfloat16)
+    with Sender(Loopback(), source, num_workers=1, layers=layers) as sender:
+        push(sender, Receiver(sender.address(0), target))
+    merged = source.merge_and_unload().bfloat16().state_dict()
+    for name, tensor in target.state_dict().items():
+        torch.testing.assert_close(tensor, merged[name], rtol=0.02, atol=0.02)
+
+
+def test_modules_that_are_trained_whole_take_the_place_of_the_original() -> None:
+    source, target = adapted(qwen(0), modules_to_save=["lm_head"]), qwen(1)
+    with torch.no_grad():
+        for name, parameter in source.named_parameters():
+            if "modules_to_save" in name:
+                parameter.fill_(0.5)
+    target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.clone())
+    with Sender(Loopback(), source, num_workers=1, layers=[MergedLora()]) as sender:
+        push(sender, Receiver(sender.address(0), target))
+    assert torch.equal(target.lm_head.weight, torch.full_like(target.lm_head.weight, 0.5))
+
+
+def test_adapters_alone() -> None:
+    source, target = adapted(llama(0)), adapted(llama(1))
+    layer = Select("*.lora_*", "*.modules_to_save.*")
+    with Sender(Loopback(), source, num_workers=1, layers=[layer]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        whole = push(sender, receiver).nbytes
+        with torch.no_grad():
+            for name, parameter in source.named_parameters():
+                if "lora" in name:
+                    parameter.mul_(0.5)
+        assert push(sender, receiver).nbytes < whole / 4
+    theirs = source.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in target.state_dict().items())
+
+
+def test_what_cannot_be_merged_says_what_to_type() -> None:
+    with pytest.raises(ModelError, match="merge_adapter"):
+        Sender(Loopback(), adapted(llama(0), use_dora=True), num_workers=1, layers=[MergedLora()])
+    with pytest.raises(ModelError, match="get_peft_model"):
+        Sender(Loopback(), llama(0), num_workers=1, layers=[MergedLora()])
+    weights = dict(adapted(llama(0)).state_dict())
+    with pytest.raises(ModelError, match="PEFT model itself"):
+        Sender(Loopback(), weights, num_workers=1, layers=[MergedLora()])
