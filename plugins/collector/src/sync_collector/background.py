@@ -29,7 +29,7 @@ class BackgroundCollection:
         # The number of pauses; the last one to end resumes it, unless an error has ended it.
         self._pauses = 0
         self._goes_on = True
-        self._abandoned = threading.Event()
+        self._abandoned = False
         self._ended = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -48,7 +48,7 @@ class BackgroundCollection:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        if idle and self.running and not self._abandoned.is_set():
+        if idle and self.running and not self._abandoned:
             raise RuntimeError(
                 "the collector runs in the background; iterate within `with collector.pause():`, "
                 "or do not start() it"
@@ -98,7 +98,7 @@ class BackgroundCollection:
 
     def abandon(self) -> None:
         """Make no more batches; those under way are lost."""
-        self._abandoned.set()
+        self._abandoned = True
         with self._lock:
             self._wanted = False
 
@@ -120,7 +120,7 @@ class BackgroundCollection:
 
     def _begin(self) -> None:
         with self._lock:
-            self._wanted = not self._abandoned.is_set()
+            self._wanted = not self._abandoned
             if self._wanted and not self._runs:
                 self._runs = self._goes_on = True
                 self._thread = threading.Thread(
@@ -147,7 +147,7 @@ class BackgroundCollection:
         while self._wanted and more:
             self._look()
             more = self._took(self._delivery.collect_one)
-        while not self._abandoned.is_set() and self._took(self._delivery.collect_rest):
+        while not self._abandoned and self._took(self._delivery.collect_rest):
             pass
         return more
 
