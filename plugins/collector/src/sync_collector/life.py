@@ -114,6 +114,7 @@ class Life:
 
         Raises:
             LayoutMismatchError: the policy's weights are others than those of the collector's.
+            RemoteCallError: as for `add_workers`; workers added before that one stay.
             ModelError: one of the given and the collector's policy has weights, the other none.
             OptionError: the worker group has no ``remote_configs``, or the workers act with the
                 trainer's own policy.

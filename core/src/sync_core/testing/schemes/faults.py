@@ -241,7 +241,13 @@ class FaultCases(SchemeCases):
             waiting.result(30)
             workers.receive(0, timeout=0.5)
         else:
-            assert workers.receive(0) == 4
+            # A process that is called may find what was brought to it before the newest.
+            received = 0
+            while received < 4:
+                version = workers.receive(0)
+                assert version is not None
+                assert version > received
+                received = version
         assert workers.values() == [{5.0}, {5.0}]
         fill(policy, 6.0)
         assert workers.send().updated == (0, 1)
