@@ -13,7 +13,7 @@ from sync_core.testing import LayerConformance
 from sync_core.testing.negated import Negated
 from sync_plugin_std.cast import BFloat16
 from sync_plugin_std.interval import Interval
-from sync_plugin_std.rename import Fuse, Rename
+from sync_plugin_std.rename import Fuse, Rename, Split
 from sync_plugin_std.select import Select
 
 
@@ -119,6 +119,10 @@ class TestRename(LayerConformance):
 
 class TestSelect(LayerConformance):
     layer = Select(trainable=True)
+
+
+class TestSplit(LayerConformance):
+    layer = Split({})
 
 
 class TestFuse(LayerConformance):

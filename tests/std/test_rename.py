@@ -1,4 +1,4 @@
-"""The layers Rename and Fuse: every name accounted for, and values where the worker has them."""
+"""The layers that rename, fuse, cut and transpose: every name accounted for, values in place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from sync_core import ModelError, Receiver, Sender
 from sync_core.testing.loopback import Loopback
-from sync_plugin_std import Fuse, Rename
+from sync_plugin_std import Fuse, Rename, Split, Transpose
 
 
 class Block(nn.Module):
@@ -58,11 +58,74 @@ def test_an_engine_gets_its_names(cast_first: bool) -> None:
     assert torch.equal(target.norm.bias, block.norm.bias.bfloat16())
 
 
-def test_tied_tensors_stay_tied() -> None:
-    source = nn.ModuleDict(
+@pytest.mark.parametrize("scheme", ["thread", "shm"])
+def test_a_fused_tensor_is_cut(scheme: str) -> None:
+    source, target = FusedBlock(), Block(1.0)
+    layers = [Split({"qkv_proj": {"q_proj": 4, "k_proj": 2, "v_proj": 2}}), "bf16"]
+    with Sender(scheme, source, num_workers=1, layers=layers) as sender:
+        receiver = Receiver(sender.address(0), target)
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in source.parameters():
+                    parameter.normal_()
+            pending = sender.send_async()
+            receiver.receive(20)
+            assert pending.wait().updated == (0,)
+    for part, rows in (("q_proj", slice(4)), ("k_proj", slice(4, 6)), ("v_proj", slice(6, 8))):
+        for name in ("weight", "bias"):
+            sent = getattr(source.qkv_proj, name)[rows].bfloat16().float()
+            assert torch.equal(getattr(getattr(target, part), name), sent)
+
+
+def test_cutting_undoes_fusing() -> None:
+    source, target = Block(1.0), Block(100.0)
+    layers = [Fuse(PARTS), Split({"qkv_proj": {"q_proj": 4, "k_proj": 2, "v_proj": 2}})]
+    with Sender(Loopback(), source, num_workers=1, layers=layers) as sender:
+        push(sender, Receiver(sender.address(0), target))
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(target.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm"])
+def test_a_matrix_is_transposed(scheme: str) -> None:
+    source = {"h.c_attn.weight": torch.randn(3, 5), "h.c_attn.bias": torch.randn(5)}
+    target = {"h.c_attn.weight": torch.zeros(5, 3), "h.c_attn.bias": torch.zeros(5)}
+    with Sender(scheme, source, num_workers=1, layers=[Transpose("*.c_attn.weight")]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        for _ in range(2):
+            source["h.c_attn.weight"].normal_()
+            pending = sender.send_async()
+            receiver.receive(20)
+            pending.wait()
+            assert torch.equal(target["h.c_attn.weight"], source["h.c_attn.weight"].t())
+    assert torch.equal(target["h.c_attn.bias"], source["h.c_attn.bias"])
+
+
+def tied() -> nn.ModuleDict:
+    model = nn.ModuleDict(
         {"embed": nn.Linear(2, 3, bias=False), "head": nn.Linear(2, 3, bias=False)}
     )
-    source["head"].weight = source["embed"].weight
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+def test_a_tied_tensor_is_changed_under_the_names_that_are_given() -> None:
+    source = tied()
+    target = {
+        "rows.weight": torch.zeros(1, 2),
+        "others.weight": torch.zeros(2, 2),
+        "head.weight": torch.zeros(2, 3),
+    }
+    layers = [Split({"embed": {"rows": 1, "others": 2}}), Transpose("head.weight")]
+    with Sender(Loopback(), source, num_workers=1, layers=layers) as sender:
+        push(sender, Receiver(sender.address(0), target))
+    weight = source.state_dict()["embed.weight"]
+    assert torch.equal(torch.cat([target["rows.weight"], target["others.weight"]]), weight)
+    assert torch.equal(target["head.weight"], weight.t())
+
+
+def test_tied_tensors_stay_tied() -> None:
+    source = tied()
     layer = Rename({"embed.*": "tokens.*", "head.*": "lm_head.*"})
     with Sender(Loopback(), source, num_workers=1, layers=[layer]) as sender:
         assert sender.address(0).layout.aliases == (("lm_head.weight", "tokens.weight"),)
@@ -75,6 +138,11 @@ def test_tied_tensors_stay_tied() -> None:
         (Rename({"*.weight": "w", "*": None}), "'q_proj.weight' and 'k_proj.weight' would both"),
         (Fuse({"qkv": ("q_proj", "k_proj", "o_proj")}), r"\['o_proj'\] are missing"),
         (Fuse({"norm": ("q_proj", "k_proj", "v_proj")}), "'norm.weight' is in the weights"),
+        (Split({"norm": {"a": 3, "b": 2}}), r"'norm.weight' has the shape \[4\], .* 5 rows"),
+        (Split({"qkv": {"q": 4}}), r"Split finds no \['qkv'\]"),
+        (Split({"norm": {"q_proj": 4}}), "both be sent as 'q_proj.weight'"),
+        (Transpose("*.bias"), r"two dimensions, and 'q_proj.bias' has 1: \[4\]"),
+        (Transpose("*.kernel"), r"Transpose finds no tensor for \['\*.kernel'\]"),
     ],
 )
 def test_a_name_that_is_not_accounted_for_is_an_error_before_anything_is_sent(

@@ -8,7 +8,7 @@ from sync_plugin_std.interval import Interval
 from sync_plugin_std.lora import MergedLora
 from sync_plugin_std.metrics import Metrics
 from sync_plugin_std.mp import with_pipe
-from sync_plugin_std.rename import Fuse, Rename
+from sync_plugin_std.rename import Fuse, Rename, Split, Transpose
 from sync_plugin_std.select import Select
 
 __version__ = "0.1.0"
@@ -22,5 +22,7 @@ __all__ = [
     "Metrics",
     "Rename",
     "Select",
+    "Split",
+    "Transpose",
     "with_pipe",
 ]

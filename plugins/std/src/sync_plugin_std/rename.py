@@ -1,10 +1,11 @@
-"""The layers `Rename` and `Fuse`: tensors travel under the names that the workers have."""
+"""Layers that send tensors under the workers' names and in their shapes."""
 
 from __future__ import annotations
 
 import re
 from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,18 +15,42 @@ from sync_core import Layout, ModelError, Update, hookimpl
 _SHOWN = 8
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """How one tensor that is sent is made from the trainer's tensors.
+
+    Args:
+        positions: those of the trainer's tensors, which are concatenated.
+        rows: the first row that is taken and how many are; None for all.
+        transposed: whether the two dimensions change places.
+    """
+
+    positions: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+    def make(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The tensor; a view, or the trainer's own, where no bytes are to be moved."""
+        if len(self.positions) > 1:
+            return torch.cat([tensors[position].detach() for position in self.positions])
+        tensor = tensors[self.positions[0]]
+        if self.rows is not None:
+            return tensor.detach().narrow(0, *self.rows)
+        return tensor.detach().t() if self.transposed else tensor
+
+
 class _Regrouping:
-    """Makes each tensor that travels of one or several of the trainer's.
+    """Makes each tensor that is sent from one or several of the trainer's.
 
     The plan is made once for each layout. The layer stays with the sender: workers need not have
     it.
     """
 
-    _known: tuple[Layout, Layout, list[tuple[int, ...]]] | None = None
+    _known: tuple[Layout, Layout, list[_Source]] | None = None
 
     @abstractmethod
-    def _regroup(self, layout: Layout) -> dict[str, tuple[int, ...]]:
-        """For each name that travels, the positions of the tensors that it is made of.
+    def _regroup(self, layout: Layout) -> dict[str, _Source]:
+        """Return, by the name of each tensor that is sent, how it is made.
 
         Raises:
             ModelError: that cannot be said of every tensor.
@@ -33,22 +58,16 @@ class _Regrouping:
 
     @hookimpl(wrapper=True)
     def prepare_weights(self) -> Generator[None, Update, Update]:
-        """Make the tensors that travel."""
+        """Make the tensors to send."""
         update = yield
         tensors = update.tensors
         if self._known is None or self._known[0] is not update.layout:
-            groups = self._regroup(update.layout)
-            layout = Layout.of({name: _made(tensors, group) for name, group in groups.items()})
-            self._known = update.layout, layout, [groups[spec.name] for spec in layout.specs]
+            sources = self._regroup(update.layout)
+            layout = Layout.of({name: source.make(tensors) for name, source in sources.items()})
+            self._known = update.layout, layout, [sources[spec.name] for spec in layout.specs]
         _, layout, made_of = self._known
-        update.become(layout, [_made(tensors, group) for group in made_of])
+        update.become(layout, [source.make(tensors) for source in made_of])
         return update
-
-
-def _made(tensors: Sequence[Tensor], group: tuple[int, ...]) -> Tensor:
-    if len(group) == 1:
-        return tensors[group[0]]
-    return torch.cat([tensors[position].detach() for position in group])
 
 
 class Rename(_Regrouping):
@@ -82,8 +101,8 @@ class Rename(_Regrouping):
         self._rules = [(_compiled(pattern), template) for pattern, template in names.items()]
         self._strict = strict
 
-    def _regroup(self, layout: Layout) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
+    def _regroup(self, layout: Layout) -> dict[str, _Source]:
+        found: dict[str, _Source] = {}
         sent_as: dict[str, str] = {}
         unmatched: list[str] = []
         for name in layout.names:
@@ -98,7 +117,7 @@ class Rename(_Regrouping):
                 continue
             if new in found:
                 raise ModelError(f"{sent_as[new]!r} and {name!r} would both be sent as {new!r}")
-            found[new], sent_as[new] = (layout.index[name],), name
+            found[new], sent_as[new] = _Source((layout.index[name],)), name
         if unmatched and self._strict:
             raise ModelError(
                 f"no pattern of the layer Rename matches {_listed(unmatched)}; add one (None "
@@ -129,11 +148,11 @@ class Fuse(_Regrouping):
         self._parts = {whole: tuple(names) for whole, names in parts.items()}
         self._whole = {part: whole for whole, names in self._parts.items() for part in names}
 
-    def _regroup(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+    def _regroup(self, layout: Layout) -> dict[str, _Source]:
         found: dict[str, tuple[int, ...]] = {}
         parts: dict[str, dict[str, int]] = {}
         for name in layout.names:
-            fused, part = self._find(name)
+            fused, part = _replaced(name, self._whole)
             if part is None:
                 found[name] = (layout.index[name],)
             else:
@@ -147,16 +166,109 @@ class Fuse(_Regrouping):
             if lacking := [part for part in wanted if part not in there]:
                 raise ModelError(f"{fused!r} is to be made of {wanted}, and {lacking} are missing")
             found[fused] = tuple(there[part] for part in wanted)
+        return {name: _Source(positions) for name, positions in found.items()}
+
+
+class Split(_Regrouping):
+    """Sends one tensor as several, cut along its first dimension: the reverse of `Fuse`.
+
+    Args:
+        parts: the name of a fused module, and those of its parts in order, each with its number of
+            rows. Names are components of dotted names:
+            ``{"qkv_proj": {"q_proj": 2048, "k_proj": 512, "v_proj": 512}}``.
+
+    Example:
+        >>> from sync_core import Sender
+        >>> model = torch.nn.ModuleDict({"qkv": torch.nn.Linear(4, 8)})
+        >>> layer = Split({"qkv": {"q": 4, "k": 2, "v": 2}})
+        >>> with Sender("thread", model, num_workers=1, layers=[layer]) as sender:
+        ...     sender.address(0).layout.names
+        ('q.weight', 'k.weight', 'v.weight', 'q.bias', 'k.bias', 'v.bias')
+    """
+
+    def __init__(self, parts: Mapping[str, Mapping[str, int]]) -> None:
+        self._parts = {whole: dict(rows) for whole, rows in parts.items()}
+
+    def _regroup(self, layout: Layout) -> dict[str, _Source]:
+        found: dict[str, _Source] = {}
+        used: set[str] = set()
+        for name, position in layout.index.items():
+            shape = list(layout.specs[position].shape)
+            whole = next((each for each in name.split(".") if each in self._parts), None)
+            if whole is None:
+                _add(found, name, _Source((position,)))
+                continue
+            used.add(whole)
+            rows = self._parts[whole]
+            if shape[:1] != [sum(rows.values())]:
+                raise ModelError(
+                    f"{name!r} has the shape {shape}, and the layer Split is to cut "
+                    f"{sum(rows.values())} rows of it: {rows}"
+                )
+            first = 0
+            for part, count in rows.items():
+                part_name, _ = _replaced(name, {whole: part})
+                _add(found, part_name, _Source((position,), (first, count)))
+                first += count
+        if unused := self._parts.keys() - used:
+            raise ModelError(f"the layer Split finds no {sorted(unused)} among the weights")
         return found
 
-    def _find(self, name: str) -> tuple[str, str | None]:
-        """The name of the fused tensor, and which part of it this is; None for no part."""
-        components = name.split(".")
-        for i, component in enumerate(components):
-            if component in self._whole:
-                whole = self._whole[component]
-                return ".".join([*components[:i], whole, *components[i + 1 :]]), component
-        return name, None
+
+class Transpose(_Regrouping):
+    """Sends matrices with their two dimensions exchanged.
+
+    Linear layers of some libraries hold ``(in, out)``, as GPT-2's ``Conv1D`` does, those of others
+    ``(out, in)``.
+
+    Args:
+        names: patterns of the whole names of matrices; each ``*`` stands for anything.
+
+    Example:
+        >>> from sync_core import Sender
+        >>> layer = Transpose("*.c_attn.weight")
+        >>> weights = {"h.0.c_attn.weight": torch.zeros(2, 6), "h.0.c_attn.bias": torch.zeros(6)}
+        >>> with Sender("thread", weights, num_workers=1, layers=[layer]) as sender:
+        ...     [str(spec) for spec in sender.address(0).layout.specs]
+        ['h.0.c_attn.weight: float32[6, 2]', 'h.0.c_attn.bias: float32[6]']
+    """
+
+    def __init__(self, *names: str) -> None:
+        if not names:
+            raise ValueError('give patterns of names, such as Transpose("*.c_attn.weight")')
+        self._patterns = {name: _compiled(name) for name in names}
+
+    def _regroup(self, layout: Layout) -> dict[str, _Source]:
+        found: dict[str, _Source] = {}
+        unused = set(self._patterns)
+        for name, position in layout.index.items():
+            shape = list(layout.specs[position].shape)
+            matching = {each for each, p in self._patterns.items() if p.fullmatch(name)}
+            if matching and len(shape) != 2:
+                raise ModelError(
+                    f"the layer Transpose exchanges two dimensions, and {name!r} has "
+                    f"{len(shape)}: {shape}"
+                )
+            found[name] = _Source((position,), transposed=bool(matching))
+            unused -= matching
+        if unused:
+            raise ModelError(f"the layer Transpose finds no tensor for {sorted(unused)}")
+        return found
+
+
+def _add(found: dict[str, _Source], name: str, source: _Source) -> None:
+    if name in found:
+        raise ModelError(f"two tensors would both be sent as {name!r}")
+    found[name] = source
+
+
+def _replaced(name: str, components: Mapping[str, str]) -> tuple[str, str | None]:
+    """The name with its first component of these replaced, and that; None where it has none."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part in components:
+            return ".".join([*parts[:i], components[part], *parts[i + 1 :]]), part
+    return name, None
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
