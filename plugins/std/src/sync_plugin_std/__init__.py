@@ -4,6 +4,7 @@ Schemes, groups and layers are found by name; what is exported here is what user
 """
 
 from sync_plugin_std.cast import BFloat16, Float16
+from sync_plugin_std.fp8 import Float8Blocks
 from sync_plugin_std.interval import Interval
 from sync_plugin_std.lora import MergedLora
 from sync_plugin_std.metrics import Metrics
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BFloat16",
+    "Float8Blocks",
     "Float16",
     "Fuse",
     "Interval",
