@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -32,6 +32,7 @@ def sent(source: dict[str, Tensor], layers: list[object]) -> dict[str, Tensor]:
     return held
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     rows=st.integers(1, 300),
     columns=st.integers(1, 300),

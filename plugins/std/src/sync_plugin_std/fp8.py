@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sync_core import Layout, ModelError, Update, hookimpl
+from sync_core import BindContext, Layout, ModelError, Update, hookimpl
 
 BLOCK = 128
 _WIRE = torch.float8_e4m3fn
@@ -47,6 +47,11 @@ class Float8Blocks:
         self._names = names
         self._patterns = [re.compile(".*".join(map(re.escape, name.split("*")))) for name in names]
         self._known: tuple[Layout, frozenset[str], Layout] | None = None
+
+    def bind(self, context: BindContext) -> Float8Blocks:
+        """A layer with a plan of its own, for one sender."""
+        del context
+        return Float8Blocks(*self._names)
 
     @hookimpl(wrapper=True)
     def prepare_weights(self) -> Generator[None, Update, Update]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from sync_core import Layout, ModelError, Update, hookimpl
+from sync_core import BindContext, Layout, ModelError, Update, hookimpl
 
 _SHOWN = 8
 
@@ -55,6 +57,11 @@ class _Regrouping:
         Raises:
             ModelError: that cannot be said of every tensor.
         """
+
+    def bind(self, context: BindContext) -> Self:
+        """A layer with a plan of its own, for one sender."""
+        del context
+        return copy.copy(self)
 
     @hookimpl(wrapper=True)
     def prepare_weights(self) -> Generator[None, Update, Update]:
