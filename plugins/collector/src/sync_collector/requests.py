@@ -22,9 +22,6 @@ from sync_collector.worker_pool import WorkerPool
 from sync_core import WorkerLostError, WorkerTimeoutError
 from sync_core.transports import uninterrupted
 
-# How often it is looked whether a worker that is held back was let continue, in seconds.
-_GLANCE = 0.002
-
 
 @dataclass(frozen=True, slots=True)
 class TakenBatch:
@@ -126,6 +123,7 @@ class Requests:
             if not self._held[worker_id] and worker_id in self._postponed:
                 self._postponed.discard(worker_id)
                 self.ask(worker_id)
+                self._news.put(None)
 
     def settle(self) -> None:
         """Wait until no batch is under way; those made are delivered later.
@@ -203,10 +201,8 @@ class Requests:
                 deadline = time.monotonic() + self._timeout
             if not len(self):
                 return None
-            try:
-                self._news.get(timeout=max(0.0, deadline - time.monotonic()))
-            except Empty:
-                raise self._late(min({*self._futures, *self._postponed})) from None
+            if not self._wait_for_news(deadline - time.monotonic()):
+                raise self._late(min({*self._futures, *self._postponed}))
 
     def wait_all(self) -> dict[int, TensorDictBase]:
         """Wait for the batches of all workers asked; they stay here until they are dropped.
@@ -220,7 +216,7 @@ class Requests:
             left = max(0.0, deadline - time.monotonic())
             if self._postponed and left:
                 # Another thread holds them back, and may let others continue before these.
-                time.sleep(min(left, _GLANCE))
+                self._wait_for_news(left)
                 continue
             futures = dict(sorted(self._futures.items()))
             done, late = wait(futures.values(), left, return_when=FIRST_EXCEPTION)
@@ -260,6 +256,14 @@ class Requests:
             while self._ended and self._futures.get(self._ended[0][0]) is not self._ended[0][1]:
                 self._ended.popleft()
         return delivered
+
+    def _wait_for_news(self, seconds: float) -> bool:
+        """Wait until a request has ended, was dropped or was made; False if none did in time."""
+        try:
+            self._news.get(timeout=max(0.0, seconds))
+        except Empty:
+            return False
+        return True
 
     def _ask(self, worker_id: int) -> None:
         order = replace(self._make_request(worker_id), number=self._numbers[worker_id])
