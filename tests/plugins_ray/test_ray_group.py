@@ -140,6 +140,15 @@ class TestStop:
         gc.collect()
         assert gone(*workers)
 
+    def test_a_group_forgotten_in_a_thread_of_ray_ends_its_actors(self) -> None:
+        held = [RayGroup(lambda worker_id: worker_id, 1)]
+        workers = pids(held[0])
+        call: Any = ray.remote(lambda: time.sleep(0.5)).options(num_cpus=0).remote()
+        # Ray runs the callback in the thread that handles the replies to its own calls.
+        call.future().add_done_callback(lambda _: held.clear())
+        assert gone(*workers)
+        assert not held
+
 
 class Unpicklable:
     def __reduce__(self) -> NoReturn:

@@ -70,6 +70,9 @@ def release_with(
     the owner in its memory, but what the owner holds is not its to release, locks may be held by
     threads that it lacks, and connections are the parent's.
 
+    The garbage collector may run in a thread of a library such as Ray, which waits for that very
+    thread in its own calls. There, another thread calls ``release``.
+
     Args:
         owner: the object that holds it; not kept alive by ``release`` or ``args``.
         release: what to call, at most once.
@@ -87,8 +90,18 @@ def release_with(
 
 
 def _release(process: int, release: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    if os.getpid() == process:
+    if os.getpid() != process:
+        return
+    if _is_of_a_library():
+        threading.Thread(target=release, args=args, name="sync-release").start()
+    else:
         release(*args)
+
+
+def _is_of_a_library() -> bool:
+    """Return whether this thread was not started by `threading`."""
+    dummy = getattr(threading, "_DummyThread", ())
+    return isinstance(threading.current_thread(), dummy)
 
 
 class Stopwatch:
