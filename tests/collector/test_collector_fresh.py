@@ -16,6 +16,7 @@ from sync_collector import Collector
 from sync_collector import testing as collectors
 from sync_collector.auto_update import AutoUpdate, StaleWatch
 from sync_collector.envs import CountingEnv
+from sync_collector.worker_pool import PoolWorker
 from sync_core import (
     SendError,
     SendReport,
@@ -92,7 +93,7 @@ class Refused:
 
     def __init__(self, error: WorkerError) -> None:
         self.on_update: list[Any] = []
-        self.required = {0: 1}
+        self.required = {0: {"policy": 1}}
         self._workers = {0: WorkerResult(version=None, seconds=0.0, nbytes=0, error=error)}
 
     def refresh(self, worker_ids: Any) -> Any:
@@ -107,7 +108,10 @@ class Refused:
 )
 def test_who_died_and_was_replaced_since_is_no_failure(error: WorkerError, raises: bool) -> None:
     alive: Any = lambda worker_id: True  # noqa: E731
-    pool: Any = SimpleNamespace(ids=(0,), alive=alive, on_join=[], lock=threading.RLock())
+    worker = PoolWorker(0)
+    pool: Any = SimpleNamespace(
+        workers={0: worker}, joined=[worker], alive=alive, on_join=[], lock=threading.RLock()
+    )
     released: list[int] = []
     requests: Any = SimpleNamespace(
         hold=lambda _: None, require=lambda *_: None, release=released.append, on_stale=[]

@@ -24,11 +24,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from sync_collector import Collector
-from sync_collector.detached_copy import detached_copy
 from sync_collector.envs import CountingEnv
+from sync_collector.options import WorkerOptions
 from sync_collector.testing import Scale, long_episodes
 from sync_collector.trajectories import PER_WORKER
-from sync_collector.worker_options import WorkerOptions
+from sync_collector.worker_spec import detached_copy
 from sync_core import (
     ClosedError,
     LayoutMismatchError,
@@ -382,7 +382,7 @@ def test_an_update_while_the_place_of_a_worker_is_taken(models: dict[str, Any]) 
         made.start()
         made.update_policy_weights_()
         kill(made, 1)
-        until(lambda: 1 in made._pool._restarting and made._pool.alive(1))
+        until(lambda: made._pool.workers[1].is_restarting and made._pool.alive(1))
         assert made.update_policy_weights_(Scale(2.0)).updated == (0, 1)
         assert made.cascade_execute("policy.weight.item") == [2.0, 2.0]
         assert goes_on(made, batches)
@@ -654,9 +654,9 @@ def test_a_worker_that_is_removed_while_its_place_is_taken(models: dict[str, Any
         made.start()
         made.update_policy_weights_()
         kill(made, 1)
-        until(lambda: 1 in made._pool._restarting and made._pool.alive(1))
+        until(lambda: made._pool.workers[1].is_restarting and made._pool.alive(1))
         made.remove_workers(1)
-        until(lambda: not made._pool._restarting)
+        until(lambda: not made._pool.workers[1].is_restarting)
         assert made.worker_ids == (0, 2)
         assert goes_on(made, batches)
         made.add_workers()

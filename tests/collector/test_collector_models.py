@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
-from sync_collector.multi_model import _finish
+from sync_collector.model_weights import _finish
 from sync_core import (
     LayoutMismatchError,
     ModelError,

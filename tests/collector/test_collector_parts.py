@@ -18,13 +18,12 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from sync_collector import Collector
-from sync_collector.batch_request import BatchRequest
+from sync_collector.batch_requests import BatchRequests
 from sync_collector.collector_worker import CollectorWorker
 from sync_collector.devices import Devices
 from sync_collector.envs import CountingEnv, GymEnv
 from sync_collector.policy_module import module_of
-from sync_collector.requests import Requests
-from sync_collector.rollout import Rollout, RolloutOptions
+from sync_collector.rollout import BatchRequest, Rollout, RolloutOptions
 from sync_collector.schedules import FirstReady, Synchronous
 from sync_collector.testing import Scale, long_episodes
 from sync_collector.trajectories import PER_WORKER
@@ -326,14 +325,14 @@ def test_a_policy_from_another_process_is_not_copied_again() -> None:
 
 def test_a_worker_that_is_held_back() -> None:
     workers = pool("thread", num_workers=1)
-    requests = Requests(workers, 1.0)
+    requests = BatchRequests(workers, 1.0)
     requests.hold(0)
     requests.ask(0)
     assert len(requests) == 1
     assert not requests.busy(0)
-    requests.settle()
     requests.release(0)
-    requests.settle()
+    with requests.settled():
+        assert requests.made().keys() == {0}
     taken = requests.take_first()
     assert taken is not None
     assert values(taken.batch, "observation") == [0, 1]
@@ -350,7 +349,7 @@ def test_a_batch_that_is_dropped_while_it_is_waited_for() -> None:
             return super().step(tensordict)
 
     workers = pool("thread", Waiting)
-    requests = Requests(workers, 30.0)
+    requests = BatchRequests(workers, 30.0)
     schedule = FirstReady(workers, requests)
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(schedule.next_batch, 2)
@@ -384,7 +383,7 @@ def test_parts_on_several_devices() -> None:
 
     workers = WorkerPool(group_class("inline"), spec, 2, 30.0)
     with pytest.raises(ValueError, match=r"on cpu for worker 0 and .* on meta for worker 1"):
-        Synchronous(workers, Requests(workers, 1.0)).next_batch(None)
+        Synchronous(workers, BatchRequests(workers, 1.0)).next_batch(None)
     workers.stop()
 
 

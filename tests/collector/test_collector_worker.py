@@ -20,12 +20,12 @@ from tensordict.nn import (
 from torch import Tensor, nn
 
 from sync_collector import Collector
+from sync_collector.batch_requests import RandomFrames
 from sync_collector.devices import Devices
 from sync_collector.envs import CountingEnv
+from sync_collector.options import options_of_workers
 from sync_collector.rollout import Rollout, RolloutOptions
 from sync_collector.testing import Scale, long_episodes
-from sync_collector.warmup import Warmup
-from sync_collector.worker_options import options_of_workers
 from sync_collector.worker_pool import WorkerPool
 from sync_collector.worker_spec import WorkerSpec
 from sync_core import ModelError, OptionError, RemoteCallError
@@ -136,20 +136,25 @@ def test_parts_of_a_batch_are_random_together() -> None:
 
 
 def test_random_frames_that_a_lost_worker_was_asked_for() -> None:
-    pool = WorkerPool(find(WORKERS, "inline").object, spec, 2, 10.0)
-    warmup = Warmup(pool, 8, together=False)
-    assert [warmup.order(i).random for i in (0, 1, 0)] == [True, True, False]
-    warmup.take_back(1)
-    assert [warmup.order(i).random for i in (1, 0)] == [True, False]
-    together = Warmup(pool, 5, together=True)
-    assert [together.order(i).random for i in (0, 1, 0)] == [True, True, False]
-    together.take_back(1)
-    assert [together.order(i).random for i in (1, 1, 0)] == [False, False, False]
-    first, second = (Warmup(pool, 3, together=True) for _ in range(2))
-    assert first.order(0).random
+    pools = [WorkerPool(find(WORKERS, "inline").object, spec, 2, 10.0) for _ in range(4)]
+
+    def asked(random_frames: RandomFrames, *ids: int) -> list[bool]:
+        return [random_frames.ask(random_frames.pool.workers[i]) for i in ids]
+
+    alone = RandomFrames(pools[0], 8)
+    assert asked(alone, 0, 1, 0) == [True, True, False]
+    alone.take_back(pools[0].workers[1])
+    assert asked(alone, 1, 0) == [True, False]
+    together = RandomFrames(pools[1], 5, together=True)
+    assert asked(together, 0, 1, 0) == [True, True, False]
+    together.take_back(pools[1].workers[1])
+    assert asked(together, 1, 1, 0) == [False, False, False]
+    first, second = (RandomFrames(pool, 3, together=True) for pool in pools[2:])
+    assert asked(first, 0) == [True]
     second.load_state_dict(first.state_dict())
-    assert [second.order(i).random for i in (1, 0)] == [True, False]
-    pool.stop()
+    assert asked(second, 1, 0) == [True, False]
+    for pool in pools:
+        pool.stop()
 
 
 def spec(worker_id: int, seat: int) -> WorkerSpec:

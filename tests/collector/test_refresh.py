@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
-from sync_collector.rollout import Refresher
 from sync_collector.testing import Scale
+from sync_collector.worker_models import WorkerModels
 from sync_core import (
     Payload,
     ReceiverTransport,
@@ -56,36 +57,36 @@ class Asking(Loopback):
         )
 
 
-def looks(refresher: Refresher) -> int:
+def looks(models: WorkerModels) -> int:
     """Return how often a worker looks in its next two steps."""
     before = AsksFirst.looks
-    refresher.between_steps()
-    refresher.between_steps()
+    models.between_steps()
+    models.between_steps()
     return AsksFirst.looks - before
 
 
 def test_what_it_takes_to_ask_for_weights_is_not_what_a_look_takes() -> None:
-    refresher = Refresher(Scale(), rests=False)
+    models = WorkerModels(SimpleNamespace(policy=Scale()))
     with Sender(Asking(AsksFirst), Scale(), num_workers=1) as sender:
-        refresher.connect(sender.address(0))
+        models.connect("policy", sender.address(0), single=True)
         # It asks, and looks again: from then on that is known to take no time.
-        assert looks(refresher) == 2
+        assert looks(models) == 2
         sender.send_async()
-        while refresher.version == 0:
-            refresher.between_steps()
-        assert looks(refresher) == 2
-        refresher.close()
+        while models.version == 0:
+            models.between_steps()
+        assert looks(models) == 2
+        models.close()
 
 
 def test_whoever_is_told_that_something_has_come_looks_at_once() -> None:
-    refresher = Refresher(Scale(), rests=False)
+    models = WorkerModels(SimpleNamespace(policy=Scale()))
     with Sender(Asking(AsksAlways), Scale(), num_workers=1) as sender:
-        refresher.connect(sender.address(0))
+        models.connect("policy", sender.address(0), single=True)
         # From the second look on it is known how long they take.
-        refresher.between_steps()
-        refresher.between_steps()
+        models.between_steps()
+        models.between_steps()
         sender.send_async()
-        assert refresher.between_steps() == 0
-        refresher.look_soon()
-        assert refresher.between_steps() == 1
-        refresher.close()
+        assert models.between_steps() == 0
+        models.look_soon()
+        assert models.between_steps() == 1
+        models.close()

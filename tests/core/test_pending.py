@@ -157,15 +157,3 @@ def test_an_interrupted_send_is_reported_as_interrupted() -> None:
         "worker 0: the send was interrupted by KeyboardInterrupt before the worker confirmed "
         "version 1"
     )
-
-
-def test_whoever_counts_otherwise_changes_nothing_for_the_sender() -> None:
-    own: list[SendReport] = []
-    with Sender("thread", weights(), num_workers=1, on_report=own.append) as sender:
-        receiver = Receiver(sender.address(0), weights())
-        pending = sender.send_async()
-        pending.count_as(7)
-        receiver.receive()
-        report = pending.wait()
-        assert (report.version, report.workers[0].version, pending.version) == (7, 7, 7)
-        assert (own[0].version, own[0].workers[0].version) == (1, 1)

@@ -131,16 +131,6 @@ class SendReport:
         workers = {i: replace(r, returned=i in worker_ids) for i, r in self.workers.items()}
         return replace(self, workers=workers)
 
-    def counted_as(self, version: int) -> SendReport:
-        """Return the same report with another number of the version."""
-        if version == self.version:
-            return self
-        workers = {
-            i: r if r.version is None else replace(r, version=version)
-            for i, r in self.workers.items()
-        }
-        return replace(self, version=version, workers=workers)
-
     def _with_remedy(self, remedy: str) -> tuple[int, ...]:
         return tuple(i for i, result in self.workers.items() if result.remedy == remedy)
 

@@ -119,8 +119,6 @@ class PendingSend:
         packing: Stopwatch | None = None,
     ) -> None:
         self.version = version
-        #: The same, as the sender counts it.
-        self.sent_version = version
         self._deliveries = deliveries
         self._waited = {i: d for i, d in deliveries.items() if i not in unwaited}
         self._skipped = skipped
@@ -160,13 +158,6 @@ class PendingSend:
     def unanswered(self) -> Mapping[int, Delivery]:
         """The deliveries waited for, by worker, that have not ended."""
         return {i: d for i, d in self._waited.items() if not d.wait(0)}
-
-    def count_as(self, version: int) -> None:
-        """Give the version another number, here and in the report."""
-        with self._ending:
-            self.version = version
-            if self._report is not None:
-                self._report = self._report.counted_as(version)
 
     def done(self) -> bool:
         """Return whether every worker has answered, or the send was waited for already."""
@@ -218,8 +209,7 @@ class PendingSend:
             if self._report is None:
                 # Ended once, even if Ctrl-C comes during notifications.
                 self._report = self._make_report(reason)
-                report = self._finish(self._report, waited=waited)
-                self._report = report.counted_as(self.version)
+                self._report = self._finish(self._report, waited=waited)
             return self._report
 
     def _make_report(self, reason: str | None) -> SendReport:
@@ -237,7 +227,7 @@ class PendingSend:
             results[worker_id] = WorkerResult(None, 0.0, 0, skipped=True)
         ordered = {worker_id: results[worker_id] for worker_id in sorted(results)}
         return SendReport(
-            self.sent_version,
+            self.version,
             now - self._started,
             ordered,
             prepare_seconds=self._prepare_seconds,
@@ -256,10 +246,10 @@ class PendingSend:
     def _result(self, delivery: Delivery, now: float) -> WorkerResult:
         error = delivery.error
         ended = delivery.ended_at or now
-        answer = delivery.answer or Answer(version=self.sent_version)
+        answer = delivery.answer or Answer(version=self.version)
         deliver, acknowledge = self._transit(answer, ended)
         return WorkerResult(
-            version=None if error else self.sent_version,
+            version=None if error else self.version,
             seconds=ended - self._started,
             nbytes=0 if error else delivery.nbytes,
             error=error,

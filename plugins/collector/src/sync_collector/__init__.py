@@ -1,7 +1,7 @@
 """Collects experience with workers, and keeps their policies fresh."""
 
 from sync_collector.collector import Collector
-from sync_collector.stats import CollectorStats
+from sync_collector.delivery import CollectorStats
 from sync_core.workers import preload
 
 preload("sync_collector.collector_worker")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sync_collector.multi_model import MultiModelWeights
-from sync_collector.policy_weights import PolicyWeights
-from sync_collector.requests import Requests
-from sync_collector.worker_pool import WorkerPool
+from sync_collector.batch_requests import BatchRequests
+from sync_collector.model_weights import ModelWeights
+from sync_collector.worker_pool import PoolWorker, WorkerPool
 from sync_core import PendingSend, SendError, WorkerLostError
 
 # How many values of a tensor are compared at most. A training step changes nearly all of them.
@@ -35,9 +33,7 @@ class StaleWatch:
         models: the trainer's models of which workers have copies.
     """
 
-    def __init__(
-        self, weights: PolicyWeights | MultiModelWeights, models: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, weights: ModelWeights, models: Mapping[str, Any]) -> None:
         self._models = models
         self._ended = not models
         self._known = None if self._ended else _samples(models)
@@ -60,8 +56,8 @@ class StaleWatch:
             )
 
     def restart(self) -> None:
-        """Compare with the models as they are at the next look, after a state was loaded."""
-        self._known = None
+        """Begin again, after a state was loaded, with the models as they are at the next look."""
+        self._ended, self._known = not self._models, None
 
     def _updated(self, worker_ids: Sequence[int]) -> None:
         if worker_ids:
@@ -112,29 +108,18 @@ class AutoUpdate:
     """
 
     def __init__(
-        self,
-        interval: int,
-        pool: WorkerPool,
-        requests: Requests,
-        weights: PolicyWeights | MultiModelWeights,
+        self, interval: int, pool: WorkerPool, requests: BatchRequests, weights: ModelWeights
     ) -> None:
-        self._interval = interval
         self._enough = max(1, interval)
         self._pool = pool
         self._requests = requests
         self._weights = weights
-        #: The batches that each worker has made since it was last sent weights.
-        self.batches: Counter[int] = Counter()
-        self._held: set[int] = set()
+        #: Whether any worker is ever updated.
+        self.enabled = interval >= 0
         self._under_way: PendingSend | None = None
         requests.on_stale.append(lambda _: self.settle())
         weights.on_update.append(self._sent)
         pool.on_join.append(self._joined)
-
-    @property
-    def by_itself(self) -> bool:
-        """Return whether any worker is ever updated."""
-        return self._interval >= 0
 
     def delivered(self, worker_id: int | None) -> None:
         """Count a batch, and hold back a worker that has made enough of them.
@@ -142,7 +127,9 @@ class AutoUpdate:
         Args:
             worker_id: whose it is; None if all workers made it.
         """
-        self.batches.update(self._pool.ids if worker_id is None else (worker_id,))
+        for worker in self._pool.joined:
+            if worker_id in (None, worker.worker_id):
+                worker.batches += 1
         self._hold_due()
 
     def refresh(self) -> None:
@@ -160,12 +147,13 @@ class AutoUpdate:
             self.settle()
             self._send()
             self._weights.seconds = time.perf_counter() - began
-        for worker_id in tuple(self._held):
-            self._requests.release(worker_id)
-            self._held.discard(worker_id)
+        for worker in self._pool.workers.values():
+            if worker.is_due:
+                self._requests.release(worker.worker_id)
+                worker.is_due = False
 
     def settle(self) -> None:
-        """Wait for the outcome of the last refresh, and tell it once; raises as `refresh` does."""
+        """Wait for the result of the last refresh, and report it once; raises as `refresh` does."""
         if self._under_way is None:
             return
         try:
@@ -174,7 +162,7 @@ class AutoUpdate:
             self._under_way = None
             for worker_id in error.report.failed:
                 # It continues with its weights, as was reported to the trainer.
-                self._requests.require(worker_id, 0)
+                self._requests.require(worker_id, {})
             # One that was lost lives again where another thread has restarted it meanwhile.
             if any(
                 self._pool.alive(worker_id) and not isinstance(result.error, WorkerLostError)
@@ -196,47 +184,54 @@ class AutoUpdate:
             under_way.wait()
         except SendError as error:
             for worker_id in error.report.failed:
-                self._requests.require(worker_id, 0)
-                self.batches[worker_id] = max(self.batches[worker_id], self._enough)
+                self._requests.require(worker_id, {})
+                worker = self._pool.workers[worker_id]
+                worker.batches = max(worker.batches, self._enough)
             self._hold_due()
+
+    def load_state_dict(self, batches: Sequence[int]) -> None:
+        """Continue from the batches that each worker had made since it was last sent weights."""
+        for worker in self._pool.workers.values():
+            worker.batches = 0
+        for worker, made in zip(self._pool.joined, batches, strict=False):
+            worker.batches = made
+        self._hold_due()
 
     def _send(self) -> None:
         # No worker is removed meanwhile.
         with self._pool.lock:
-            due = {worker_id: self.batches[worker_id] for worker_id in self._due()}
+            due = self._due()
             if not due:
                 return
+            batches = [worker.batches for worker in due]
             try:
-                self._under_way = self._weights.refresh(tuple(due))
+                self._under_way = self._weights.refresh([worker.worker_id for worker in due])
                 if self._under_way is not None:
-                    for worker_id, version in self._weights.required.items():
-                        self._requests.require(worker_id, version)
+                    for worker_id, versions in self._weights.required.items():
+                        self._requests.require(worker_id, versions)
             except BaseException:
                 # Such as Ctrl-C: the workers that were sent the weights may not need them.
-                self.batches |= due
+                for worker, made in zip(due, batches, strict=True):
+                    worker.batches = max(worker.batches, made)
                 raise
 
-    def go_on(self, batches: Mapping[int, int]) -> None:
-        """Count on from these batches."""
-        self.batches = Counter(batches)
-        self._hold_due()
-
     def _hold_due(self) -> None:
-        for due in set(self._due()) - self._held:
-            self._held.add(due)
-            self._requests.hold(due)
+        for worker in self._due():
+            if not worker.is_due:
+                worker.is_due = True
+                self._requests.hold(worker.worker_id)
 
-    def _due(self) -> list[int]:
-        if not self.by_itself:
+    def _due(self) -> list[PoolWorker]:
+        if not self.enabled:
             return []
-        enough = (i for i in self._pool.ids if self.batches[i] >= self._enough)
-        return [worker_id for worker_id in enough if self._pool.alive(worker_id)]
+        enough = [worker for worker in self._pool.joined if worker.batches >= self._enough]
+        return [worker for worker in enough if self._pool.alive(worker.worker_id)]
 
     def _joined(self, worker_id: int) -> None:
         """Note that a worker that joins has the newest weights, and has made no batch."""
         self._sent((worker_id,))
-        self._requests.require(worker_id, 0)
+        self._requests.require(worker_id, {})
 
     def _sent(self, worker_ids: Sequence[int]) -> None:
         for worker_id in worker_ids:
-            self.batches.pop(worker_id, None)
+            self._pool.workers[worker_id].batches = 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,44 +12,33 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from sync_collector.batch_request import BatchRequest
-from sync_collector.detached_copy import detached_copy
 from sync_collector.envs.protocol import closed_on_error
 from sync_collector.random_state import seed_process
-from sync_collector.rollout import Rollout
-from sync_collector.schemes import POLICY
-from sync_collector.worker_models import (
-    ModelReceivers,
-    check_models,
-    execute,
-    read_model,
-    read_models,
-    write_models,
-)
-from sync_collector.worker_spec import WorkerSpec
-from sync_core import Address, Receiver
+from sync_collector.rollout import BatchRequest, Rollout
+from sync_collector.worker_models import WorkerModels
+from sync_collector.worker_spec import WorkerSpec, detached_copy
+from sync_core import Address
 
 
 class CollectorWorker:
-    """A rollout, once it is built; every method is called from the driver, by its worker group."""
+    """A rollout and its models, once they are made; every method is called from the driver."""
 
     def __init__(self) -> None:
         self._rollout: Rollout | None = None
-        self._parts = SimpleNamespace()
-        self._model_receivers = ModelReceivers(self._parts)
+        self._models = WorkerModels(SimpleNamespace())
         self._shares_policy = self._owns_process = False
-        # Held by every call that uses the policy.
+        # Held by every call that uses the models.
         self._at_work = threading.RLock()
+        # Whether something has arrived, in a thread of the scheme's, that is not committed yet.
+        self._has_arrived = False
         # Whether what calls return is pickled while a version may be committed beside them.
         self._copies = False
 
     def build(self, spec: WorkerSpec) -> int:
-        """Make environment and policy.
-
-        Returns:
-            How many frames a batch of theirs has.
-        """
-        if spec.options.owns_process:
+        """Make environment and policy; the number of frames of a batch of theirs."""
+        self._shares_policy = spec.share_policy
+        self._owns_process = spec.options.owns_process
+        if self._owns_process:
             # Every fresh process has torch's one default seed: workers would act all alike.
             seed_process(spec.seed)
             if spec.one_thread:
@@ -56,140 +46,135 @@ class CollectorWorker:
                 # hold cores that the trainer and other workers need.
                 torch.set_num_threads(1)
         env = spec.make_env()
-        self._shares_policy = spec.share_policy
-        self._owns_process = spec.options.owns_process
         with closed_on_error([env]):
             policy, models = spec.make_models()
-            self._rollout = Rollout(env, policy, spec.seat, spec.options)
-        self._parts = SimpleNamespace(env=env, policy=policy, **models)
-        self._model_receivers = ModelReceivers(self._parts)
+            parts = SimpleNamespace(env=env, policy=policy, **models)
+            self._models = WorkerModels(parts, rests=spec.options.parallel)
+            self._rollout = Rollout(
+                env, policy, spec.seat, spec.options, self._models.between_steps
+            )
         return self._rollout.frames_per_batch()
 
-    def collect(self, order: BatchRequest) -> TensorDictBase | None:
-        """See `Rollout.collect`; None where the weights did not come that the order names."""
-        with self._at_work:
-            return self._built.collect(order) if self._has_weights(order) else None
+    def connect(self, name: str, address: Address, single: bool) -> bool:
+        """Get a model's weights from a sender from now on; see `WorkerModels.connect`.
 
-    def connect(self, address: Address) -> bool:
-        """See `Refresher.connect`; whether what comes while the worker rests is committed then."""
-        with self._at_work:
-            attentive = self._built.refresher.connect(address).on_arrival(self._arrived)
+        Returns:
+            Whether the worker commits what comes while it rests.
+        """
+        with self._in_use():
+            receiver = self._models.connect(name, address, single=single)
+            attentive = single and receiver.on_arrival(self._arrived)
             self._copies = attentive and self._owns_process
             return attentive
 
-    def reach(self, version: int, timeout: float) -> bool:
-        """See `Refresher.reach`."""
-        with self._at_work:
-            return self._built.refresher.reach(version, timeout)
+    def collect(self, request: BatchRequest) -> TensorDictBase | None:
+        """The next batch; None without the weights that the request names."""
+        with self._in_use():
+            if not self._models.has(request.versions, request.patience):
+                return None
+            self._models.look()
+            return self._built.collect(request)
 
-    def connect_model(self, name: str, address: Address) -> None:
-        """See `ModelReceivers.connect`."""
-        self._model_receivers.connect(name, address)
-
-    def receive_together(self, versions: Mapping[str, int], timeout: float) -> bool:
-        """See `ModelReceivers.receive`."""
-        before = self._model_receivers.version
-        received = self._model_receivers.receive(versions, timeout)
-        self._built.refresher.increment_version(self._model_receivers.version - before)
-        return received
+    def reach(self, versions: Mapping[str, int], timeout: float) -> bool:
+        """Commit versions that were sent; see `WorkerModels.reach`."""
+        with self._in_use():
+            return self._models.reach(versions, timeout)
 
     def begin_with(self, weights: Mapping[str, Mapping[str, Tensor]], version: int) -> None:
         """Act with these weights of some models, and have this version of the policy."""
-        with self._at_work:
-            write_models(self._parts, self._receivers, weights)
-            self._built.refresher.restore(version, 0)
+        with self._in_use():
+            self._models.write(weights)
+            self._models.set_version(version)
+
+    def set_version(self, version: int) -> None:
+        """Have this version of the policy, which came another way."""
+        self._models.set_version(max(version, self._models.version))
 
     def execute(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """See `sync_collector.worker_models.execute`."""
-        with self._at_work:
-            found = execute(self._parts, path, args, kwargs)
+        """Return what is at a path, or the result of calling it; see `WorkerModels.execute`."""
+        with self._in_use():
+            found = self._models.execute(path, args, kwargs)
             return detached_copy(found) if self._copies else found
 
-    def increment_version(self, by: int) -> None:
-        """See `Refresher.increment_version`."""
-        self._built.refresher.increment_version(by)
-
     def set_seed(self, seed: int, static_seed: bool) -> int:
-        """See `Rollout.set_seed`."""
+        """Seed the environment, and begin again; the seed for the next worker."""
         return self._built.set_seed(seed, static_seed)
 
     def midway(self, number: int) -> bool:
-        """See `Rollout.midway`."""
+        """Return whether the batch that will be asked for with this number was cut short."""
         return self._built.midway(number)
+
+    def read_model(self, name: str) -> Mapping[str, Tensor]:
+        """Return a copy of the weights of one model; see `WorkerModels.read`."""
+        with self._in_use():
+            return self._models.read(name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the worker's next batch; see `Rollout.state_dict`."""
-        refresher = self._built.refresher
-        with self._at_work:
+        with self._in_use():
             if self._shares_policy:
                 # It has the trainer's weights whether their version was looked at or not.
-                refresher.look()
-            models = {} if self._shares_policy else read_models(self._parts, self._receivers)
-            return {**self._built.state_dict(), "models": models, "version": refresher.version}
-
-    def read_model(self, name: str) -> Mapping[str, Tensor]:
-        """Return a copy of the weights of one model; empty if it has none.
-
-        Raises:
-            ModelPathError: there is no such model here.
-        """
-        with self._at_work:
-            return read_model(self._parts, name)
+                self._models.look()
+            models = {} if self._shares_policy else self._models.read_all()
+            return {
+                **self._built.state_dict(),
+                "models": models,
+                "version": self._models.version,
+            }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise `LayoutMismatchError` unless the weights in a state fit those of the worker."""
         if not self._shares_policy:
-            check_models(self._parts, self._receivers, state["models"])
+            self._models.check(state["models"])
 
-    def load_state_dict(self, state: dict[str, Any], increments: int) -> None:
-        """Go on from there.
-
-        Args:
-            state: of this worker, or of another one alike.
-            increments: see `Refresher.restore`.
-        """
-        refresher = self._built.refresher
-        with self._at_work:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state of this worker, or of another one alike."""
+        with self._in_use():
             if not self._shares_policy:
-                write_models(self._parts, self._receivers, state["models"])
-            refresher.restore(state["version"], increments)
+                self._models.write(state["models"])
+            self._models.set_version(state["version"])
             self._built.load_state_dict(state)
 
-    def start_over(self, seat: int, increments: int) -> None:
-        """See `Rollout.start_over`; with the weights that the worker has."""
-        self._built.refresher.increment_version(increments)
-        self._built.start_over(seat)
+    def start_over(self, seat: int, before: int, version: int) -> None:
+        """Begin new episodes, with the weights that the worker has.
 
-    def _arrived(self) -> None:
-        """Commit what has arrived; a worker in a batch does so on its own, after its step."""
-        refresher = self._built.refresher
-        if not self._at_work.acquire(blocking=False):
-            refresher.look_soon()
-            return
-        try:
-            refresher.commit()
-        finally:
-            self._at_work.release()
+        Args:
+            seat: see `Rollout.start_over`.
+            before: the newest version until now.
+            version: the number that it has from now on.
+        """
+        if self._models.version == before:
+            self._models.set_version(version)
+        self._built.start_over(seat)
 
     def close(self) -> None:
         """Close the environment; the worker group calls it when the worker ends."""
         if self._rollout is not None:
             self._rollout.close()
 
-    def _has_weights(self, order: BatchRequest) -> bool:
-        if order.version <= self._model_receivers.version:
-            return True
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """For ``with``: no other thread commits; what arrives meanwhile is committed after it."""
         try:
-            return self._built.refresher.reach(order.version, order.patience)
-        except Exception:
-            # The sender learns why, and reports it to the trainer.
-            return False
+            with self._at_work:
+                yield
+        finally:
+            self._commit_arrived()
 
-    @property
-    def _receivers(self) -> Mapping[str, Receiver]:
-        """Return the receiver of each model, by name."""
-        receiver = self._built.refresher.receiver
-        return self._model_receivers.receivers | ({} if receiver is None else {POLICY: receiver})
+    def _arrived(self) -> None:
+        """Commit what has arrived; a worker in a batch does so on its own, after its step."""
+        self._has_arrived = True
+        self._models.look_soon()
+        self._commit_arrived()
+
+    def _commit_arrived(self) -> None:
+        # If another thread has the lock, it comes here when it releases that.
+        while self._has_arrived and self._at_work.acquire(blocking=False):
+            try:
+                self._has_arrived = False
+                self._models.commit()
+            finally:
+                self._at_work.release()
 
     @property
     def _built(self) -> Rollout:

@@ -6,30 +6,49 @@ import copy
 import math
 import weakref
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tensordict import TensorDictBase
 
 from sync_collector.auto_update import AutoUpdate, StaleWatch
-from sync_collector.multi_model import MultiModelWeights
+from sync_collector.batch_requests import BatchRequests, TakenBatch
+from sync_collector.model_weights import ModelWeights
 from sync_collector.output import Output
 from sync_collector.policies import PolicyError
-from sync_collector.policy_weights import MOMENT, PolicyWeights
-from sync_collector.requests import Requests, TakenBatch
 from sync_collector.schedules import Schedule
-from sync_collector.stats import CollectorStats, Lag
 from sync_collector.worker_pool import WorkerPool
 from sync_core import ClosedError, RemoteCallError, WorkerLostError
 
 
 @dataclass(frozen=True, slots=True)
-class _Counts:
-    """The counts of batches that were delivered."""
+class CollectorStats:
+    """Counters of a collector.
+
+    Args:
+        frames: frames delivered.
+        batches: batches delivered.
+        version: the newest version of the policy; 0 before the first update.
+        lag: how many versions the oldest policy that acted in the last batch was behind the
+            newest one, when the batch was delivered.
+        mean_lag: the same, on average over the batches delivered.
+        max_lag: the largest such number of all batches.
+        sync_seconds: how long the last `update_policy_weights_` took, from the call to the last
+            worker's acknowledgement; 0.0 before the first. One with ``blocking=False`` and an
+            automatic one count only for what the caller waited.
+    """
 
     frames: int = 0
     batches: int = 0
-    lag: Lag = field(default_factory=Lag)
+    version: int = 0
+    lag: int = 0
+    mean_lag: float = 0.0
+    max_lag: int = 0
+    sync_seconds: float = 0.0
+
+
+#: How long an update that was not waited for may delay the end of a collector, in seconds.
+LET_END = 0.5
 
 
 @dataclass(slots=True)
@@ -68,8 +87,8 @@ class BatchDelivery:
         *,
         pool: WorkerPool,
         schedule: Schedule,
-        requests: Requests,
-        weights: PolicyWeights | MultiModelWeights,
+        requests: BatchRequests,
+        weights: ModelWeights,
         auto_update: AutoUpdate,
         stale: StaleWatch,
         output: Output,
@@ -85,7 +104,8 @@ class BatchDelivery:
         self.output = output
         self._total_frames = total_frames
         self._close = close
-        self._counts = _Counts()
+        # Their version and sync_seconds are filled in when they are asked for.
+        self._counts = CollectorStats()
         # Kept until the batch is handed over: Ctrl-C or a replay buffer may raise before that.
         self._progress = _Progress()
 
@@ -96,15 +116,8 @@ class BatchDelivery:
 
     def stats(self) -> CollectorStats:
         """Return counts of what was collected, and the lag of policies."""
-        counts = self._counts
-        return CollectorStats(
-            frames=counts.frames,
-            batches=counts.batches,
-            version=self._weights.version,
-            lag=counts.lag.last,
-            mean_lag=counts.lag.total / max(1, counts.batches),
-            max_lag=counts.lag.most,
-            sync_seconds=self._weights.seconds,
+        return replace(
+            self._counts, version=self._weights.version, sync_seconds=self._weights.seconds
         )
 
     def next_batch(self) -> Any:
@@ -132,13 +145,11 @@ class BatchDelivery:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, the batch in hand, and the next worker."""
-        in_hand, progress, counts = self._requests.in_hand, self._progress, self._counts
+        in_hand, progress = self._requests.in_hand, self._progress
         return {
-            "frames": counts.frames,
-            "batches": counts.batches,
-            "lag": astuple(counts.lag),
+            "counts": asdict(self._counts),
             "turn": sum(worker_id < self._schedule.turn for worker_id in self._pool.ids),
-            "since_update": [self._auto_update.batches[i] for i in self._pool.ids],
+            "since_update": [worker.batches for worker in self._pool.joined],
             "in_hand": in_hand and replace(in_hand, batch=in_hand.batch.clone()),
             "noted": progress.noted,
             "written": progress.written,
@@ -146,15 +157,15 @@ class BatchDelivery:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self._counts = _Counts(state["frames"], state["batches"], Lag(*state["lag"]))
+        """Continue from there."""
+        self._counts = CollectorStats(**state["counts"])
         in_hand = state["in_hand"]
         yielded = copy.deepcopy(state["yielded"])
         self._progress = _Progress(state["noted"], state["written"], yielded)
         self._requests.in_hand = in_hand and replace(in_hand, batch=in_hand.batch.clone())
         following = self._pool.ids[state["turn"] :]
         self._schedule.turn = following[0] if following else 0
-        self._auto_update.go_on(dict(zip(self._pool.ids, state["since_update"], strict=False)))
+        self._auto_update.load_state_dict(state["since_update"])
         self._stale.restart()
 
     def drop(self) -> None:
@@ -164,7 +175,7 @@ class BatchDelivery:
     def check_background(self) -> None:
         """Raise `RuntimeError` unless batches can be collected in the background."""
         self.output.check_buffer()
-        if self._auto_update.by_itself:
+        if self._auto_update.enabled:
             raise RuntimeError(
                 "in the background, the collector would read the policy in the middle of the "
                 "trainer's steps; leave out update_after_each_batch and "
@@ -201,7 +212,7 @@ class BatchDelivery:
             progress.yielded = (self.output.yielded(batch),)
         counts = self._counted(in_hand.batch)
         if end_workers and 0 <= self._total_frames <= counts.frames:
-            self._weights.let_end(MOMENT)
+            self._weights.let_end(LET_END)
             self._pool.dismiss()
         following, yielded = _Progress(), progress.yielded[0]
         # From here on nothing is called, so that Ctrl-C comes before the batch counts, and the next
@@ -209,13 +220,19 @@ class BatchDelivery:
         self._counts, self._progress, self._requests.in_hand = counts, following, None
         return yielded
 
-    def _counted(self, batch: TensorDictBase) -> _Counts:
-        """The counts as soon as a batch is handed over."""
-        old = self._counts
-        lag = old.lag
+    def _counted(self, batch: TensorDictBase) -> CollectorStats:
+        """Return the counts as soon as a batch is handed over."""
+        old, lag = self._counts, 0
         if "policy_version" in batch:
-            lag = lag.counted(self._weights.version - int(batch["policy_version"].min()))
-        return _Counts(old.frames + batch.numel(), old.batches + 1, lag)
+            lag = self._weights.version - int(batch["policy_version"].min())
+        return replace(
+            old,
+            frames=old.frames + batch.numel(),
+            batches=old.batches + 1,
+            lag=lag,
+            mean_lag=(old.mean_lag * old.batches + lag) / (old.batches + 1),
+            max_lag=max(old.max_lag, lag),
+        )
 
     def _next(self, wanted: int | None) -> TakenBatch:
         """The batch in hand, or the next one."""

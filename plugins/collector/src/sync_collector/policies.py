@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction_type
 from torch import Tensor, nn
 
 from sync_collector.envs.limit import STEP_COUNT
@@ -204,3 +204,39 @@ def _takes_tensordict(parameter: inspect.Parameter) -> bool:
 
 def _listed(names: Sequence[Any]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
+
+
+# The trainer's own modules are not to be changed by workers in its threads. A tensordict that
+# knows no difference between threads sets it for the whole process.
+_IN_THIS_THREAD: Mapping[str, Any] = (
+    {"thread_local": True}
+    if "thread_local" in inspect.signature(set_interaction_type).parameters
+    else {}
+)
+
+
+def acting(exploration_type: InteractionType) -> AbstractContextManager[Any]:
+    """Act as `tensordict.nn.set_interaction_type` says, in this thread."""
+    context: AbstractContextManager[Any] = set_interaction_type(exploration_type, **_IN_THIS_THREAD)
+    return context
+
+
+def exploration(given: InteractionType | str) -> InteractionType:
+    """The exploration type meant by an argument.
+
+    Raises:
+        ValueError: there is none of that name.
+
+    Example:
+        >>> exploration("random").name
+        'RANDOM'
+    """
+    if isinstance(given, InteractionType):
+        return given
+    names = [kind.name.lower() for kind in InteractionType]
+    if str(given).lower() not in names:
+        raise ValueError(
+            f"exploration_type is {given!r}; give one of {', '.join(map(repr, names))}, or a "
+            "tensordict.nn.InteractionType"
+        )
+    return InteractionType[given.upper()]

@@ -1,17 +1,22 @@
-"""The module that a policy acts with, whose weights are updated."""
+"""The module that a policy acts with, and the shapes of a lazy one."""
 
 from __future__ import annotations
 
 import dis
 import functools
 import inspect
+import itertools
 from collections.abc import Iterable
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy as is_lazy_tensor
 
+from sync_collector.envs.protocol import Env
+from sync_collector.policies import TensorDictPolicy, TensorPolicy
 from sync_core import ModelError
 from sync_core.models import named_tensors
 
@@ -101,3 +106,30 @@ def _within(value: Any) -> Iterable[Any]:
 # How far from a policy modules are looked for, and among how many values at each step.
 _STEPS = 4
 _VALUES = 1000
+
+
+def is_lazy(policy: Any) -> bool:
+    """Return whether a policy, or the module that it calls, has tensors without a shape."""
+    module = called_module(policy)
+    return module is not None and any(
+        map(is_lazy_tensor, itertools.chain(module.parameters(), module.buffers()))
+    )
+
+
+def initialise(act: TensorPolicy | TensorDictPolicy, env: Env) -> None:
+    """Act once in an environment, which is reset for that.
+
+    Raises:
+        ModelError: the policy calls the ``forward()`` of a lazy module directly.
+    """
+    try:
+        with torch.no_grad():
+            act(env.reset().copy())
+    except ValueError as error:
+        # torch has no class for this.
+        if "uninitialized parameter" not in str(error):
+            raise
+        raise ModelError(
+            "the policy calls forward() of a lazy module by itself, which gives no shapes; let it "
+            "call the module, or run that once before"
+        ) from error

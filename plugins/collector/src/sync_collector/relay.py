@@ -11,16 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from sync_collector.collector_worker import CollectorWorker
-from sync_collector.multi_model import MultiModelWeights
-from sync_collector.policy_weights import PolicyWeights
-from sync_collector.replacement import Replacement
-from sync_collector.schemes import POLICY
-from sync_collector.update_arguments import check_name
+from sync_collector.model_weights import ModelWeights
+from sync_collector.schemes import POLICY, check_name
 from sync_collector.worker_pool import WorkerPool
-from sync_core import Address, ModelError, Receiver, SenderLostError, Update
+from sync_core import Address, ClosedError, ModelError, Receiver, SenderLostError, Update
 from sync_core.checks import check_mapping
 from sync_core.models import Binding, named_tensors
-from sync_core.workers import gather
+
+# How long one of several senders is listened to before the next one is, in seconds.
+_TURN = 0.01
 
 
 class Relay:
@@ -31,23 +30,15 @@ class Relay:
 
     Args:
         weights: the collector's models, and the way to its workers.
-        pool: its workers.
-        replacement: puts others in place of those that are found dead.
-        timeout: deadline of calls to workers, in seconds.
+        pool: its workers; those that are found dead are replaced, if the pool does so.
     """
 
-    def __init__(
-        self,
-        weights: PolicyWeights | MultiModelWeights,
-        pool: WorkerPool,
-        replacement: Replacement,
-        timeout: float,
-    ) -> None:
+    def __init__(self, weights: ModelWeights, pool: WorkerPool) -> None:
         self._weights = weights
         self._pool = pool
-        self._replacement = replacement
-        self._timeout = timeout
         self._receivers: dict[str, Receiver] = {}
+        # The only receiver, while a thread waits for it.
+        self._listening: Receiver | None = None
         self._closed = False
         # A thread that iterates looks for weights too.
         self._lock = threading.Lock()
@@ -102,12 +93,25 @@ class Relay:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                # With several senders, each is listened to for a moment, in turn.
-                moment = _MOMENT if len(self._receivers) == 1 else _GLANCE
-                received = self._received(min(left, moment))
+                received = self._wait(left)
             return received
         finally:
             self._release()
+
+    def _wait(self, timeout: float) -> dict[str, int]:
+        """Wait for a version; of several senders, each is listened to in turn."""
+        if len(self._receivers) > 1:
+            return self._received(min(timeout, _TURN))
+        (self._listening,) = self._receivers.values()
+        try:
+            return {} if self._closed else self._received(timeout)
+        except ClosedError:
+            # `close` ends the wait.
+            if not self._closed:
+                raise
+            return {}
+        finally:
+            self._listening = None
 
     def _received(self, patience: float) -> dict[str, int]:
         received = {}
@@ -149,10 +153,12 @@ class Relay:
         return {}
 
     def close(self) -> None:
-        """Leave the senders, or have the thread that listens to them leave them soon."""
+        """Leave the senders, or have the thread that listens to them leave them."""
         self._closed = True
         if self._lock.acquire(blocking=False):
             self._release()
+        elif (listening := self._listening) is not None:
+            listening.close()
 
     def _release(self) -> None:
         """Let others listen; the last one to do so after the end leaves the senders."""
@@ -176,11 +182,9 @@ class Relay:
 
     def read_model(self, name: str) -> Mapping[str, Tensor]:
         """Return a copy of a model's tensors as a worker has them; empty if it has none."""
-        first = self._pool.ids[0]
-        call = self._pool.request(first, CollectorWorker.read_model, name)
-        what = f"read its {name!r}"
-        tensors: Mapping[str, Tensor] = gather({first: call}, self._timeout, what)[0]
-        return tensors
+        return self._pool.gather_one(
+            self._pool.ids[0], f"read its {name!r}", CollectorWorker.read_model, name
+        )
 
     def _copied(self, name: str) -> Mapping[str, Tensor]:
         """Return a copy of a model's tensors, which a worker must have."""
@@ -204,17 +208,9 @@ class Relay:
         del version
         if self._pool.dismissed:
             return  # after the last batch, no worker acts
-        self._replacement.see_through(
-            lambda: self._weights.update({name: weights}, None, blocking=True)
-        )
+        self._pool.see_through(lambda: self._weights.update({name: weights}, None, blocking=True))
 
 
 def _close(receivers: Mapping[str, Receiver]) -> None:
     for receiver in receivers.values():
         receiver.close()
-
-
-# How long one of several senders is listened to before the next one is, and how long the only one
-# before it is looked whether the collector has ended.
-_GLANCE = 0.01
-_MOMENT = 0.1

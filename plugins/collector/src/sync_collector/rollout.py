@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,172 +13,35 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType
 
 from sync_collector.array_loop import ArrayLoop
-from sync_collector.batch_request import BatchRequest
 from sync_collector.devices import Devices
 from sync_collector.envs.arrays import speaks_arrays
 from sync_collector.envs.limit import limit_frames
 from sync_collector.envs.normal import Conventions
 from sync_collector.envs.protocol import Env, close_env, load_env, save_env, seed_env
-from sync_collector.exploration import acting
-from sync_collector.lazy import initialise, is_lazy
-from sync_collector.loops import Loop, Steps, TensorDictLoop
-from sync_collector.policies import TensorDictPolicy, TensorPolicy, adapt
-from sync_collector.policy_module import module_of
+from sync_collector.loops import BetweenSteps, Loop, Steps, TensorDictLoop
+from sync_collector.policies import TensorDictPolicy, TensorPolicy, acting, adapt
+from sync_collector.policy_module import initialise, is_lazy
 from sync_collector.random_state import random_state, seed_process, set_random_state
 from sync_collector.trajectories import TrajectoryIds
-from sync_core import Address, Receiver, SenderLostError
 from sync_core.workers import release_with
 
-# A worker gives at most one part in so many of its time to looking for weights. That takes 5 µs in
-# shared memory, where a step takes 160, and a millisecond or more if it means to ask a process.
-_SHARE = 50
-# Where all cores are busy, a thread that waits for an answer runs once the scheduler takes a core
-# from another thread, up to 5 ms later. A worker that rests gives its own at once, for as long
-# as the weights took, within these bounds in seconds (docs/decisions/0010-collector.md).
-_SHORTEST_REST, _LONGEST_REST = 0.001, 0.004
 
-
-class Refresher:
-    """Feeds a policy with what its sender sends.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """The request for one batch.
 
     Args:
-        policy: the worker's policy.
-        rests: whether to rest after weights that came between two steps.
+        number: tells this batch from the one before it; the same where Ctrl-C came before that one
+            was delivered. None for a batch that is never asked for again.
+        random: act at random, not by the policy.
+        versions: the least version of the weights of each model for the batch.
+        patience: how long these are waited for, in seconds.
     """
 
-    def __init__(self, policy: Any, *, rests: bool) -> None:
-        self._policy = policy
-        self._rests = rests
-        self._receiver: Receiver | None = None
-        self._lost: SenderLostError | None = None
-        self._error: Exception | None = None
-        # The version that the error is about; infinite where only this worker knows of it.
-        self._error_about = math.inf
-        self._increments = 0
-        # The version when another one was restored, and the restored one.
-        self._restored: tuple[int, int] | None = None
-        self._cost = math.inf
-        self._due = 0.0
-        # The version beyond which there was nothing when it was looked for last.
-        self._looked_beyond: int | None = None
-
-    @property
-    def version(self) -> int:
-        """The version that the policy has."""
-        counted = self._increments + self.received
-        if self._restored is not None and self._restored[0] == counted:
-            return self._restored[1]
-        return counted
-
-    @property
-    def received(self) -> int:
-        """The version that its sender calls the newest that came from there."""
-        return 0 if self._receiver is None else self._receiver.version
-
-    @property
-    def receiver(self) -> Receiver | None:
-        """Return the receiver of the policy."""
-        return self._receiver
-
-    def restore(self, version: int, increments: int) -> None:
-        """Have this version until newer weights come, which count from the trainer's on.
-
-        Args:
-            version: the version of weights that were written into the policy.
-            increments: how much further the trainer counts since.
-        """
-        self._restored = None
-        self._increments += increments
-        self._restored = self.version, version
-
-    def connect(self, address: Address) -> Receiver:
-        """Get the weights from a sender from now on."""
-        self.close()
-        self._receiver = Receiver(address, module_of(self._policy))
-        self._lost = self._error = None
-        return self._receiver
-
-    def increment_version(self, by: int) -> None:
-        """The policy has newer weights, which came another way."""
-        self._increments += by
-
-    def reach(self, version: int, timeout: float) -> bool:
-        """Commit a version, or a newer one, unless the policy has that; whether it came in time.
-
-        Raises what went wrong in the middle of a batch, if anything did; but of an older version
-        its sender knows.
-        """
-        if self._error_about < version:
-            self._error = None
-        self._raise_kept()
-        deadline = time.monotonic() + timeout
-        while self.received < version:
-            left = max(0.0, deadline - time.monotonic())
-            if self._receiver is None or self._receiver.receive(left) is None:
-                return False
-        return True
-
-    def commit(self) -> bool:
-        """Commit what has arrived, if anything has; what goes wrong must not be lost, and is kept.
-
-        Returns:
-            Whether something was committed.
-        """
-        if self._receiver is None or self._lost is not None:
-            return False
-        refused = self._receiver.refused
-        try:
-            if self._receiver.receive(timeout=0) is not None:
-                self._error = None
-                return True
-        except SenderLostError as error:
-            self._lost = error
-        except Exception as error:
-            self._error = error
-            told = self._receiver.refused
-            self._error_about = told if told > refused else math.inf
-        return False
-
-    def look(self) -> None:
-        """Commit what has arrived in the middle of a batch; rest after that, or look less often."""
-        if self._receiver is None or self._lost is not None:
-            return
-        began = time.monotonic()
-        self._due = 0.0
-        if self.commit():
-            if self._rests:
-                took = time.monotonic() - began
-                time.sleep(min(max(took, _SHORTEST_REST), _LONGEST_REST))
-            return
-        # The first look after new weights may have to ask for the next ones, as over Ray: others
-        # only see whether they are there.
-        if self._looked_beyond != self.received:
-            self._looked_beyond = self.received
-            return
-        now = time.monotonic()
-        # The least that it ever took: the rest was waiting for a core.
-        self._cost = min(self._cost, now - began)
-        self._due = now + _SHARE * self._cost
-
-    def between_steps(self) -> int:
-        """Commit what has arrived, unless that was looked for just now; the policy's version."""
-        if time.monotonic() >= self._due:
-            self.look()
-        return self.version
-
-    def look_soon(self) -> None:
-        """Look after the next step: something has come. Another thread may call this."""
-        self._due = 0.0
-
-    def close(self) -> None:
-        """Leave the sender."""
-        if self._receiver is not None:
-            self._receiver.close()
-
-    def _raise_kept(self) -> None:
-        error, self._error = self._lost or self._error, None
-        if error is not None:
-            raise error
+    number: int | None = None
+    random: bool = False
+    versions: Mapping[str, int] = field(default_factory=dict)
+    patience: float = 0.0
 
 
 _AS_USUAL = BatchRequest()
@@ -224,6 +86,7 @@ class Rollout:
         seat: a number that no other rollout of the collector has or had; trajectory ids begin
             with it.
         options: how to make batches.
+        between_steps: called before every step; gives the version of the policy.
 
     Example:
         >>> from sync_collector.envs import CountingEnv
@@ -232,8 +95,15 @@ class Rollout:
         tensor([1., 2., 1.])
     """
 
-    def __init__(self, env: Env, policy: Any, seat: int, options: RolloutOptions) -> None:
-        self.refresher = Refresher(policy, rests=options.parallel)
+    def __init__(
+        self,
+        env: Env,
+        policy: Any,
+        seat: int,
+        options: RolloutOptions,
+        between_steps: BetweenSteps = lambda: 0,
+    ) -> None:
+        self._between_steps = between_steps
         if options.max_frames_per_traj > 0:
             env = limit_frames(env, options.max_frames_per_traj)
         self._env = env
@@ -254,25 +124,24 @@ class Rollout:
         """The frames in each batch."""
         return self._steps * self._env.batch_size.numel()
 
-    def collect(self, order: BatchRequest = _AS_USUAL) -> TensorDictBase:
+    def collect(self, request: BatchRequest = _AS_USUAL) -> TensorDictBase:
         """The next batch; one that was cut short by an exception is gone on with."""
-        if self._made is not None and self._made[0] == order.number:
+        if self._made is not None and self._made[0] == request.number:
             return self._made[1]
         self._made = None
         if self._gathered is None:
-            self._gather(order)
+            self._gather(request)
         batch = self._finished()
-        kept = None if self._options.parallel or order.number is None else (order.number, batch)
+        kept = None if self._options.parallel or request.number is None else (request.number, batch)
         self._made, self._gathered = kept, None
         return batch
 
-    def _gather(self, order: BatchRequest) -> None:
-        self.refresher.look()
-        act, ids = None if order.random else self._act, self._ids.state_dict()
+    def _gather(self, request: BatchRequest) -> None:
+        act, ids = None if request.random else self._act, self._ids.state_dict()
         # Not inference_mode: tensors made in it could never be written to by an update.
         with torch.no_grad(), acting(self._options.exploration_type):
             # Stored within the block: Ctrl-C may come when it is left.
-            self._gathered = self._loop.run(self._steps, act, self.refresher.between_steps), ids
+            self._gathered = self._loop.run(self._steps, act, self._between_steps), ids
 
     def _finished(self) -> TensorDictBase:
         """Return the batch of the gathered steps."""

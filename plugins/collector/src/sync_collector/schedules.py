@@ -6,7 +6,7 @@ from typing import Protocol
 
 from tensordict import TensorDictBase, stack
 
-from sync_collector.requests import Requests, TakenBatch
+from sync_collector.batch_requests import BatchRequests, TakenBatch
 from sync_collector.worker_pool import WorkerPool
 
 
@@ -17,7 +17,7 @@ class Schedule(Protocol):
     turn: int
 
     def next_batch(self, wanted: int | None) -> TakenBatch:
-        """Take the next batch, which `Requests.in_hand` keeps.
+        """Take the next batch, which `BatchRequests.in_hand` keeps.
 
         Args:
             wanted: how many more frames can be of use, this batch's included; None for any number.
@@ -45,7 +45,7 @@ class Synchronous:
         requests: by which they are asked.
     """
 
-    def __init__(self, pool: WorkerPool, requests: Requests) -> None:
+    def __init__(self, pool: WorkerPool, requests: BatchRequests) -> None:
         self._pool = pool
         self._requests = requests
         self.turn = 0
@@ -69,7 +69,7 @@ class Synchronous:
 
     def frames_per_batch(self) -> int:
         """The frames of all workers' parts."""
-        return sum(self._pool.frames.values())
+        return sum(self._pool.frames)
 
 
 class FirstReady:
@@ -84,7 +84,7 @@ class FirstReady:
         requests: by which they are asked.
     """
 
-    def __init__(self, pool: WorkerPool, requests: Requests) -> None:
+    def __init__(self, pool: WorkerPool, requests: BatchRequests) -> None:
         self._pool = pool
         self._requests = requests
         self.turn = 0
@@ -112,7 +112,7 @@ class FirstReady:
 
     def frames_per_batch(self) -> int | None:
         """The frames of a worker's batch, if all workers make as many."""
-        first, *others = set(self._pool.frames.values())
+        first, *others = set(self._pool.frames)
         return None if others else first
 
     def _ask(self, wanted: int | None) -> None:
@@ -120,7 +120,7 @@ class FirstReady:
             under_way = len(self._requests)
             if under_way and not self._pool.parallel:
                 return
-            if wanted is not None and under_way * min(self._pool.frames.values()) >= wanted:
+            if wanted is not None and under_way * min(self._pool.frames) >= wanted:
                 return
             self._requests.ask(worker_id)
 

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+from sync_collector.batch_requests import BatchRequests, RandomFrames
 from sync_collector.collector_worker import CollectorWorker
 from sync_collector.delivery import BatchDelivery
-from sync_collector.multi_model import MultiModelWeights
-from sync_collector.policy_weights import PolicyWeights
-from sync_collector.requests import Requests
-from sync_collector.warmup import Warmup
+from sync_collector.model_weights import ModelWeights
 from sync_collector.worker_pool import WorkerPool
 from sync_core import RemoteCallError
 from sync_core.workers import gather
@@ -31,32 +29,32 @@ class State:
         requests: the batches that they have made and that were not taken yet.
         delivery: what was delivered.
         weights: what their policies act with.
-        warmup: how many frames are still to be random.
+        random_frames: how many frames are still to be random.
         timeout: deadline of calls to workers, in seconds.
     """
 
     pool: WorkerPool
-    requests: Requests
+    requests: BatchRequests
     delivery: BatchDelivery
-    weights: PolicyWeights | MultiModelWeights
-    warmup: Warmup
+    weights: ModelWeights
+    random_frames: RandomFrames
     timeout: float
 
     def finish_batches(self) -> None:
         """Have those batches made that were cut short."""
-        ids = self.pool.ids
+        workers = self.pool.joined
         calls = {
-            i: self.pool.request(i, CollectorWorker.midway, self.requests.number(i)) for i in ids
+            w.worker_id: self.pool.request(w.worker_id, CollectorWorker.midway, w.number)
+            for w in workers
         }
         midway = gather(calls, self.timeout, "finish its batch")
-        for worker_id in (i for i, cut_short in zip(ids, midway, strict=True) if cut_short):
+        for worker_id in (i for i, cut_short in zip(calls, midway, strict=True) if cut_short):
             self.requests.ask(worker_id)
 
     def save(self) -> dict[str, Any]:
         """Everything; whatever changes afterwards does not change it."""
         ids = self.pool.ids
-        calls = self.pool.call_all(CollectorWorker.state_dict)
-        workers = gather(calls, self.timeout, "save its state")
+        workers = self.pool.gather_all("save its state", CollectorWorker.state_dict)
         lost = [i for i, state in zip(ids, workers, strict=True) if state["env"] is None]
         if lost:
             warnings.warn(
@@ -70,9 +68,9 @@ class State:
         return {
             "delivery": self.delivery.state_dict(),
             "version": self.weights.version,
-            "random_frames": self.warmup.state_dict(),
+            "random_frames": self.random_frames.state_dict(),
             "seats": self.pool.next_seat,
-            "frames_per_worker": [self.pool.frames[i] for i in ids],
+            "frames_per_worker": [worker.frames for worker in self.pool.joined],
             "workers": workers,
             "made": [(ids.index(i), batch.clone()) for i, batch in made.items()],
         }
@@ -82,38 +80,43 @@ class State:
         self.requests.drop_all()
         self.delivery.drop()
         for worker_id in self.pool.ids:
-            call = self.pool.request(worker_id, CollectorWorker.set_seed, seed, static_seed)
-            (seed,) = gather({worker_id: call}, self.timeout, "set its seed")
+            seed = self.pool.gather_one(
+                worker_id, "set its seed", CollectorWorker.set_seed, seed, static_seed
+            )
         return seed
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Continue from a state; versions count on from the greater of both.
 
         Raises:
             ValueError: it does not suit the workers; nothing was done.
         """
         self._check(state)
         self.requests.drop_all()
-        increments = self.weights.restore(state["version"])
+        before = self.weights.version
+        self.weights.advance(state["version"])
         self.pool.next_seat = max(self.pool.next_seat, state["seats"])
         ids = self.pool.ids
         if state["workers"]:
             newest = max(state["workers"], key=itemgetter("version"))
-            self.weights.begin_with(copy.deepcopy(newest["models"]))
-            saved = zip(ids, state["workers"], strict=True)
+            self.weights.begin_with(copy.deepcopy(newest["models"]), newest["version"])
             calls = {
-                i: self.pool.request(i, CollectorWorker.load_state_dict, s, increments)
-                for i, s in saved
+                i: self.pool.request(i, CollectorWorker.load_state_dict, saved)
+                for i, saved in zip(ids, state["workers"], strict=True)
             }
         else:
             calls = {
                 i: self.pool.request(
-                    i, CollectorWorker.start_over, self.pool.take_seat(), increments
+                    i,
+                    CollectorWorker.start_over,
+                    self.pool.take_seat(),
+                    before,
+                    self.weights.version,
                 )
                 for i in ids
             }
         gather(calls, self.timeout, "load its state")
-        self.warmup.load_state_dict(state["random_frames"])
+        self.random_frames.load_state_dict(state["random_frames"])
         self.delivery.load_state_dict(state["delivery"])
         self.requests.put_back({ids[position]: batch.clone() for position, batch in state["made"]})
 
@@ -122,7 +125,7 @@ class State:
         if not isinstance(state, Mapping) or "frames_per_worker" not in state:
             raise ValueError("that is not a state of a collector; state_dict() gives one")
         saved = state["frames_per_worker"]
-        frames = [self.pool.frames[i] for i in self.pool.ids]
+        frames = [worker.frames for worker in self.pool.joined]
         if saved and len(saved) != len(frames):
             raise ValueError(
                 f"the state is that of {len(saved)} workers, and the collector has {len(frames)}; "

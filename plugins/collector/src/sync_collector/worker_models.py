@@ -1,8 +1,11 @@
-"""The models of a worker: found by name, received together, saved and loaded."""
+"""The models of a worker: found by name, kept current, saved and loaded."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,110 +13,69 @@ from torch import Tensor, nn
 
 from sync_collector.policy_module import module_of
 from sync_collector.schemes import POLICY
-from sync_core import Address, Layout, OptionError, Receiver, Update
+from sync_core import Address, Layout, OptionError, Receiver, SenderLostError, Update
 from sync_core.models import Binding, check_match, named_tensors, receive_together, resolve
 
-
-def read_models(
-    parts: SimpleNamespace, receivers: Mapping[str, Receiver]
-) -> dict[str, Mapping[str, Tensor]]:
-    """A copy of the weights of each model of a worker, by name.
-
-    Args:
-        parts: what the worker has.
-        receivers: those that write into its models, by name; also into such as are found by a
-            path, in its environment for example.
-    """
-    models = _models(parts, receivers)
-    return {name: _read(model, receivers.get(name)) for name, model in models.items()}
+# A worker gives at most one part in so many of its time to looking for weights. That takes 5 µs in
+# shared memory, where a step takes 160, and a millisecond or more if it means to ask a process.
+_SHARE = 50
+# Where all cores are busy, a thread that waits for an answer runs once the scheduler takes a core
+# from another thread, up to 5 ms later. A worker lends it one by waiting for newer weights after a
+# commit, as long as that took within these bounds in seconds (docs/decisions/0010-collector.md).
+_SHORTEST_REST, _LONGEST_REST = 0.001, 0.004
 
 
-def read_model(parts: SimpleNamespace, name: str) -> Mapping[str, Tensor]:
-    """A copy of the weights of one model of a worker, found by its name; empty if it has none.
+class WorkerModels:
+    """What a worker acts with, by name, and the receivers that keep it current.
 
-    Raises:
-        ModelPathError: there is no such model.
-    """
-    model = _models(parts, [name]).get(name)
-    return {} if model is None else _read(model, None)
-
-
-def write_models(
-    parts: SimpleNamespace,
-    receivers: Mapping[str, Receiver],
-    saved: Mapping[str, Mapping[str, Tensor]],
-) -> None:
-    """Let a worker act with weights that `read_models` gave.
-
-    Args:
-        parts: what the worker has.
-        receivers: those that write into its models, by name; memory that they only lend to a model
-            must not be written to.
-        saved: the weights, by model; those of others stay.
-
-    Raises:
-        LayoutMismatchError: a model has changed since; it was not written to.
-        ModelError: a model is missing.
-    """
-    models = _models(parts, saved)
-    # Tensors that a receiver lends to a model may be part of another one, which has its own memory
-    # once the receiver has written.
-    for name in sorted(saved, key=lambda name: name not in receivers):
-        if name in receivers:
-            receivers[name].apply_weights(saved[name])
-        else:
-            Binding(models[name]).write(Update.of(saved[name]))
-
-
-def check_models(
-    parts: SimpleNamespace,
-    receivers: Mapping[str, Receiver],
-    saved: Mapping[str, Mapping[str, Tensor]],
-) -> None:
-    """Raise `LayoutMismatchError` unless `write_models` can write these weights.
-
-    Raises:
-        ModelPathError: the worker has no such model.
-    """
-    for name, model in _models(parts, saved).items():
-        mine = Layout.of(_read(model, receivers.get(name)))
-        check_match(Layout.of(saved.get(name, {})), mine)
-
-
-def _models(parts: SimpleNamespace, names: Iterable[str]) -> dict[str, Any]:
-    """All that a worker acts with beside its environment, and what is found by these names."""
-    own = {name: part for name, part in vars(parts).items() if name != "env"}
-    own[POLICY] = module_of(own.get(POLICY))
-    by_path = {name: resolve(parts, name) for name in names if name not in own}
-    return by_path | {name: model for name, model in own.items() if model is not None}
-
-
-def _read(model: Any, receiver: Receiver | None) -> Mapping[str, Tensor]:
-    read = None if receiver is None else receiver.snapshot()
-    return dict(Update.of(named_tensors(model)).copied().items()) if read is None else read
-
-
-class ModelReceivers:
-    """Feeds several models of a worker, each with what its own sender sends.
+    A single model is committed between two steps, as soon as its weights have come. Several are
+    committed when the driver says which versions belong together, all or none.
 
     Args:
         parts: where names are looked up: ``policy``, ``env``, and the models beside them.
+        rests: whether to lend its core to the trainer after a commit between two steps.
     """
 
-    def __init__(self, parts: SimpleNamespace) -> None:
+    def __init__(self, parts: SimpleNamespace, *, rests: bool = False) -> None:
         self._parts = parts
+        self._rests = rests
         self._receivers: dict[str, Receiver] = {}
         # Which of the models are views of what arrives.
         self._views: dict[str, bool] = {}
+        # The receiver of the only model; None where there are several.
+        self._single: Receiver | None = None
+        self._lost: SenderLostError | None = None
+        # What went wrong between two steps, where the sender does not know it.
+        self._error: Exception | None = None
+        # The version that was set, and the one that had been received by then.
+        self._set = (0, 0)
+        # What a look takes, in seconds; when the next one is due; and the version beyond which
+        # there was nothing when it was looked for last.
+        self._cost = math.inf
+        self._due = 0.0
+        self._looked_beyond: int | None = None
 
     @property
     def version(self) -> int:
-        """The version that the policy has."""
+        """The version that the policy has, as its sender counts."""
+        version, received = self._set
         policy = self._receivers.get(POLICY)
-        return 0 if policy is None else policy.version
+        if policy is None or policy.version == received:
+            return version
+        return max(version, policy.version)
 
-    def connect(self, name: str, address: Address) -> None:
+    def set_version(self, version: int) -> None:
+        """Let the policy have this version, until its sender sends a newer one."""
+        policy = self._receivers.get(POLICY)
+        self._set = version, 0 if policy is None else policy.version
+
+    def connect(self, name: str, address: Address, *, single: bool) -> Receiver:
         """Get a model's weights from a sender from now on.
+
+        Args:
+            name: the model's name.
+            address: what the sender gave for this worker.
+            single: whether it is the only model, which is committed as soon as weights come.
 
         Raises:
             ModelPathError: there is no such model here.
@@ -123,8 +85,182 @@ class ModelReceivers:
             self._receivers.pop(name).close()
         self._check_shared(name, views=address.zero_copy)
         model = self._found(name) if name == POLICY else name
-        self._receivers[name] = Receiver(address, model, context=self._parts)
-        self._views[name] = address.zero_copy
+        receiver = Receiver(address, model, context=self._parts)
+        self._receivers[name], self._views[name] = receiver, address.zero_copy
+        self._single = receiver if single else None
+        self._lost = self._error = None
+        return receiver
+
+    def has(self, versions: Mapping[str, int], timeout: float) -> bool:
+        """Return whether models have these versions, or newer ones.
+
+        Args:
+            versions: the version of each model.
+            timeout: seconds in which a single model may still get its own.
+        """
+        if self._single is not None and self._single.version < max(versions.values(), default=0):
+            # What goes wrong is reported by the sender.
+            with suppress(Exception):
+                self.reach(versions, timeout)
+        return all(
+            name in self._receivers and self._receivers[name].version >= version
+            for name, version in versions.items()
+        )
+
+    def reach(self, versions: Mapping[str, int], timeout: float) -> bool:
+        """Commit versions that were sent, unless the models have them.
+
+        Args:
+            versions: the version of each model.
+            timeout: seconds to wait for what has not come yet.
+
+        Returns:
+            False where a single model's version did not come in time, or where one of several
+            models was sent a newer version meanwhile. True where all are committed, and where a
+            single model refused its version, as the sender knows.
+
+        Raises what went wrong, where no sender knows it.
+        """
+        if self._single is None:
+            return receive_together(self._receivers, versions, timeout)
+        if self._lost is not None:
+            raise self._lost
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        version = max(versions.values(), default=0)
+        deadline = time.monotonic() + timeout
+        while max(self._single.version, self._single.refused) < version:
+            try:
+                if self._single.receive(max(0.0, deadline - time.monotonic())) is None:
+                    return False
+            except Exception:
+                if self._single.refused < version:
+                    raise
+        return True
+
+    def commit(self, timeout: float = 0.0) -> bool:
+        """Commit what has arrived for a single model, or arrives in time; whether anything has.
+
+        What goes wrong is kept for `reach`, unless the sender knows it.
+        """
+        receiver = self._single
+        if receiver is None or self._lost is not None:
+            return False
+        refused = receiver.refused
+        try:
+            if receiver.receive(timeout) is None:
+                return False
+        except SenderLostError as error:
+            self._lost = error
+            return False
+        except Exception as error:
+            if receiver.refused == refused:
+                self._error = error
+            return False
+        self._error = None
+        return True
+
+    def look(self) -> None:
+        """Commit what has arrived in the middle of a batch, or look less often."""
+        if self._single is None or self._lost is not None:
+            return
+        began = time.monotonic()
+        self._due = 0.0
+        if self.commit():
+            if self._rests:
+                took = time.monotonic() - began
+                self.commit(min(max(took, _SHORTEST_REST), _LONGEST_REST))
+            return
+        # The first look after new weights may have to ask for the next ones, as over Ray: others
+        # only see whether they are there.
+        if self._looked_beyond != self._single.version:
+            self._looked_beyond = self._single.version
+            return
+        now = time.monotonic()
+        # The least that it ever took: the rest was waiting for a core.
+        self._cost = min(self._cost, now - began)
+        self._due = now + _SHARE * self._cost
+
+    def look_soon(self) -> None:
+        """Look after the next step: something has come. Another thread may call this."""
+        self._due = 0.0
+
+    def between_steps(self) -> int:
+        """Commit what has arrived, unless that was looked for just now; the policy's version."""
+        if time.monotonic() >= self._due:
+            self.look()
+        return self.version
+
+    def read(self, name: str) -> Mapping[str, Tensor]:
+        """A copy of the weights of one model, found by its name; empty if it has none.
+
+        Raises:
+            ModelPathError: there is no such model.
+        """
+        model = self._models([name]).get(name)
+        return {} if model is None else _read(model, None)
+
+    def read_all(self) -> dict[str, Mapping[str, Tensor]]:
+        """A copy of the weights of each model, also of those found by a path, by name."""
+        models = self._models(self._receivers)
+        return {name: _read(model, self._receivers.get(name)) for name, model in models.items()}
+
+    def write(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Act with weights that `read_all` gave; models that are not among them keep theirs.
+
+        Raises:
+            LayoutMismatchError: a model has changed since; it was not written to.
+            ModelError: a model is missing.
+        """
+        models = self._models(saved)
+        # Tensors that a receiver lends to a model may be part of another one, which has its own
+        # memory once the receiver has written.
+        for name in sorted(saved, key=lambda name: name not in self._receivers):
+            if name in self._receivers:
+                self._receivers[name].apply_weights(saved[name])
+            else:
+                Binding(models[name]).write(Update.of(saved[name]))
+
+    def check(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Raise unless `write` can write these weights.
+
+        Raises:
+            LayoutMismatchError: a model has changed since.
+            ModelPathError: the worker has no such model.
+        """
+        for name, model in self._models(saved).items():
+            mine = Layout.of(_read(model, self._receivers.get(name)))
+            check_match(Layout.of(saved.get(name, {})), mine)
+
+    def execute(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the object at a path, or the result of calling it.
+
+        Raises:
+            ModelPathError: it leads nowhere.
+            TypeError: there are arguments, and nothing to call with them.
+        """
+        found = resolve(self._parts, path)
+        if callable(found):
+            return found(*args, **kwargs)
+        if args or kwargs:
+            raise TypeError(
+                f"{path!r} leads to a {type(found).__name__}, which takes no arguments; leave "
+                "them out"
+            )
+        return found
+
+    def close(self) -> None:
+        """Leave the senders."""
+        for receiver in self._receivers.values():
+            receiver.close()
+
+    def _models(self, names: Iterable[str]) -> dict[str, Any]:
+        """All that the worker acts with beside its environment, and what these names lead to."""
+        own = {name: part for name, part in vars(self._parts).items() if name != "env"}
+        own[POLICY] = module_of(own.get(POLICY))
+        by_path = {name: resolve(self._parts, name) for name in names if name not in own}
+        return by_path | {name: model for name, model in own.items() if model is not None}
 
     def _found(self, name: str) -> Any:
         found = resolve(self._parts, name)
@@ -142,32 +278,11 @@ class ModelReceivers:
                     "read; write 'zero_copy': True for both, or leave it out"
                 )
 
-    @property
-    def receivers(self) -> dict[str, Receiver]:
-        """Return the receiver of each model, by name."""
-        return self._receivers
 
-    def receive(self, versions: Mapping[str, int], timeout: float) -> bool:
-        """See `receive_together`."""
-        return receive_together(self._receivers, versions, timeout)
+def _read(model: Any, receiver: Receiver | None) -> Mapping[str, Tensor]:
+    read = None if receiver is None else receiver.snapshot()
+    return dict(Update.of(named_tensors(model)).copied().items()) if read is None else read
 
 
 def _parameters(model: Any) -> set[int]:
     return set(map(id, model.parameters())) if isinstance(model, nn.Module) else set()
-
-
-def execute(parts: Any, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the object at a path, or the result of calling it.
-
-    Raises:
-        ModelPathError: it leads nowhere.
-        TypeError: there are arguments, and nothing to call with them.
-    """
-    found = resolve(parts, path)
-    if callable(found):
-        return found(*args, **kwargs)
-    if args or kwargs:
-        raise TypeError(
-            f"{path!r} leads to a {type(found).__name__}, which takes no arguments; leave them out"
-        )
-    return found

@@ -1,27 +1,87 @@
-"""The workers of a collector: a worker group, and the specs that its workers are made by."""
+"""The workers of a collector: how they start, join, are replaced and leave, and calls of them."""
 
 from __future__ import annotations
 
 import inspect
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any, TypeVar
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+from tensordict import TensorDictBase
 
 from sync_collector.collector_worker import CollectorWorker, new_worker
 from sync_collector.policies import policy_errors
 from sync_collector.worker_spec import WorkerSpec
-from sync_core import OptionError, UnknownWorkerError, WorkerLostError
+from sync_core import (
+    OptionError,
+    SendError,
+    SendReport,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from sync_core.workers import WorkerGroup, gather
 
 Result = TypeVar("Result")
+Sent = TypeVar("Sent")
+OnWorkerFailure = Literal["raise", "restart"]
+
+# A worker that dies again and again before it has made one batch will not do better.
+_IN_A_ROW = 3
+# How long a group may take to notice that a worker has died, in seconds.
+_NOTICE = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class PoolWorker:
+    """What the driver knows of one worker.
+
+    Args:
+        worker_id: its id, which no other worker ever has; one that replaces it has the same.
+        changes: what differs from the specs of the first workers.
+        frames: the frames of a batch of its.
+        has_joined: whether it is among all workers.
+        is_restarting: whether another is being put in its place. Only the thread that does so calls
+            that one before it is like the rest.
+        is_removed: whether it was removed, or is about to end because of that.
+        refusal: why it cannot be called; empty where it can.
+        joins: how often a worker has joined under this id.
+        lost_in_a_row: how often it was replaced since the last batch.
+        commits_at_rest: whether it commits weights that arrive between its batches.
+        batch: the batch that it was asked for and that was not taken; None if there is none.
+        number: the number of the next batch that it is asked for.
+        holders: how many hold it back from its next batch.
+        is_postponed: whether it was asked for a batch while it was held back.
+        required: the versions that its next batch requires, by model.
+        batches: the batches that it has made since it was last sent weights.
+        is_due: whether automatic updates hold it back.
+        random_frames: the frames of random actions that it was asked for last.
+    """
+
+    worker_id: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    frames: int = 0
+    has_joined: bool = False
+    is_restarting: bool = False
+    is_removed: bool = False
+    refusal: str = ""
+    joins: int = 0
+    lost_in_a_row: int = 0
+    commits_at_rest: bool = False
+    batch: Future[TensorDictBase | None] | None = None
+    number: int = 0
+    holders: int = 0
+    is_postponed: bool = False
+    required: Mapping[str, int] = field(default_factory=dict)
+    batches: int = 0
+    is_due: bool = False
+    random_frames: int | None = None
 
 
 class WorkerPool:
-    """Starts workers, builds what they host, and calls them.
+    """Starts workers, builds what they host, calls them, and replaces those that die.
 
     Args:
         group_class: what workers are.
@@ -29,6 +89,7 @@ class WorkerPool:
         num_workers: how many there are at first; their ids are ``0 … num_workers - 1``.
         timeout: deadline of starting a worker, of building and of stopping, in seconds.
         worker_options: options of the group.
+        on_worker_failure: ``"restart"`` to replace workers that die.
 
     Raises:
         RemoteCallError: an environment or a policy could not be made; it has the traceback. Every
@@ -43,52 +104,56 @@ class WorkerPool:
         make_spec: Callable[[int, int], WorkerSpec],
         num_workers: int,
         timeout: float,
+        *,
         worker_options: Mapping[str, Any] | None = None,
+        on_worker_failure: OnWorkerFailure = "raise",
     ) -> None:
         self._make_spec = make_spec
         self._timeout = timeout
+        self._restarts = on_worker_failure == "restart"
         #: The number of the next worker's seat; no seat is given twice.
         self.next_seat = 0
-        # What differs from the spec of workers that were added.
-        self._changes: dict[int, dict[str, Any]] = {}
-        # Workers that were started in place of others and never came to be like the rest.
-        self._unready: dict[int, str] = {}
-        # Those that have joined, and those that are being replaced: only the thread that
-        # adds or restarts a worker calls it before it is like the rest.
-        self._joined: set[int] = set()
-        self._restarting: set[int] = set()
-        #: How often a worker has joined under each id.
-        self.joins: Counter[int] = Counter()
-        # Those that were removed, which others may not know yet: no id is given twice.
-        self._removed: set[int] = set()
+        #: Each worker by its id, also those that were removed.
+        self.workers: dict[int, PoolWorker] = {}
         #: Held while workers are sent weights, and while one joins or leaves: a worker that is sent
         #: something is there. One change waits for another no longer than calls to workers take.
         self.lock = threading.RLock()
+        # One worker is replaced at a time.
+        self._replacing = threading.Lock()
         #: Whether all workers were ended because nothing is left to do.
         self.dismissed = False
         #: Called with the id of every worker that is added or restarted, once it is built.
         self.on_join: list[Callable[[int], None]] = []
         #: Called with the id of every worker that is about to be removed.
         self.on_leave: list[Callable[[int], None]] = []
-        #: How many frames a batch of each worker has.
-        self.frames: dict[int, int] = {}
-        self._counting = threading.Lock()
         self._group = group_class(
             new_worker, num_workers, timeout=timeout, **(worker_options or {})
         )
+        self.workers = {i: PoolWorker(i) for i in self._group.worker_ids}
         try:
-            self._build(self._group.worker_ids)
+            self._build(self.workers.values())
         except BaseException:
             self._group.stop()
             raise
-        self._joined.update(self._group.worker_ids)
+        for worker in self.workers.values():
+            worker.has_joined = True
 
     @property
     def ids(self) -> tuple[int, ...]:
         """The ids of the workers."""
+        return tuple(worker.worker_id for worker in self.joined)
+
+    @property
+    def joined(self) -> tuple[PoolWorker, ...]:
+        """The workers, in the order of their ids."""
         if self.dismissed:
             return ()
-        return tuple(i for i in self._group.worker_ids if i in self._joined)
+        return tuple(worker for worker in self.workers.values() if worker.has_joined)
+
+    @property
+    def frames(self) -> tuple[int, ...]:
+        """The frames of a batch of each worker, also of those that were dismissed."""
+        return tuple(worker.frames for worker in self.workers.values() if worker.has_joined)
 
     @property
     def parallel(self) -> bool:
@@ -98,24 +163,20 @@ class WorkerPool:
     def alive(self, worker_id: int) -> bool:
         """Return whether a worker can still be called."""
         try:
-            return worker_id not in self._unready and self._group.alive(worker_id)
+            return not self.workers[worker_id].refusal and self._group.alive(worker_id)
         except UnknownWorkerError:
             return False
 
-    def restarting(self, worker_id: int) -> bool:
-        """Return whether another is being put in place of a worker."""
-        return worker_id in self._restarting
-
     def removed(self, worker_id: int) -> bool:
         """Return whether a worker was removed, or is about to end because of that."""
-        return worker_id in self._removed
+        return self.workers[worker_id].is_removed
 
     def call(
         self, worker_id: int, function: Callable[..., Result], /, *args: Any
     ) -> Future[Result]:
         """Run ``function(host, *args)`` on a worker; see `WorkerGroup.call`."""
-        if worker_id in self._unready:
-            return _refused(worker_id, self._unready[worker_id])
+        if refusal := self.workers[worker_id].refusal:
+            return _refused(worker_id, refusal)
         try:
             return self._group.call(worker_id, function, *args)
         except UnknownWorkerError:
@@ -125,13 +186,48 @@ class WorkerPool:
         self, worker_id: int, function: Callable[..., Result], /, *args: Any
     ) -> Future[Result]:
         """The same; but a worker that is being replaced counts as lost, until it has joined."""
-        if worker_id in self._restarting:
+        if self.workers[worker_id].is_restarting:
             return _refused(worker_id, "is being replaced")
         return self.call(worker_id, function, *args)
 
     def call_all(self, function: Callable[..., Result], /, *args: Any) -> dict[int, Future[Result]]:
         """The same on every worker at once."""
         return {worker_id: self.request(worker_id, function, *args) for worker_id in self.ids}
+
+    def gather_all(self, what: str, function: Callable[..., Result], /, *args: Any) -> list[Result]:
+        """The results of a call of every worker, in the order of their ids.
+
+        Args:
+            what: what the workers do, for the message of an error.
+            function: see `call`.
+            *args: see `call`.
+
+        Raises:
+            WorkerError: a worker failed, or was not ready in time.
+        """
+        return gather(self.call_all(function, *args), self._timeout, what)
+
+    def gather_one(
+        self,
+        worker_id: int,
+        what: str,
+        function: Callable[..., Result],
+        /,
+        *args: Any,
+        joins: bool = False,
+    ) -> Result:
+        """The result of a call of one worker; see `gather_all`.
+
+        Args:
+            worker_id: the worker.
+            what: what it does, for the message of an error.
+            function: see `call`.
+            *args: see `call`.
+            joins: whether it may be one that is being put in the place of another.
+        """
+        call = self.call if joins else self.request
+        future = call(worker_id, function, *args)
+        return gather({worker_id: future}, self._timeout, what)[0]
 
     def add(self, group_options: Mapping[str, Any] | None = None, **changes: Any) -> int:
         """Start and build one more worker; its id, never used before.
@@ -150,9 +246,11 @@ class WorkerPool:
                 "leave it out, or use workers='ray'"
             )
         worker_id = self._group.add(**options)
-        self._changes[worker_id] = changes
+        worker = PoolWorker(worker_id, changes)
+        # Another mapping, since other threads iterate over this one.
+        self.workers = {**self.workers, worker_id: worker}
         try:
-            self._join(worker_id)
+            self._join(worker)
         except BaseException:
             self.remove(worker_id)
             raise
@@ -165,28 +263,31 @@ class WorkerPool:
 
         Raises as the constructor does; the worker then fails every call, and counts as dead.
         """
-        self._unready.pop(worker_id, None)
-        self._restarting.add(worker_id)
+        worker = self.workers[worker_id]
+        worker.refusal, worker.is_restarting = "", True
         try:
-            self._take_place(worker_id)
+            self._group.restart(worker_id)
+            try:
+                self._join(worker)
+            except BaseException as error:
+                worker.refusal = f"took the place of another and could not join: {error}"
+                raise
         except Exception:
             # The thread that removes it ends the new one, too.
-            if not self.removed(worker_id):
+            if not worker.is_removed:
                 raise
         finally:
-            self._restarting.discard(worker_id)
+            worker.is_restarting = False
 
     def remove(self, worker_id: int) -> None:
         """End one worker; its unfinished calls fail."""
+        worker = self.workers[worker_id]
         with self.lock:
-            self._removed.add(worker_id)
-            self._joined.discard(worker_id)
+            worker.is_removed, worker.has_joined = True, False
             for callback in self.on_leave:
                 callback(worker_id)
         self._group.remove(worker_id)
-        self._changes.pop(worker_id, None)
-        self._unready.pop(worker_id, None)
-        self._count({})
+        worker.changes, worker.refusal = {}, ""
 
     def dismiss(self) -> None:
         """End all workers; calls to all of them reach none from now on."""
@@ -202,39 +303,126 @@ class WorkerPool:
         self.next_seat += 1
         return self.next_seat - 1
 
-    def _take_place(self, worker_id: int) -> None:
-        self._group.restart(worker_id)
-        try:
-            self._join(worker_id)
-        except BaseException as error:
-            self._unready[worker_id] = f"took the place of another and could not join: {error}"
-            raise
+    def replace(self, lost: WorkerLostError) -> None:
+        """Put another worker in place of one; it has the newest weights when this returns.
 
-    def _join(self, worker_id: int) -> None:
-        self._build([worker_id])
-        with self.lock:
+        Raises:
+            WorkerLostError: workers are not to be replaced, or this one's place is lost again
+                and again.
+            RemoteCallError: the other worker's environment or policy could not be made.
+        """
+        if not self._restarts:
+            raise lost
+        worker = self.workers[lost.worker_id]
+        with self._replacing:
+            while not (self.alive(worker.worker_id) or worker.is_removed):
+                worker.lost_in_a_row += 1
+                if worker.lost_in_a_row > _IN_A_ROW:
+                    raise WorkerLostError(
+                        worker.worker_id,
+                        f"died, and so did the {_IN_A_ROW} that took its place one after the "
+                        "other, before any of them had made a batch; the last one "
+                        f"{lost.message}",
+                    ) from lost
+                try:
+                    self.restart(worker.worker_id)
+                except WorkerLostError as error:
+                    lost = error
+
+    def repeat(self, function: Callable[[], Result]) -> Result:
+        """Do something with all workers; again, if one has died in it and was replaced.
+
+        Raises as `replace` does.
+        """
+        for worker_id in self.ids:
+            if not self.alive(worker_id):
+                self.replace(WorkerLostError(worker_id, "died"))
+        while True:
+            try:
+                return function()
+            except WorkerLostError as lost:
+                self.replace(lost)
+
+    def see_through(self, update: Callable[[], Sent]) -> Sent | SendReport:
+        """Send weights, and replace the workers that do not get them because they have died.
+
+        Returns:
+            The update's result; or the report: the new workers have the version.
+
+        Raises:
+            SendError: others did not get them either, or the dead are not replaced.
+            WorkerLostError: one cannot be connected to a sender, and is not replaced.
+        """
+        while True:
+            # No worker joins between these two lines: one that joined since then has the newest.
+            with self.lock:
+                joins = {i: worker.joins for i, worker in self.workers.items()}
+                try:
+                    return update()
+                except (SendError, WorkerLostError) as error:
+                    failure = error
+            if isinstance(failure, SendError):
+                return self._make_up_for(failure, joins)
+            if not self._has_died(failure.worker_id, failure, joins):
+                raise failure
+            self.replace(failure)
+
+    def _make_up_for(self, error: SendError, joins: Mapping[int, int]) -> SendReport:
+        failed = error.report.failed
+        if not self._restarts or not all(
+            self._has_died(i, r.error, joins) for i, r in failed.items()
+        ):
+            raise error
+        results = dict(error.report.workers)
+        for worker_id in failed:
+            self.replace(WorkerLostError(worker_id, "died"))
             if self.removed(worker_id):
+                del results[worker_id]
+            else:
+                version = error.report.version
+                results[worker_id] = replace(results[worker_id], version=version, error=None)
+        return replace(error.report, workers=results)
+
+    def _has_died(self, worker_id: int, error: Exception | None, joins: Mapping[int, int]) -> bool:
+        """Return whether a worker has died; a sender may notice that before its group does.
+
+        Args:
+            worker_id: the worker.
+            error: what it failed with.
+            joins: how often a worker had joined under each id: another may have come since.
+        """
+        if isinstance(error, WorkerLostError) and self.alive(worker_id):
+            # The group ends a call of a dead worker once it notices the death.
+            wait([self.call(worker_id, _is_there)], _NOTICE)
+        worker = self.workers[worker_id]
+        return not self.alive(worker_id) or worker.is_restarting or worker.joins != joins[worker_id]
+
+    def _join(self, worker: PoolWorker) -> None:
+        self._build([worker])
+        with self.lock:
+            if worker.is_removed:
                 return
             for callback in self.on_join:
-                callback(worker_id)
-            self._joined.add(worker_id)
-            self.joins[worker_id] += 1
-            self._restarting.discard(worker_id)
+                callback(worker.worker_id)
+            worker.has_joined, worker.is_restarting = True, False
+            worker.joins += 1
 
-    def _build(self, worker_ids: Iterable[int]) -> None:
+    def _build(self, workers: Iterable[PoolWorker]) -> None:
         calls: dict[int, Future[int]] = {}
-        for worker_id in worker_ids:
-            spec = self._make_spec(worker_id, self.take_seat())
-            spec = replace(spec, **self._changes.get(worker_id, {}))
-            calls[worker_id] = self._group.call(worker_id, CollectorWorker.build, spec)
+        for worker in workers:
+            spec = self._make_spec(worker.worker_id, self.take_seat())
+            spec = replace(spec, **worker.changes)
+            calls[worker.worker_id] = self._group.call(
+                worker.worker_id, CollectorWorker.build, spec
+            )
         with policy_errors():
             made = gather(calls, self._timeout, "make its environment and policy")
-        self._count(dict(zip(calls, made, strict=True)))
+        for worker_id, frames in zip(calls, made, strict=True):
+            self.workers[worker_id].frames = frames
 
-    def _count(self, frames: Mapping[int, int]) -> None:
-        with self._counting:
-            known = {**self.frames, **frames}
-            self.frames = {i: known[i] for i in known if not self.removed(i)}
+
+def _is_there(_: CollectorWorker) -> None:
+    """Do nothing, in a worker."""
 
 
 def _refused(worker_id: int, reason: str) -> Future[Any]:
@@ -245,10 +433,10 @@ def _refused(worker_id: int, reason: str) -> Future[Any]:
 
 def warn_if_rounded(pool: WorkerPool, frames: int) -> None:
     """Warn of workers whose batches have more frames than were asked for."""
-    for worker_id, actual in pool.frames.items():
-        if actual != frames:
+    for worker in pool.joined:
+        if worker.frames != frames:
             warnings.warn(
-                f"worker {worker_id} makes batches of {actual} frames instead of {frames}, a "
-                "multiple of the number of environments that it steps together",
+                f"worker {worker.worker_id} makes batches of {worker.frames} frames instead of "
+                f"{frames}, a multiple of the number of environments that it steps together",
                 stacklevel=3,
             )

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from sync_collector.detached_copy import detached_copy
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
 from sync_collector.devices import Devices
 from sync_collector.envs.adapt import as_env, stack_envs
 from sync_collector.envs.protocol import Env, closed_on_error
-from sync_collector.lazy import is_lazy
 from sync_collector.options import check_acts
 from sync_collector.policies import check_takes_something
-from sync_collector.policy_module import called_module
+from sync_collector.policy_module import called_module, is_lazy
 from sync_collector.rollout import Rollout, RolloutOptions
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -143,3 +147,38 @@ class WorkerSpecs:
             num_envs=self.num_envs,
             options=self.options[worker_id % len(self.options)],
         )
+
+
+def detached_copy(value: Value) -> Value:
+    """A deep copy; of a tensor with a graph, which torch does not copy, its values.
+
+    A policy has one when it has kept what it computed in a training step, or a weight that it
+    computes from others (``torch.nn.utils.weight_norm``).
+
+    Example:
+        >>> import torch
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> detached_copy([weight, 2 * weight])
+        [tensor([1.], requires_grad=True), tensor([2.])]
+    """
+    with _Detaching():
+        return copy.deepcopy(value)
+
+
+class _Detaching(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        del types
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            detached = tensor.detach()
+            copied = detached.__deepcopy__(memo)
+            # Something else may have its id next.
+            memo.pop(id(detached), None)
+            return copied
+        return func(*args, **(kwargs or {}))

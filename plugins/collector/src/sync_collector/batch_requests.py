@@ -1,0 +1,378 @@
+"""The batches that workers have been asked for, until they are handed over."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import RLock
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from sync_collector.collector_worker import CollectorWorker
+from sync_collector.policies import policy_errors
+from sync_collector.rollout import BatchRequest
+from sync_collector.worker_pool import PoolWorker, WorkerPool
+from sync_core import WorkerLostError, WorkerTimeoutError
+from sync_core.transports import uninterrupted
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBatch:
+    """A batch, and whose it is.
+
+    Args:
+        worker_id: the worker that made it; None if all did.
+        batch: the batch.
+    """
+
+    worker_id: int | None
+    batch: TensorDictBase
+
+
+class RandomFrames:
+    """Counts frames of random actions; they count when they are asked for.
+
+    Args:
+        pool: the workers.
+        frames: the least number of frames of random actions.
+        together: all workers are asked in turn for parts of one batch, which must be alike: a
+            policy may set more than the action.
+    """
+
+    def __init__(self, pool: WorkerPool, frames: int = 0, *, together: bool = False) -> None:
+        self.pool = pool
+        self._left = frames
+        self._together = together
+        self._random = frames > 0
+
+    def ask(self, worker: PoolWorker) -> bool:
+        """Return whether the next batch of a worker is random."""
+        # Workers that are asked together act alike until one of them is asked again.
+        asked_again = worker.random_frames is not None
+        if not self._together or asked_again:
+            self._random = self._left > 0
+        if self._together and asked_again:
+            for other in self.pool.workers.values():
+                other.random_frames = None
+        worker.random_frames = worker.frames if self._random else 0
+        self._left -= worker.random_frames
+        return self._random
+
+    def take_back(self, worker: PoolWorker) -> None:
+        """Do not count what a worker was asked for last: it is lost, or dropped."""
+        self._left += worker.random_frames or 0
+        worker.random_frames = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the frames that are still to be asked for, and those asked for last."""
+        return {"left": self._left, "asked": [w.random_frames or 0 for w in self.pool.joined]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from there."""
+        self._left = state["left"]
+        for worker in self.pool.workers.values():
+            worker.random_frames = None
+        for worker, frames in zip(self.pool.joined, state["asked"], strict=False):
+            worker.random_frames = frames or None
+        self._random = self._left > 0 or any(state["asked"])
+
+
+class BatchRequests:
+    """At most one batch under way for each worker; what was asked for is delivered once.
+
+    Args:
+        pool: the workers; one that is lost is replaced, and the other asked, if the pool does so.
+        timeout: the longest that a batch is waited for, in seconds.
+        random_frames: says which batches are random; None for none of them.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, timeout: float, random_frames: RandomFrames | None = None
+    ) -> None:
+        self._pool = pool
+        self._timeout = timeout
+        self._random_frames = random_frames or RandomFrames(pool)
+        # The requests that have ended, in that order; also those forgotten since.
+        self._ended: deque[tuple[PoolWorker, Future[TensorDictBase | None]]] = deque()
+        #: The batch that was taken last, until it is handed over.
+        self.in_hand: TakenBatch | None = None
+        # Not an Event: Ctrl-C in wait() may leave its lock held, and set() would then block.
+        self._news: SimpleQueue[None] = SimpleQueue()
+        #: Called with a worker that did not get the weights which its batch required.
+        self.on_stale: list[Callable[[int], None]] = []
+        # One thread may iterate while another holds workers back.
+        self._lock = RLock()
+
+    def __len__(self) -> int:
+        """Return how many batches are asked for and not taken, postponed ones included."""
+        return len(self._under_way()) + len(self._postponed())
+
+    def busy(self, worker_id: int) -> bool:
+        """Return whether a worker is at work on a batch."""
+        batch = self._pool.workers[worker_id].batch
+        return batch is not None and not batch.done()
+
+    def at_rest(self, worker_id: int, function: Callable[[], object]) -> None:
+        """Call a function now, or when a worker's batch under way has ended, in another thread."""
+        batch = self._pool.workers[worker_id].batch
+        if batch is None or batch.done():
+            function()
+        else:
+            batch.add_done_callback(lambda _: function())
+
+    def ask(self, worker_id: int) -> None:
+        """Ask a worker for a batch, unless one is under way; later, if it is held back."""
+        worker = self._pool.workers[worker_id]
+        with self._lock:
+            if worker.batch is not None or worker.is_removed:
+                return
+            if worker.holders:
+                worker.is_postponed = True
+                return
+            # A worker without its own thread works in the call, and can be interrupted.
+            with uninterrupted() if self._pool.parallel else nullcontext():
+                self._ask(worker)
+
+    def require(self, worker_id: int, versions: Mapping[str, int]) -> None:
+        """Let a worker make the next batch that it is asked for with these weights, or newer."""
+        with self._lock:
+            self._pool.workers[worker_id].required = versions
+
+    def hold(self, worker_id: int) -> None:
+        """Let a worker begin no other batch until it is released as often."""
+        with self._lock:
+            self._pool.workers[worker_id].holders += 1
+
+    def release(self, worker_id: int) -> None:
+        """Let a worker begin batches again, at once if it was asked for one meanwhile."""
+        worker = self._pool.workers[worker_id]
+        with self._lock:
+            # Not below 0 where Ctrl-C causes a second release.
+            worker.holders = max(0, worker.holders - 1)
+            if not worker.holders and worker.is_postponed:
+                worker.is_postponed = False
+                self.ask(worker_id)
+                self._news.put(None)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """For ``with``: no batch is under way, and none is begun; those made are delivered later.
+
+        Raises:
+            WorkerTimeoutError: a worker was not ready in time.
+        """
+        held: list[int] = []
+        try:
+            for worker_id in self._pool.ids:
+                held.append(worker_id)
+                self.hold(worker_id)
+            batches = self._under_way()
+            _, late = wait(batches.values(), self._timeout)
+            if late:
+                raise self._late(min(i for i, batch in batches.items() if batch in late))
+            yield
+        finally:
+            for worker_id in held:
+                self.release(worker_id)
+
+    def made(self) -> dict[int, TensorDictBase]:
+        """The batches that are ready, by worker, in the order in which they will be delivered.
+
+        Those of workers that were lost are not among them, nor of those that lack the weights.
+
+        Raises:
+            RemoteCallError: a worker failed.
+        """
+        batches = {
+            worker.worker_id: batch.result()
+            for worker, batch in self._ended
+            if worker.batch is batch and not isinstance(batch.exception(), WorkerLostError)
+        }
+        return {i: batch for i, batch in batches.items() if batch is not None}
+
+    def put_back(self, made: Mapping[int, TensorDictBase]) -> None:
+        """Let batches be delivered as if workers had just made them."""
+        with self._lock:
+            for worker_id, batch in made.items():
+                future: Future[TensorDictBase | None] = Future()
+                future.set_result(batch)
+                self._expect(self._pool.workers[worker_id], future)
+
+    def take_first(self) -> TakenBatch | None:
+        """Wait for the batch that is ready first, and keep it in hand.
+
+        None if no batch is to come: all that were asked for have been dropped.
+
+        Raises:
+            WorkerTimeoutError: none was ready in time; all stay under way.
+            WorkerError: the worker failed.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            while not self._news.empty():
+                self._news.get()
+            while self._ended:
+                worker, made = self._ended[0]
+                if worker.batch is not made:
+                    self._ended.popleft()
+                    continue
+                batch = self._made_by(worker, made)
+                if batch is not None:
+                    return self.take((worker.worker_id,), TakenBatch(worker.worker_id, batch))
+                deadline = time.monotonic() + self._timeout
+            if not len(self):
+                return None
+            if not self._wait_for_news(deadline - time.monotonic()):
+                raise self._late(min({*self._under_way(), *self._postponed()}))
+
+    def wait_all(self) -> dict[int, TensorDictBase]:
+        """Wait for the batches of all workers asked; they stay here until they are dropped.
+
+        Raises:
+            WorkerTimeoutError: some were not ready in time; all stay under way.
+            WorkerError: a worker failed.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            if self._postponed() and left:
+                # Another thread holds them back, and may let others continue before these.
+                self._wait_for_news(left)
+                continue
+            futures = self._under_way()
+            done, late = wait(futures.values(), left, return_when=FIRST_EXCEPTION)
+            made = {
+                i: self._made_by(self._pool.workers[i], future)
+                for i, future in futures.items()
+                if future in done
+            }
+            batches = {i: batch for i, batch in made.items() if batch is not None}
+            if len(batches) < len(made):
+                deadline = time.monotonic() + self._timeout
+                continue
+            waiting = [*(i for i, batch in futures.items() if batch in late), *self._postponed()]
+            if waiting:
+                raise self._late(min(waiting))
+            return batches
+
+    def drop(self, worker_id: int) -> None:
+        """Let the batch that a worker was asked for never be delivered, made or not."""
+        worker = self._pool.workers[worker_id]
+        with self._lock:
+            worker.is_postponed, worker.required = False, {}
+            if worker.batch is not None:
+                worker.batch = None
+                self._random_frames.take_back(worker)
+            self._news.put(None)
+
+    def drop_all(self) -> None:
+        """Drop all batches."""
+        with self._lock:
+            for worker_id in self._pool.workers:
+                self.drop(worker_id)
+
+    def take(self, worker_ids: Iterable[int], delivered: TakenBatch) -> TakenBatch:
+        """Keep in hand what was made of the batches of some workers, which are forgotten."""
+        with self._lock:
+            # Uninterrupted, so that Ctrl-C comes before the batch is in hand, or after all.
+            with uninterrupted():
+                self.in_hand = delivered
+                for worker_id in worker_ids:
+                    self._pool.workers[worker_id].batch = None
+            while self._ended and self._ended[0][0].batch is not self._ended[0][1]:
+                self._ended.popleft()
+        return delivered
+
+    def _under_way(self) -> dict[int, Future[TensorDictBase | None]]:
+        workers = self._pool.workers.values()
+        return {w.worker_id: batch for w in workers if (batch := w.batch) is not None}
+
+    def _postponed(self) -> list[int]:
+        return [w.worker_id for w in self._pool.workers.values() if w.is_postponed]
+
+    def _wait_for_news(self, seconds: float) -> bool:
+        """Wait until a request has ended, was dropped or was made; False if none did in time."""
+        try:
+            self._news.get(timeout=max(0.0, seconds))
+        except Empty:
+            return False
+        return True
+
+    def _ask(self, worker: PoolWorker) -> None:
+        request = BatchRequest(
+            number=worker.number,
+            random=self._random_frames.ask(worker),
+            versions=worker.required,
+            patience=self._timeout if worker.required else 0.0,
+        )
+        try:
+            self._expect(
+                worker, self._pool.request(worker.worker_id, CollectorWorker.collect, request)
+            )
+        except BaseException:
+            if worker.batch is None:
+                self._random_frames.take_back(worker)
+            raise
+        worker.required = {}
+
+    def _expect(self, worker: PoolWorker, batch: Future[TensorDictBase | None]) -> None:
+        # A request that is expected and never recorded would be waited for.
+        with uninterrupted():
+            worker.batch = batch
+            worker.number += 1
+            batch.add_done_callback(partial(_note, self._ended, self._news, worker))
+
+    def _made_by(
+        self, worker: PoolWorker, made: Future[TensorDictBase | None]
+    ) -> TensorDictBase | None:
+        """The batch of a worker; None where it is asked for again.
+
+        That is so if its worker is lost and another takes its place, or if it did not get the
+        weights that the batch required. Of one that was removed, nothing is expected any more.
+
+        Raises what else became of it.
+        """
+        error = made.exception()
+        if error is None:
+            batch = made.result()
+            if batch is None:
+                self.drop(worker.worker_id)
+                for callback in self.on_stale:
+                    callback(worker.worker_id)
+                self.ask(worker.worker_id)
+            else:
+                worker.lost_in_a_row = 0
+            return batch
+        if not isinstance(error, WorkerLostError):
+            with policy_errors():
+                raise error
+        if not worker.is_removed:
+            self._pool.replace(error)
+        self.drop(worker.worker_id)
+        self.ask(worker.worker_id)
+        return None
+
+    def _late(self, worker_id: int) -> WorkerTimeoutError:
+        return WorkerTimeoutError(
+            worker_id,
+            f"gave no batch within {self._timeout:g} s; iterate again to continue waiting, as a "
+            "collector in the background does by itself, or give it a longer timeout or fewer "
+            "frames_per_batch",
+        )
+
+
+def _note(
+    ended: deque[tuple[PoolWorker, Future[TensorDictBase | None]]],
+    news: SimpleQueue[None],
+    worker: PoolWorker,
+    batch: Future[TensorDictBase | None],
+) -> None:
+    ended.append((worker, batch))
+    news.put(None)

@@ -1,0 +1,499 @@
+"""The weights of a collector's models, on their way from the trainer to the workers' copies."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from sync_collector.batch_requests import BatchRequests
+from sync_collector.collector_worker import CollectorWorker
+from sync_collector.policy_module import module_of
+from sync_collector.schemes import POLICY, ModelScheme
+from sync_collector.worker_pool import WorkerPool
+from sync_core import (
+    ClosedError,
+    Delivery,
+    ModelError,
+    PendingSend,
+    PendingSendError,
+    Sender,
+    SendError,
+    SendReport,
+    WorkerError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+from sync_core.workers import gather, normalize, shares_policy
+
+#: The weights of models, by their names.
+Weights: TypeAlias = Mapping[str, Mapping[str, Tensor]]
+# A call of a worker: `WorkerPool.request`, or `WorkerPool.call` for one that has not joined.
+_Call: TypeAlias = Callable[..., Future[bool]]
+
+# How long a worker that was asked for a version waits for it before it is asked again, in seconds:
+# no longer, since Ctrl-C may have taken the version back.
+_PATIENCE = 0.1
+# How much later than its worker a sender may learn that its weights have been committed.
+_AFTERWARDS = 1.0
+
+
+class ModelWeights:
+    """A sender for each model, and the workers that commit what these send.
+
+    A worker with a single model commits it between two steps, or at once where it rests. Several
+    are committed between two batches, all that an update names or none: all sources are read and
+    checked before anything is sent, and each worker is told which versions belong together.
+
+    Args:
+        pool: the workers.
+        requests: the batches that they are asked for.
+        schemes: the scheme of each model.
+        collector: what senders are to know as their collector; weak, so that it can be forgotten.
+        policy: the trainer's policy; None if there is none, or if workers make theirs.
+        models: what the trainer has beside it; a model that is not among them is sent when its
+            weights are given.
+        made_by_workers: whether workers have policies that the trainer has not seen.
+        timeout: deadline of blocking calls, in seconds.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        requests: BatchRequests,
+        schemes: Mapping[str, ModelScheme],
+        *,
+        collector: weakref.ref[Any],
+        policy: Any,
+        models: Mapping[str, Any],
+        made_by_workers: bool,
+        timeout: float,
+    ) -> None:
+        self._pool = pool
+        self._requests = requests
+        self._schemes = schemes
+        self._single = len(schemes) == 1
+        self._collector = collector
+        self._made_by_workers = made_by_workers
+        self._timeout = timeout
+        # The count of versions where no sender counts them.
+        self._version = 0
+        # The update that was not waited for.
+        self._pending: PendingSend | None = None
+        # What each model was sent last, and which of that went to some workers only: a new worker
+        # must have it too.
+        self._last: dict[str, Any] = {}
+        self._of_some: set[str] = set()
+        # What a worker has that was sent what went to all and nothing else: the newest version of
+        # each model, or weights that workers began or continue with; and its version of the policy.
+        self._of_all: dict[str, int] = {}
+        self._unsent: Weights = {}
+        self._common_version = 0
+        self.senders: dict[str, Sender] = {}
+        #: How long the last update took, in seconds.
+        self.seconds = 0.0
+        #: The versions that went to each worker with what was sent last, by model.
+        self.required: Mapping[int, Mapping[str, int]] = {}
+        #: Called with the workers that an update is sent to, once it is sent.
+        self.on_update: list[Callable[[Sequence[int]], None]] = []
+        #: The trainer's models, by name.
+        self.models = dict(models)
+        shared = POLICY in schemes and shares_policy(schemes[POLICY].scheme)
+        # A function that shares the trainer's modules needs no weights, whichever they are.
+        if POLICY in schemes and not (shared and not isinstance(policy, nn.Module)):
+            module = module_of(policy)
+            if module is not None:
+                self.models[POLICY] = module
+        for name, model in self.models.items():
+            self._connect(name, model)
+        if not shared:
+            self._unsent = {name: sender.snapshot() for name, sender in self.senders.items()}
+        pool.on_join.append(self._join)
+        pool.on_leave.append(self._leave)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the models."""
+        return tuple(self._schemes)
+
+    @property
+    def version(self) -> int:
+        """The newest version of the policy, as its sender counts."""
+        sender = self.senders.get(POLICY)
+        return self._version if sender is None else sender.version
+
+    def advance(self, version: int) -> None:
+        """Count on from a version of the policy, unless the count is beyond that."""
+        with self._pool.lock:
+            sender = self.senders.get(POLICY)
+            if sender is not None:
+                sender.advance(max(version, sender.version))
+            self._version = max(version, self._version)
+
+    def increment_version(self) -> None:
+        """Count a version of the policy that reached the workers another way."""
+        # A worker that joins meanwhile learns it when it joins, or with all others.
+        with self._pool.lock:
+            self.advance(self.version + 1)
+            self._common_version = self.version
+            self._pool.call_all(CollectorWorker.set_version, self.version)
+            self._notify(self._pool.ids)
+
+    def update(
+        self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None, *, blocking: bool
+    ) -> SendReport | PendingSend:
+        """Send weights, and let the workers commit them.
+
+        Args:
+            given: weights by the name of their model, None for the trainer's own; empty for those
+                of all models.
+            worker_ids: the workers; None for all.
+            blocking: wait until they have committed the weights.
+        """
+        with self._pool.lock:
+            started = time.perf_counter()
+            pending = self._begin(given, worker_ids, started)
+            if pending is None:
+                return SendReport(self.version, time.perf_counter() - started, {})
+            try:
+                if self._single:
+                    self._request_commits(pending, self._pool.request)
+                if not blocking:
+                    self._pending = pending
+                    return pending
+                return pending.wait()
+            except BaseException as error:
+                if self._pending is None:
+                    pending.interrupt(error)
+                raise
+            finally:
+                self.seconds = time.perf_counter() - started
+
+    def refresh(self, worker_ids: Sequence[int]) -> PendingSend | None:
+        """Send the trainer's models to workers whose next batch will require them.
+
+        None where there is nothing to wait for.
+        """
+        with self._pool.lock:
+            self._pending = self._begin({}, worker_ids, time.perf_counter())
+            return self._pending
+
+    def settle(self, pending: PendingSend) -> None:
+        """Wait for the result of `refresh`.
+
+        Raises:
+            SendError: some workers could not be refreshed.
+        """
+        with self._pool.lock:
+            if self._single:
+                self._request_commits(pending, self._pool.request)
+            pending.wait()
+
+    def begin_with(self, weights: Weights, version: int) -> None:
+        """Let workers that join act with these weights, as the others do from now on.
+
+        Args:
+            weights: of each model.
+            version: the version of the policy's.
+        """
+        with self._pool.lock:
+            self._unsent, self._common_version = weights, version
+            self._last, self._of_some = {}, set()
+
+    def let_end(self, timeout: float) -> None:
+        """Give an update that was not waited for some seconds; its result is logged."""
+        # Another thread that has the lock sees it through.
+        if self._pending is None or not self._pool.lock.acquire(timeout=timeout):
+            return
+        try:
+            self._see_through(timeout)
+        finally:
+            self._pool.lock.release()
+
+    def close(self) -> None:
+        """Release what the senders hold."""
+        for sender in self.senders.values():
+            sender.close()
+
+    def _begin(
+        self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None, started: float
+    ) -> PendingSend | None:
+        """Send weights; None where there are none, so that every worker has the newest."""
+        self._see_through()
+        self._pending = None
+        for sender in self.senders.values():
+            # Ctrl-C may have interrupted it before it was recorded here.
+            with suppress(PendingSendError, SendError):
+                sender.wait_async(timeout=0)
+        weights = dict(given) or dict.fromkeys(self.models) or dict.fromkeys(self.names)
+        ids = normalize(worker_ids, self._pool.ids)
+        if not self._ensure_senders(weights):
+            self._notify(ids)
+            return None
+        pending = self._send(weights, ids, started, self._pool.request)
+        self._notify(pending.worker_ids)
+        return pending
+
+    def _see_through(self, timeout: float | None = None) -> None:
+        """Wait for the update that was not waited for; its result is logged."""
+        pending = self._pending
+        if pending is None:
+            return
+        if self._single:
+            self._request_commits(pending, self._pool.request)
+        with suppress(SendError):
+            pending.wait(timeout)
+
+    def _notify(self, worker_ids: Sequence[int]) -> None:
+        for callback in self.on_update:
+            callback(worker_ids)
+
+    def _send(
+        self, weights: Mapping[str, Any], ids: Sequence[int], started: float, call: _Call
+    ) -> PendingSend:
+        if self._single:
+            ((name, given),) = weights.items()
+            pending = self.senders[name].send_async(given, ids)
+            self._note({name: pending}, weights, pending.worker_ids)
+            return pending
+        for name, given in weights.items():
+            self.senders[name].check(given)
+        sends: dict[str, PendingSend] = {}
+        try:
+            # What belongs together is sent whole, or skipped whole.
+            asked = [self.senders[name].count_push(ids) for name in weights]
+            due = [i for i in ids if all(i in one for one in asked)]
+            for name, given in weights.items():
+                sends[name] = self.senders[name].send_counted(given, due)
+            deliveries = self._announce(sends, due, call)
+        except BaseException as error:
+            for send in sends.values():
+                send.interrupt(error)
+            raise
+        self._note(sends, weights, due)
+        newest = max(send.version for send in sends.values())
+        return PendingSend(
+            sends[POLICY].version if POLICY in sends else newest,
+            deliveries,
+            [worker_id for worker_id in ids if worker_id not in deliveries],
+            started=started,
+            timeout=self._timeout,
+            finish=partial(_finish, tuple(sends.values())),
+        )
+
+    def _note(
+        self, sends: Mapping[str, PendingSend], weights: Mapping[str, Any], ids: Sequence[int]
+    ) -> None:
+        """Note what a worker that joins must have, and what the next batches require."""
+        sent = {name: send.version for name, send in sends.items() if send.worker_ids}
+        self.required = dict.fromkeys(ids, sent)
+        self._last |= {name: weights[name] for name in sent}
+        if not set(ids) >= set(self._pool.ids):
+            self._of_some |= sent.keys()
+            return
+        self._of_all |= sent
+        self._of_some -= sent.keys()
+        self._unsent = {name: w for name, w in self._unsent.items() if name not in sent}
+        self._common_version = sent.get(POLICY, self._common_version)
+
+    def _request_commits(self, pending: PendingSend, call: _Call) -> None:
+        """Have workers commit a single model: those at rest now, others after their batch.
+
+        A worker in the middle of a batch commits on its own, but for weights that come with its
+        last step; so do those whose scheme notifies them while they rest.
+        """
+        for worker_id, delivery in pending.unanswered.items():
+            worker = self._pool.workers[worker_id]
+            if not worker.commits_at_rest:
+                versions = {self.names[0]: pending.version}
+                request = partial(self._request_commit, delivery, versions, call)
+                self._requests.at_rest(worker_id, request)
+
+    def _request_commit(self, delivery: Delivery, versions: Mapping[str, int], call: _Call) -> None:
+        if delivery.ended:
+            return
+        # One that works in this thread gets it all at once, or not at all.
+        patience = _PATIENCE if self._pool.parallel else self._timeout
+        try:
+            requested = call(delivery.worker_id, CollectorWorker.reach, versions, patience)
+        except ClosedError:
+            delivery.fail(WorkerLostError(delivery.worker_id, "was stopped"))
+            return
+        requested.add_done_callback(partial(self._requested, delivery, versions, call))
+
+    def _requested(
+        self,
+        delivery: Delivery,
+        versions: Mapping[str, int],
+        call: _Call,
+        requested: Future[bool],
+    ) -> None:
+        error = requested.exception()
+        if isinstance(error, WorkerError):
+            delivery.fail(error)
+        elif error is None and not requested.result() and self._pool.parallel:
+            self._request_commit(delivery, versions, call)
+
+    def _announce(
+        self, sends: Mapping[str, PendingSend], ids: Sequence[int], call: _Call
+    ) -> dict[int, Delivery]:
+        """Tell each worker which of the versions that were sent to it belong together."""
+        deliveries = {}
+        versions = {name: send.version for name, send in sends.items()}
+        nbytes = sum(send.nbytes for send in sends.values())
+        for worker_id in ids:
+            delivery = Delivery(worker_id, max(versions.values()), nbytes)
+            reached = call(worker_id, CollectorWorker.reach, versions, self._timeout)
+            reached.add_done_callback(partial(_end, delivery))
+            deliveries[worker_id] = delivery
+        return deliveries
+
+    def _ensure_senders(self, weights: Mapping[str, Any]) -> bool:
+        """Connect models whose first weights were given; False if the policy has no weights."""
+        for name, given in weights.items():
+            if name == POLICY and self._made_by_workers and given is None:
+                raise ModelError(
+                    "the workers' policies come from policy_factory, so the collector has no "
+                    "weights of its own; type update_policy_weights_(weights)"
+                )
+            if name in self.senders:
+                continue
+            if name == POLICY and not self._made_by_workers:
+                if given is None and self._single:
+                    return False
+                if given is not None:
+                    raise ModelError(
+                        f"there is nothing to load a {type(given).__name__} into: the collector's "
+                        "policy is not a module with tensors; give Collector an nn.Module"
+                    )
+            if given is None:
+                raise ModelError(
+                    f"the collector has no weights of {name!r}; give them: "
+                    f"update_policy_weights_(weights_dict={{{name!r}: …}})"
+                )
+            self._connect(name, given)
+        return True
+
+    def _connect(self, name: str, model: Any) -> None:
+        ids = self._pool.ids
+        chosen = self._schemes[name]
+        sender = Sender(
+            chosen.scheme,
+            model,
+            num_workers=max(ids) + 1,
+            model_id=name,
+            timeout=self._timeout,
+            version=self._version if name == POLICY else 0,
+            **chosen.arguments,
+        )
+        try:
+            sender.register_collector(self._collector())
+            for worker_id in set(sender.all_worker_ids()) - set(ids):
+                sender.remove_worker(worker_id)
+            calls = {
+                i: self._pool.request(
+                    i, CollectorWorker.connect, name, sender.address(i), self._single
+                )
+                for i in ids
+            }
+            at_rest = gather(calls, self._timeout, f"connect to the sender of {name!r}")
+        except BaseException:
+            sender.close()
+            raise
+        for worker_id, commits in zip(calls, at_rest, strict=True):
+            self._pool.workers[worker_id].commits_at_rest = commits
+        self.senders[name] = sender
+
+    def _join(self, worker_id: int) -> None:
+        """Serve a worker that is new, or that has taken the place of another."""
+        with self._pool.lock:
+            self._see_through()
+            self._pending = None
+            for name, sender in self.senders.items():
+                if worker_id in sender.all_worker_ids():
+                    sender.remove_worker(worker_id)
+                sender.add_worker(worker_id)
+                self._pool.workers[worker_id].commits_at_rest = self._pool.gather_one(
+                    worker_id,
+                    f"connect to the sender of {name!r}",
+                    CollectorWorker.connect,
+                    name,
+                    sender.address(worker_id),
+                    self._single,
+                    joins=True,
+                )
+            # What went to all is not to come after the weights to begin with.
+            comes = all(
+                self.senders[name].workers[worker_id].wanted >= version
+                for name, version in self._of_all.items()
+            )
+            reached = comes and self._pool.gather_one(
+                worker_id,
+                "commit the newest weights",
+                CollectorWorker.reach,
+                self._of_all,
+                self._timeout,
+                joins=True,
+            )
+            self._pool.gather_one(
+                worker_id,
+                "load the weights to begin with",
+                CollectorWorker.begin_with,
+                self._unsent,
+                self._common_version,
+                joins=True,
+            )
+            if self._of_some or not reached:
+                self._send_last(worker_id)
+
+    def _send_last(self, worker_id: int) -> None:
+        """Send a worker what was sent last of all models: not all of it went to all, or as one."""
+        pending = self._send(self._last, (worker_id,), time.perf_counter(), self._pool.call)
+        try:
+            if self._single:
+                self._request_commits(pending, self._pool.call)
+            pending.wait()
+        except BaseException as error:
+            pending.interrupt(error)
+            raise
+
+    def _leave(self, worker_id: int) -> None:
+        """Serve a worker no longer."""
+        with self._pool.lock:
+            self._see_through()
+            self._pending = None
+            for sender in self.senders.values():
+                # One that could not join may not be there.
+                if worker_id in sender.all_worker_ids():
+                    sender.remove_worker(worker_id)
+
+
+def _end(delivery: Delivery, reached: Future[bool]) -> None:
+    error = reached.exception()
+    if isinstance(error, WorkerError):
+        delivery.fail(error)
+    elif error is not None:
+        delivery.fail(WorkerError(delivery.worker_id, str(error)))
+    elif reached.result():
+        delivery.acknowledge()
+    else:
+        delivery.fail(
+            WorkerTimeoutError(delivery.worker_id, "was late: a newer update has come meanwhile")
+        )
+
+
+def _finish(sends: Sequence[PendingSend], report: SendReport, *, waited: bool) -> SendReport:
+    try:
+        for send in sends if waited else ():
+            with suppress(SendError):
+                send.wait(_AFTERWARDS)
+    finally:
+        for send in sends:
+            send.abandon()
+    return report
