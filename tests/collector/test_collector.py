@@ -80,7 +80,7 @@ class TestThread(CollectorConformance):
         with self.collector(slow, frames_per_batch=4, num_workers=1, timeout=0.5) as collector:
             with pytest.raises(WorkerTimeoutError, match=r"worker 0: gave no batch within 0\.5 s"):
                 next(collector)
-            time.sleep(1)
+            time.sleep(0.5)
             assert values(next(collector), "observation") == [0, 1, 2, 3]
 
 

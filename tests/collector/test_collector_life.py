@@ -373,10 +373,9 @@ def goes_on(made: Collector, batches: list[TensorDictBase]) -> bool:
     return made.update_policy_weights_().updated == made.worker_ids
 
 
-@pytest.mark.parametrize("models", MODELS)
-def test_an_update_while_the_place_of_a_worker_is_taken(models: dict[str, Any]) -> None:
+def test_an_update_while_the_place_of_a_worker_is_taken() -> None:
     batches: list[TensorDictBase] = []
-    options: dict[str, Any] = {"workers": "process", "on_worker_failure": "restart", **models}
+    options: dict[str, Any] = {"workers": "process", "on_worker_failure": "restart", **MODELS[1]}
     options |= {"num_workers": 2, "replay_buffer": SimpleNamespace(extend=batches.append)}
     with collector(SlowToMake, Scale(), **options) as made:
         made.start()
@@ -388,9 +387,8 @@ def test_an_update_while_the_place_of_a_worker_is_taken(models: dict[str, Any]) 
         assert goes_on(made, batches)
 
 
-@pytest.mark.parametrize("models", MODELS)
-def test_an_update_of_one_worker_that_has_died(models: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"workers": "process", "num_workers": 2, "sync": True, **models}
+def test_an_update_of_one_worker_that_has_died() -> None:
+    options: dict[str, Any] = {"workers": "process", "num_workers": 2, "sync": True, **MODELS[1]}
     with collector(Pid, Scale(), on_worker_failure="restart", **options) as made:
         made.update_policy_weights_(Scale(1.0))
         kill(made, 1)
@@ -421,7 +419,8 @@ def test_who_joins_acts_with_the_weights_of_the_others_and_not_with_unsent_ones(
         batch = next(made)
         assert batch["action"].unique().tolist() == [1.0]
         assert set(versions(batch)) == {1}
-    with collector(Pid, policy, **{**options, "num_workers": 3, "frames_per_batch": 6}) as made:
+    options |= {"workers": "thread", "num_workers": 3, "frames_per_batch": 6}
+    with collector(policy=policy, **options) as made:
         made.load_state_dict(state)
         made.add_workers()
         assert next(made)["action"].unique().tolist() == [1.0]
@@ -645,10 +644,9 @@ def test_the_first_weights_of_a_model_when_a_worker_has_died(late: dict[str, Any
             made.update_policy_weights_(weights_dict={name: Scale(2.0)})
 
 
-@pytest.mark.parametrize("models", MODELS)
-def test_a_worker_that_is_removed_while_its_place_is_taken(models: dict[str, Any]) -> None:
+def test_a_worker_that_is_removed_while_its_place_is_taken() -> None:
     batches: list[TensorDictBase] = []
-    options: dict[str, Any] = {"workers": "process", "on_worker_failure": "restart", **models}
+    options: dict[str, Any] = {"workers": "process", "on_worker_failure": "restart", **MODELS[0]}
     options |= {"num_workers": 3, "replay_buffer": SimpleNamespace(extend=batches.append)}
     with collector(SlowToMake, Scale(), **options) as made:
         made.start()
@@ -974,7 +972,7 @@ def test_ctrl_c_and_another_leave_nothing_behind() -> None:
         workers = psutil.Process(process.pid).children(recursive=True)
         assert len(workers) >= 2
         for _ in range(2):
-            time.sleep(0.5)
+            time.sleep(0.2)
             os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert "KeyboardInterrupt" in errors

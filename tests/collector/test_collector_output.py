@@ -434,17 +434,23 @@ def test_the_background_does_not_read_the_policy_by_itself() -> None:
 
 
 def test_shutting_down_does_not_wait_for_a_buffer_that_hangs() -> None:
-    buffer = Buffer(seconds=2.0)
-    made = collector(replay_buffer=buffer, num_workers=1)
+    extends, may_end = threading.Event(), threading.Event()
+
+    class Hanging(Buffer):
+        def extend(self, batch: Any) -> None:
+            extends.set()
+            assert may_end.wait(30)
+            super().extend(batch)
+
+    made = collector(replay_buffer=Hanging(), num_workers=1)
     made.start()
-    time.sleep(0.1)
+    assert extends.wait(30)
     with pytest.raises(TimeoutError, match=r"type pause\(timeout=…\)"), made.pause(timeout=0.1):
         pass
-    began = time.monotonic()
     made.shutdown(timeout=0.2)
-    assert time.monotonic() - began < 1.5
-    for thread in collecting():
-        thread.join()
+    (thread,) = collecting()
+    may_end.set()
+    thread.join()
 
 
 def test_a_collector_that_nobody_holds_ends_with_its_thread() -> None:

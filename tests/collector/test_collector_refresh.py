@@ -159,7 +159,7 @@ def test_a_refresh_on_its_way_is_no_failure_at_the_end(
     total_frames: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = {"workers": "process", "scheme": "shm", "total_frames": total_frames}
-    for _ in range(5):
+    for _ in range(2):
         with collector(Scale(), **options) as made:
             for _ in range(3):
                 next(made)
