@@ -25,6 +25,7 @@ from sync_core.testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
 
+
 @contextmanager
 def workers(sender: Sender) -> Iterator[list[Receiver]]:
     """A thread for each worker, which receives until the sender closes."""

@@ -20,7 +20,6 @@ from typing import Any
 
 from sync_core.errors import CapacityError
 
-
 #: The numbers of errors for which `no_more_descriptors` is the message.
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 

@@ -25,7 +25,7 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sync_core.transports.shared_memory import SharedMemory
 from sync_core.transports.transport import Answer
@@ -43,8 +43,7 @@ _CLOCK_DIGITS = 16
 _NOTHING_HELD = (0,) * _MOST_HELD
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """A version that a worker may read.
 
     Args:
@@ -108,10 +107,10 @@ class ControlPage:
     def waiting(self, waits: bool) -> None:
         self._bytes[_WAITING] = waits
 
-    def write_offer(self, offer: Offer) -> None:
+    def write_offer(self, offer: Offer | tuple[int, int, str]) -> None:
         """Offer a version, in place of the one before; the event of offers must not be set."""
-        record = _OFFER.pack(offer.version, offer.slot, int(offer.layout, 16))
-        self._write(_OFFER_AT, record)
+        version, slot, layout = offer
+        self._write(_OFFER_AT, _OFFER.pack(version, slot, int(layout, 16)))
 
     def read_offer(self) -> Offer:
         """Return the offer.
@@ -163,8 +162,8 @@ class ControlPage:
         record = self._read(_ANSWER_AT, _ANSWER.size)
         if record is None:
             return None
-        version, clock, stage, commit, pause, known_at, answered_at, count, *held = (
-            _ANSWER.unpack(record)
+        version, clock, stage, commit, pause, known_at, answered_at, count, *held = _ANSWER.unpack(
+            record
         )
         for seconds in (stage, commit, pause):
             if not 0 <= seconds < math.inf:
@@ -259,5 +258,3 @@ class ProcessEvent:
         self.reader = self.writer = -1
         for descriptor in descriptors:
             os.close(descriptor)
-
-

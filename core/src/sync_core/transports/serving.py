@@ -49,6 +49,7 @@ class Peer:
         pid: the worker's process.
         seen: the newest version that it has answered about.
         since: when it has connected (`time.monotonic`).
+        name: its name in messages.
     """
 
     channel: Channel
@@ -57,11 +58,7 @@ class Peer:
     pid: int | None = None
     seen: int = 0
     since: float = field(default_factory=time.monotonic)
-
-    @property
-    def name(self) -> str:
-        """Return its name in messages."""
-        return f"worker {self.worker_id} (process {self.pid})"
+    name: str = "a stranger"
 
 
 class _LeftError(Exception):
@@ -267,6 +264,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         peer.worker_id = worker_id
         peer.channel.limit = MAX_MESSAGE
         peer.pid = int(message["pid"])
+        peer.name = f"worker {worker_id} (process {peer.pid})"
         replaced = self._peers.get(worker_id)
         if replaced is not None:
             self._say_gone(replaced, "another receiver was given the same address")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import mmap
+import operator
 import os
 import sys
 import tempfile
@@ -66,9 +67,7 @@ class SharedMemory:
     _block: Block
     _address: int
 
-    def __init__(
-        self, descriptor: int, *, populate: bool = True, writable: bool = False
-    ) -> None:
+    def __init__(self, descriptor: int, *, populate: bool = True, writable: bool = False) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map(descriptor, protection, populate=populate)
 
@@ -230,6 +229,9 @@ def _shortage(nbytes: int, available: int, directory: str | None) -> str:
     return f"a slot needs {nbytes} bytes of {where}, {available} are available; {remedy}"
 
 
+_index = operator.attrgetter("index")
+
+
 class SharedSlots:
     """The sender's side: makes the memory, and knows what to announce to a worker.
 
@@ -266,7 +268,7 @@ class SharedSlots:
         Returns:
             The message, and the descriptors that go with it.
         """
-        live = {slot.index for slot in slots}
+        live = set(map(_index, slots))
         if offered.index in known:
             if known <= live:
                 return None

@@ -46,7 +46,7 @@ from sync_core._util import uninterrupted
 from sync_core.errors import CapacityError
 from sync_core.hooks import TransportContext
 from sync_core.transports.channel import Message
-from sync_core.transports.control_page import ControlPage, Offer, ProcessEvent
+from sync_core.transports.control_page import ControlPage, ProcessEvent
 from sync_core.transports.publisher import Publisher, Slot
 from sync_core.transports.serving import Peer, ServingTransport
 from sync_core.transports.shared_memory import SharedSlots
@@ -160,7 +160,8 @@ class SharedMemorySender(ServingTransport[PeerT]):
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Pack once for all, and offer the slot to the workers that wait for it."""
-        self.collect_answers()
+        if self._waiting:
+            self.collect_answers()
         deliveries = self._publisher.publish(payload, worker_ids)
         self.offer_to(worker_ids)
         return deliveries
@@ -221,7 +222,7 @@ class SharedMemorySender(ServingTransport[PeerT]):
         slot = self._publisher.lend(peer.worker_id, peer.seen, peer, peer.name)
         if slot is None:
             return
-        peer.control.page.write_offer(Offer(slot.version, slot.index, slot.digest[:16]))
+        peer.control.page.write_offer((slot.version, slot.index, slot.digest[:16]))
         peer.offered = slot
         news = self._slots.news(peer.knows, slot, self._publisher.slots)
         if news is None or self.tell(peer, *news):
@@ -262,19 +263,26 @@ class SharedMemorySender(ServingTransport[PeerT]):
                     peer.control.page.waiting = waits
 
     def _collect_until_ended(self, deliveries: Sequence[Delivery], deadline: float) -> None:
-        while pending := [delivery for delivery in deliveries if not delivery.ended]:
-            with self._publisher.lock:
-                # That of the worker which was offered its version last is likely to come last.
-                peer = self._peers.get(pending[-1].worker_id)
-                control = None if peer is None else peer.control
-            poll = self._poll if control is None else control.poll
-            left = deadline - time.monotonic()
-            ready = poll.poll(left * 1000) if left > 0 else []
-            if not ready:
-                return
-            if ready[0][0] == self._ended.reader:
-                self._ended.take()
-            self._collect()
+        # That of the worker which was offered its version last is likely to come last.
+        for delivery in reversed(deliveries):
+            while not delivery.ended:
+                if not self._collect_next(delivery.worker_id, deadline):
+                    return
+
+    def _collect_next(self, worker_id: int, deadline: float) -> bool:
+        """Wait until the worker answers or a delivery ends otherwise; False after the deadline."""
+        with self._publisher.lock:
+            peer = self._peers.get(worker_id)
+            control = None if peer is None else peer.control
+        poll = self._poll if control is None else control.poll
+        left = deadline - time.monotonic()
+        ready = poll.poll(left * 1000) if left > 0 else []
+        if not ready:
+            return False
+        if ready[0][0] == self._ended.reader:
+            self._ended.take()
+        self._collect()
+        return True
 
     def collect_answers(self) -> None:
         """Act on answers that a wait has left where they are, as it was ended by Ctrl-C."""
@@ -286,12 +294,13 @@ class SharedMemorySender(ServingTransport[PeerT]):
     def _collect(self) -> None:
         """Act on the answers that have come."""
         # One whose event was taken must be acted on.
-        with self._publisher.lock, uninterrupted():
+        with self._publisher.lock:
             for peer in tuple(self._peers.values()):
                 if peer.offered is None:
                     continue
                 try:
-                    self._collect_from(peer)
+                    with uninterrupted():
+                        self._collect_from(peer)
                 except ValueError as error:
                     self._lose(peer, f"does not answer as agreed: {error}")
 
@@ -315,7 +324,8 @@ class SharedMemorySender(ServingTransport[PeerT]):
         self._publisher.give_back(peer, kept)
         if answer is not None:
             self._publisher.answer(peer.worker_id, answer, peer)
-        self._offer_again(peer)
+        if self._publisher.newest(peer.worker_id) > peer.seen:
+            self._offer_again(peer)
 
     def _offer_again(self, peer: PeerT) -> None:
         # Another receiver may have taken its place.
