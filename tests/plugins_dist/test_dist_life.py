@@ -14,7 +14,6 @@ import torch
 from sync_core import Receiver, Sender
 from sync_core.testing.worker_groups import count_threads, eventually
 from sync_core.transports import SharedMemory
-from sync_plugin_dist.local import LocalReaders
 from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.rendezvous import Rendezvous
 from sync_plugin_dist.stream import Stream
@@ -123,6 +122,6 @@ def no_more_than(before: tuple[int, ...]) -> bool:
 def held() -> tuple[int, ...]:
     """Return how many there are of what a worker takes."""
     gc.collect()
-    kinds = (Stream, LocalReaders, SharedMemory, TensorGroup, Rendezvous)
+    kinds = (Stream, SharedMemory, TensorGroup, Rendezvous)
     objects = [sum(type(o) is kind for o in gc.get_objects()) for kind in kinds]
     return *objects, count_threads(), psutil.Process().num_fds()

@@ -7,7 +7,6 @@ import json
 import mmap
 import os
 import pickle
-import resource
 import socket
 import stat
 import sys
@@ -21,9 +20,15 @@ import torch
 
 from sync_core import Payload, Receiver, Sender, SenderLostError, SyncError, TransportContext
 from sync_core.errors import PayloadError
-from sync_core.transports import Channel, SharedMemory
-from sync_plugin_std.protocol import Board
-from sync_plugin_std.shared_receiver import SharedReceiver
+from sync_core.testing.faults import few_descriptors
+from sync_core.transports import (
+    Channel,
+    ControlPage,
+    Offer,
+    ProcessEvent,
+    SharedMemory,
+    SharedMemoryReceiver,
+)
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory of Linux")
 
@@ -129,33 +134,41 @@ def test_sockets_are_nobody_elses() -> None:
             assert stat.S_IMODE(Path(name).parent.stat().st_mode) == 0o700
 
 
-@linux
-def test_a_connection_without_descriptors_for_it_ends_nothing_else() -> None:
-    model, copy = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    with Sender("shm", model, num_workers=1, timeout=10) as sender:
-        address = sender.address(0)
-        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        stranger.settimeout(10)
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = os.dup(0)
-        os.close(free)
-        # One descriptor: enough for the connection, and not for what belongs to it.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
-        try:
-            stranger.connect(address.endpoint)
-            with stranger:
-                assert stranger.recv(1) == b""
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        pending = sender.send_async()
-        with Receiver(address, copy) as receiver:
-            assert receiver.receive() == 1
-        pending.wait()
-
-
 def framed(message: object) -> bytes:
     text = message if isinstance(message, bytes) else json.dumps(message).encode()
     return len(text).to_bytes(4, "little") + text
+
+
+@linux
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_worker_for_which_no_descriptor_is_left(
+    left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, copy = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    with Sender("shm", model, num_workers=1, timeout=10) as sender:
+        transport: Any = sender._pipeline.transport
+        attempts: list[None] = []
+        accept = transport._accept
+        monkeypatch.setattr(transport, "_accept", lambda *a: (attempts.append(None), accept(*a)))
+        address = sender.address(0)
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stranger.settimeout(0.5)
+        hello = framed({"type": "hello", "token": address.token, "worker": 0, "pid": 1})
+        # One descriptor is enough for the connection, and not for what belongs to it.
+        with stranger, few_descriptors(left):
+            stranger.connect(address.endpoint)
+            stranger.sendall(hello)
+            if left:
+                assert b"ulimit -n" in stranger.recv(4096)
+            else:
+                with pytest.raises(TimeoutError):
+                    stranger.recv(1)
+        assert len(attempts) == 1  # and not as fast as the thread can
+        sender.send_async().abandon()
+        with Receiver(address, copy) as receiver:
+            pending = sender.send_async()
+            assert receiver.receive() == 2
+            pending.wait()
 
 
 class FalseSender:
@@ -163,23 +176,21 @@ class FalseSender:
 
     def __init__(self) -> None:
         self.mine, self.theirs = socket.socketpair()
-        self.board = Board.create()
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.reader, False)
+        self.page = ControlPage.create()
+        self.event = ProcessEvent.create()
 
     def close(self) -> None:
         self.mine.close()
-        self.board.close()
-        os.close(self.reader)
-        os.close(self.writer)
+        self.page.close()
+        self.event.close()
 
-    def receiver(self, first: bytes = b"", *descriptors: int) -> SharedReceiver:
-        given = descriptors or (self.board.descriptor, self.reader, self.writer)
+    def receiver(self, first: bytes = b"", *descriptors: int) -> SharedMemoryReceiver:
+        given = descriptors or (self.page.descriptor, self.event.reader, self.event.writer)
         socket.send_fds(self.mine, [first or framed({"type": "welcome"})], given)
         context = TransportContext(
             side="receiver", scheme="mp", model_id="policy", token="", timeout=0.2, worker_id=0
         )
-        return SharedReceiver(context, Channel(self.theirs))
+        return SharedMemoryReceiver(context, Channel(self.theirs))
 
     def slot(self, content: bytes) -> None:
         """Offer a version that is whatever is given."""
@@ -187,9 +198,8 @@ class FalseSender:
         memory.buffer[: len(content)] = content
         message = framed({"type": "slot", "index": 1, "live": [1]})
         socket.send_fds(self.mine, [message], [memory.descriptor])
-        self.board._cells[0:3] = memoryview(bytearray(24)).cast("Q")
-        self.board._cells[0], self.board._cells[1] = 1, 1
-        os.write(self.writer, b"\1")
+        self.page.write_offer(Offer(version=1, slot=1, layout="00"))
+        self.event.set()
 
 
 @pytest.fixture
@@ -208,9 +218,19 @@ def test_a_receiver_refuses_a_sender_that_is_none(false_sender: FalseSender, fir
     assert exploded == []
 
 
-def test_a_receiver_refuses_what_is_no_board(false_sender: FalseSender) -> None:
+def test_a_receiver_refuses_what_is_not_a_page(false_sender: FalseSender) -> None:
     with pytest.raises(SenderLostError):
-        false_sender.receiver(b"", false_sender.reader, false_sender.reader)
+        false_sender.receiver(b"", *[false_sender.event.reader] * 3)
+
+
+def test_a_receiver_refuses_an_offer_that_is_torn(false_sender: FalseSender) -> None:
+    receiver = false_sender.receiver()
+    false_sender.page.write_offer(Offer(version=1, slot=1, layout="00"))
+    false_sender.page._bytes[64] += 1
+    false_sender.event.set()
+    with pytest.raises(SenderLostError, match="does not keep to the protocol"):
+        receiver.receive(5.0)
+    receiver.close()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +242,7 @@ def test_a_receiver_refuses_messages_that_are_none(
     false_sender: FalseSender, message: object
 ) -> None:
     receiver = false_sender.receiver()
-    socket.send_fds(false_sender.mine, [framed(message)], [false_sender.board.descriptor])
+    socket.send_fds(false_sender.mine, [framed(message)], [false_sender.page.descriptor])
     with pytest.raises(SenderLostError):
         receiver.receive(5.0)
     receiver.close()

@@ -5,19 +5,24 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+# What `signal.getsignal` and `signal.signal` call. They convert numbers to enums and back, which
+# takes most of the time of a short block.
+_handler_of = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
+_set_handler = getattr(sys.modules.get("_signal"), "signal", signal.signal)
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
+
+class uninterrupted:  # noqa: N801 - it is used as `contextlib.suppress` is
     """For ``with``: Ctrl-C comes at the end of the block, which must be short.
 
     Python looks for it between almost any two calls of the main thread. Where the other side is
@@ -34,31 +39,35 @@ def uninterrupted() -> Iterator[None]:
         >>> done
         ['all of it', 'and then Ctrl-C']
     """
-    # Only the main thread is interrupted, and only where Python itself handles the signal.
-    if threading.get_ident() != threading.main_thread().ident:
-        yield
-        return
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or isinstance(handler, _Deferred):
-        yield
-        return
-    deferred = _Deferred()
-    signal.signal(signal.SIGINT, deferred)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if deferred.came is not None:
-            handler(*deferred.came)
 
+    _handler: Callable[..., Any] | None = None
+    _came: tuple[int, FrameType | None] | None = None
 
-class _Deferred:
-    """Takes note of a signal; in a block inside such a block, there is nothing to do."""
+    def __enter__(self) -> None:
+        # Only where Python itself handles the signal, and not in a block inside such a block.
+        handler = _handler_of(signal.SIGINT)
+        if not callable(handler) or isinstance(handler, uninterrupted):
+            return
+        self._handler = handler
+        try:
+            _set_handler(signal.SIGINT, self)
+        except ValueError:
+            self._handler = None  # only the main thread is interrupted, and this is another
 
-    came: tuple[int, FrameType | None] | None = None
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._handler is not None:
+            _set_handler(signal.SIGINT, self._handler)
+            if self._came is not None:
+                self._handler(*self._came)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.came = number, frame
+        """Note the signal."""
+        self._came = number, frame
 
 
 def release_with(
@@ -105,31 +114,9 @@ def _is_of_a_library() -> bool:
 
 
 class Stopwatch:
-    """Runs in ``with`` blocks, of one thread at a time.
+    """Adds up seconds, of one thread at a time."""
 
-    Example:
-        >>> stopwatch = Stopwatch()
-        >>> for _ in range(2):
-        ...     with stopwatch:
-        ...         time.sleep(0.01)
-        >>> stopwatch.seconds > 0.02
-        True
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._since = 0.0
-
-    def __enter__(self) -> None:
-        self._since = time.perf_counter()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.seconds += time.perf_counter() - self._since
+    seconds = 0.0
 
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

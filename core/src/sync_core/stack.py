@@ -181,10 +181,16 @@ class Stack:
         # Where only the core implements a hook, it is called directly, unless calls are traced.
         self._defaults = defaults
         self._hooked = frozenset(HOOKS) if traced else self._extended
+        self._prepare_weights = self._find("prepare_weights")
+        self._apply_weights = self._find("apply_weights")
 
     def implements(self, hook: str) -> bool:
         """Return whether the backend or a layer implements the hook, and not the core alone."""
         return hook in self._extended
+
+    def calls_plugins(self, hook: str) -> bool:
+        """Return whether a call of the hook runs more than what the core does by default."""
+        return hook in self._hooked
 
     def create_sender_transport(self, context: TransportContext) -> SenderTransport:
         """The sender's side of the backend's transport."""
@@ -202,13 +208,13 @@ class Stack:
 
     def prepare_weights(self, update: Update, context: SendContext) -> Update:
         """The update to send."""
-        prepared: Update = self._find("prepare_weights")(update=update, context=context)
+        prepared: Update = self._prepare_weights(update=update, context=context)
         return prepared
 
     def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> None:
         """Load the update into the model."""
         self._applied.so_far = False
-        self._find("apply_weights")(update=update, model=model, context=context)
+        self._apply_weights(update=update, model=model, context=context)
         self._applied.so_far = True
 
     @property

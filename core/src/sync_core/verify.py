@@ -149,6 +149,8 @@ class Verification:
         self.layers = tuple(layers)
         self._seal: _Seal | None = None
         self._readback: _Readback | None = None
+        #: Whether workers read their models back.
+        self.reads_back = mode == "readback" and "same_object" not in backend.capabilities
         if mode is None or "same_object" in backend.capabilities:
             return
         check_installed()

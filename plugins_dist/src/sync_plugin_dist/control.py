@@ -63,11 +63,6 @@ class ControlChannel:
         self._put_key = put_key
         self._messages: deque[Message] = deque()
 
-    @property
-    def local(self) -> bool:
-        """Return whether the sender is on this machine, and its memory can be shared."""
-        return self.channel.passes_descriptors
-
     def fileno(self) -> int:
         """The descriptor of the connection."""
         return self.channel.fileno()
@@ -103,31 +98,14 @@ class ControlChannel:
         Raises:
             SenderLostError: the sender is gone, or says that it goes.
         """
-        if not self.arrives(timeout):
-            return None
+        deadline = time.monotonic() + timeout
+        while not self._messages:
+            if not self.read_one(max(0.0, deadline - time.monotonic())):
+                return None
         message = self._messages.popleft()
         if message.get("type") == "gone":
             raise SenderLostError(str(message["reason"]))
         return message
-
-    def arrives(self, timeout: float) -> bool:
-        """Return whether there is a message, or comes in time; it stays the next one.
-
-        Raises:
-            SenderLostError: the sender is gone.
-        """
-        deadline = time.monotonic() + timeout
-        while not self._messages:
-            if not self.read_one(max(0.0, deadline - time.monotonic())):
-                return False
-        return True
-
-    def skips(self, kind: str) -> bool:
-        """Return whether the next message, which has arrived, is of this kind, and drop it."""
-        found = self._messages[0].get("type") == kind
-        if found:
-            self._messages.popleft()
-        return found
 
     def read_one(self, timeout: float) -> bool:
         """Return whether something came in time; it is kept, or was a key.

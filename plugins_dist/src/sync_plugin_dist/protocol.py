@@ -1,8 +1,9 @@
 """The messages between the sender and the receivers of ``dist``.
 
 Control goes over a connection that the worker opens, by TCP or, on the sender's machine, by a unix
-socket. In that case the worker reads a version in the slot where it was packed. To the others the
-weights go over process groups that the sender opens and names by numbers; it is at rank 0 of each.
+socket. In the latter case the worker reads a version in the slot where it was packed, and all is as
+`sync_core.transports.SharedMemorySender` says. To the others the weights go over process groups that
+the sender opens and names by numbers; it is at rank 0 of each.
 
 ========  ======================================  ==============================================
 from      message                                 meaning
@@ -11,26 +12,17 @@ worker    ``hello``, token, worker, pid           the first message of a connect
 sender    ``welcome``                             accepted
 sender    ``offer``, version                      there is a newer version for this worker
 worker    ``take``                                it waits for the newest version now
-worker    ``wait``                                it takes the next one, as soon as there is one
-worker    ``enough``                              it waits no more; ``nothing``, unless it was shown
 sender    ``wire``, number, rank, size            join this process group
 both      ``key``, number, key, value             how to find an end of it; the sender passes it on
 sender    ``data``, number, version, digest, …    the version follows, in so many bytes, over it
-sender    ``slot``, ``live``                      see `sync_core.transports.SharedSlots`
-sender    ``here``, slot, version, digest         the version lies in that slot
 sender    ``again``                               leave the process group; ``take`` if need be
 sender    ``nothing``                             there is nothing newer any more
 worker    ``received``, version                   it has come whole, and is staged
 worker    ``broken``, number                      the process group failed here
-worker    ``lacks``, index                        it could not map a slot that was announced
-worker    ``answer``, answer, held                committed, or not; reads ``held`` and newer
-worker    ``reads``, held                         no answer yet; it reads only ``held``
+worker    ``answer``, answer                      committed, or not
 worker    ``leave``, reason                       it closes its receiver
 sender    ``gone``, reason                        refused, replaced, removed, or the sender closes
 ========  ======================================  ==============================================
-
-A worker of the sender's machine that finds nothing to take says that it waits. Then it need not
-take what it is offered, and is shown it as soon as that is packed.
 
 No byte of a version is sent before the worker has taken an offer, so a worker that does not receive
 delays no other; none is applied before all have arrived, with the version's number after them.

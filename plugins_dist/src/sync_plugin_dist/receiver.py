@@ -1,7 +1,8 @@
-"""The receiver's side of ``dist``: asks for a version, receives all of it, and hands it on."""
+"""The receivers of ``dist``: one for each way in which versions come."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +18,14 @@ from sync_core import (
     TransportContext,
 )
 from sync_core.errors import PayloadError
-from sync_core.transports import Block, MappedSlots, Message, farewell, hello
+from sync_core.transports import (
+    Block,
+    Channel,
+    Message,
+    SharedMemoryReceiver,
+    farewell,
+    hello,
+)
 from sync_plugin_dist.chunks import cut
 from sync_plugin_dist.control import ControlChannel, connect
 from sync_plugin_dist.descriptors import advice, enough_descriptors
@@ -27,8 +35,8 @@ from sync_plugin_dist.protocol import Farewell, Transfer
 from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous
 
 
-class DistReceiver(ReceiverTransport):
-    """Receives versions into its own memory, or reads them where they were packed.
+def create_receiver(context: TransportContext, options: DistOptions) -> ReceiverTransport:
+    """Connect to a sender, and return what receives in the way that the connection allows.
 
     Args:
         context: what the receiver gave to `create_transport`.
@@ -37,8 +45,44 @@ class DistReceiver(ReceiverTransport):
     Raises:
         SenderLostError: the sender is gone, or refuses this worker.
     """
+    connection = connect(context)
+    if connection.family == socket.AF_UNIX:
+        return LocalReceiver(context, Channel(connection))
+    return StreamReceiver(context, options, connection)
 
-    def __init__(self, context: TransportContext, options: DistOptions) -> None:
+
+class LocalReceiver(SharedMemoryReceiver):
+    """Reads versions where the sender has packed them, on this machine."""
+
+    def __init__(self, context: TransportContext, channel: Channel) -> None:
+        self._farewell: Farewell | None = context.endpoint.farewell
+        super().__init__(context, channel)
+
+    def leave(self, reason: str) -> None:
+        """Notify the sender, unless that has gone."""
+        super().leave(_reason(self._farewell, reason))
+
+
+def _reason(farewell: Farewell | None, usual: str) -> str:
+    """Return the reason for which a receiver leaves."""
+    return usual if farewell is None or not farewell.reason else farewell.reason
+
+
+class StreamReceiver(ReceiverTransport):
+    """Receives versions into its own memory, over process groups.
+
+    Args:
+        context: what the receiver gave to `create_transport`.
+        options: the options of the scheme.
+        connection: a socket that is connected to the sender; owned from now on.
+
+    Raises:
+        SenderLostError: the sender is gone, or refuses this worker.
+    """
+
+    def __init__(
+        self, context: TransportContext, options: DistOptions, connection: socket.socket
+    ) -> None:
         self._timeout = context.timeout
         self._farewell: Farewell | None = context.endpoint.farewell
         self._blocks: list[Block] = []
@@ -51,17 +95,8 @@ class DistReceiver(ReceiverTransport):
         self._asked = 0.0
         # The sender owes a reply: a second request would get two, and mistake one for the other.
         self._asking = False
-        # It owes the next version, unless the worker has what it wants.
-        self._waiting = self._had_enough = False
-        self._shortage: CapacityError | None = None
-        # The slots that the sender was last told are read.
-        self._told: list[int] = []
-        connection = connect(context)
         self._line = ControlChannel(connection, self._put_key)
-        # A version from a process group is in no slot.
-        self._slots = MappedSlots()
-        interface = context.endpoint.host if self._line.local else connection.getsockname()[0]
-        self._link = options.link(context, interface)
+        self._link = options.link(context, connection.getsockname()[0])
         try:
             self._line.send(hello(context.token, context.worker_id))
             self._next(context.timeout)
@@ -88,8 +123,7 @@ class DistReceiver(ReceiverTransport):
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer."""
-        held = self._told = self._slots.held
-        self._line.send({"type": "answer", "answer": answer.to_message(), "held": held})
+        self._line.send({"type": "answer", "answer": answer.to_message()})
 
     def wake(self) -> None:
         """Take the sender for gone."""
@@ -97,81 +131,31 @@ class DistReceiver(ReceiverTransport):
 
     def leave(self, reason: str) -> None:
         """Notify the sender, unless that has gone."""
-        if self._farewell is not None and self._farewell.reason:
-            reason = self._farewell.reason
         with suppress(SenderLostError):
-            self._line.send(farewell(reason))
+            self._line.send(farewell(_reason(self._farewell, reason)))
 
     def close(self) -> None:
         """Hang up."""
         self._end_wire()
         self._line.close()
         self._blocks.clear()
-        self._slots.clear()
 
     def _receive(self, timeout: float) -> Payload | None:
         deadline = time.monotonic() + timeout
-        held = self._slots.held
-        if held != self._told:
-            # One may have been dropped for another, and no answer will ever say so.
-            self._told = held
-            self._line.send({"type": "reads", "held": held})
-        while True:
-            if not self._asking and not self._await_offer(deadline):
-                return None
-            if self._waiting:
-                if not self._await_reply(deadline):
-                    return None
-                if not self._asking:
-                    continue
+        while self._asking or self._await_offer(deadline):
             payload = self._fetch()
-            if payload is not None and self._is_old(payload):
-                payload.release()
-            elif payload is not None or time.monotonic() > deadline:
+            if payload is not None or time.monotonic() > deadline:
                 return payload
+        return None
 
     def _await_offer(self, deadline: float) -> bool:
-        """Return whether there is a version to take, or will be shown once there is one."""
+        """Return whether there is a version to take."""
         while self._offered <= self._seen:
-            left = max(0.0, deadline - time.monotonic())
-            message = self._line.hear(0.0 if self._line.local else left)
-            if message is not None:
-                self._note(message)
-            elif self._line.local and left > 0:
-                # To take what is offered then would be one round trip more.
-                self._asking = self._waiting = True
-                self._had_enough = False
-                self._line.send({"type": "wait"})
-                return True
-            else:
+            message = self._line.hear(max(0.0, deadline - time.monotonic()))
+            if message is None:
                 return False
-        return True
-
-    def _await_reply(self, deadline: float) -> bool:
-        """Return whether the sender offers a version, and withdraw the request."""
-        arrived = False
-        try:
-            arrived = self._line.arrives(max(0.0, deadline - time.monotonic()))
-        finally:
-            if not arrived and not self._had_enough:
-                self._had_enough = True
-                with suppress(SenderLostError):
-                    self._line.send({"type": "enough"})
-        if not arrived:
-            return False
-        self._waiting = False
-        if self._line.skips("nothing"):
-            self._asking = self._had_enough = False
-        return True
-
-    def _is_old(self, payload: Payload) -> bool:
-        """Return whether an offer came too late, and a newer version exists."""
-        if not self._had_enough:
-            return False
-        self._had_enough = False
-        while (message := self._line.hear(0.0)) is not None:
             self._note(message)
-        return self._offered > payload.version
+        return True
 
     def _fetch(self) -> Payload | None:
         """Return what was offered; None when that was taken back, or did not come in time."""
@@ -196,36 +180,13 @@ class DistReceiver(ReceiverTransport):
                 if time.monotonic() > deadline:
                     return None
                 self._take()
-            elif message["type"] == "here":
-                return self._look(message)
-            elif not self._hear_of_slots(message):
+            else:
                 self._note(message)
 
     def _take(self) -> None:
         if not self._asking:
             self._asking = True
             self._line.send({"type": "take"})
-
-    def _hear_of_slots(self, message: Message) -> bool:
-        try:
-            return self._slots.hear(message, self._line.channel)
-        except CapacityError as error:
-            # The next message names the version there.
-            self._shortage = error
-            self._line.send({"type": "lacks", "index": message["index"]})
-            return True
-        except ConnectionError as error:
-            raise SenderLostError(f"the sender does not keep to the protocol: {error}") from error
-
-    def _look(self, message: Message) -> Payload | None:
-        self._asking = False
-        if self._shortage is not None:
-            error, self._shortage = self._shortage, None
-            self._seen = message["version"]
-            self.acknowledge(Answer.refusal(self._seen, error))
-            raise error
-        block, release = self._slots.hold(message["slot"])
-        return self._unpack(block, message["version"], message["digest"], release)
 
     def _open_wire(self, message: Message) -> None:
         self._end_wire()

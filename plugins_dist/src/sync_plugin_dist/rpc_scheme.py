@@ -9,7 +9,7 @@ from sync_core import ReceiverTransport, SenderTransport, TransportContext, hook
 from sync_core.transports import Finding
 from sync_plugin_dist import findings
 from sync_plugin_dist.options import DistOptions
-from sync_plugin_dist.receiver import DistReceiver
+from sync_plugin_dist.receiver import create_receiver
 from sync_plugin_dist.rpc_sender import RpcSender
 from sync_plugin_dist.rpc_world import check_initialised
 from sync_plugin_dist.scheme import DistScheme
@@ -48,7 +48,7 @@ class RpcScheme:
         given = context.parse_options(RpcOptions)
         options = DistOptions(**vars(given))
         if context.side == "receiver":
-            return DistReceiver(context, options)
+            return create_receiver(context, options)
         check_initialised()
         if context.workers:
             return RpcSender(context, options)

@@ -143,6 +143,10 @@ class RpcSender(CallingTransport):
             self.keep((payload.version, None), worker_ids)
         return deliveries
 
+    def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
+        """Read the answers of workers on this machine in this thread."""
+        self._wires.wait(deliveries, timeout)
+
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker, and give it the newest version that went to all."""
         handle = _find(worker)

@@ -8,7 +8,7 @@ from sync_core import ReceiverTransport, SenderTransport, TransportContext, hook
 from sync_core.transports import Finding
 from sync_plugin_dist import findings
 from sync_plugin_dist.options import DistOptions
-from sync_plugin_dist.receiver import DistReceiver
+from sync_plugin_dist.receiver import create_receiver
 from sync_plugin_dist.sender import DistSender
 
 
@@ -35,7 +35,7 @@ class DistScheme:
         """The sender's or a receiver's side."""
         options = context.parse_options(DistOptions)
         if context.side == "receiver":
-            return DistReceiver(context, options)
+            return create_receiver(context, options)
         return DistSender(context, options)
 
     def findings(self) -> Iterator[Finding]:

@@ -12,13 +12,12 @@ from sync_core.transports import (
     LocalListener,
     Message,
     Publisher,
-    ServingTransport,
+    SharedMemorySender,
     SharedSlots,
     Slot,
     uninterrupted,
 )
 from sync_plugin_dist.chunks import pack
-from sync_plugin_dist.local import LocalReaders
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.protocol import Endpoint, listen
@@ -29,7 +28,7 @@ from sync_plugin_dist.stream_owner import DistPeer, StreamOwner
 _DO_WITHOUT = "type shared_memory=False, and workers of this machine are sent weights as others are"
 
 
-class DistSender(ServingTransport[DistPeer], StreamOwner):
+class DistSender(SharedMemorySender[DistPeer], StreamOwner):
     """Serves workers over its own process groups, or in memory; see `sync_plugin_dist.protocol`.
 
     Args:
@@ -50,33 +49,37 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
         self._numbers = itertools.count(1)
         # The bytes packed so far, of slots that are not packed entirely.
         self._packed: dict[Slot, int] = {}
-        self._slots = SharedSlots(remedy=_DO_WITHOUT) if options.shares_memory else None
-        self._lanes: dict[int, Stream | LocalReaders] = {}
+        self._shares_memory = options.shares_memory
+        self._streams: dict[int, Stream] = {}
         with ExitStack() as opened:
             listeners = [opened.enter_context(_listen(options.host, options.port))]
             host, port = listeners[0].getsockname()[:2]
             self._link = options.link(context, host)
             self.timeout = self._link.timeout
             local = ""
-            if options.shares_memory:
+            if self._shares_memory:
                 local_listener = LocalListener()
                 opened.callback(local_listener.close)
                 listeners.append(local_listener.socket)
                 local = local_listener.name
             self._endpoint = Endpoint(options.host, port, local)
-            self.publisher = Publisher(
-                self._link.allocate if self._slots is None else self._slots.allocate,
-                context.layout.nbytes,
-                None,
-                context.worker_ids,
-                timeout=context.timeout,
-                views=context.zero_copy and self._slots is not None,
-                notify=context.notify,
-                revoke=self._revoke_old,
+            self._common_stream: Stream | None = None
+            super().__init__(
+                context,
+                SharedSlots(remedy=_DO_WITHOUT),
+                listeners=listeners,
+                peer=DistPeer,
+                allocate=None if self._shares_memory else self._link.allocate,
             )
-            self._common_lane = Stream(self) if self.collective else None
-            super().__init__(context.token, self.publisher, DistPeer, listeners)
+            if self.collective:
+                # Before any worker knows the address.
+                self._common_stream = Stream(self)
             self._opened = opened.pop_all()
+
+    @property
+    def publisher(self) -> Publisher:
+        """The slots and the workers."""
+        return self._publisher
 
     def address(self, worker_id: int) -> Endpoint:
         """Return where to connect, the same for every worker."""
@@ -89,108 +92,111 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
         worker_ids: Sequence[int],
         announced: Callable[[dict[int, Delivery]], None] | None = None,
     ) -> dict[int, Delivery]:
-        """Let the workers ask, and pack meanwhile; ``announced`` is called before that."""
-        slot = self.publisher.reserve(payload.nbytes, worker_ids)
+        """Let the workers ask, and pack meanwhile; ``announced`` is called before that.
+
+        Workers of this machine are offered the version once it is packed.
+        """
+        self.collect_answers()
+        slot = self._publisher.reserve(payload.nbytes, worker_ids)
         try:
-            with self.publisher.lock:
+            with self._publisher.lock:
                 self._packed[slot] = 0
                 if announced is not None:
-                    self.publisher.expect(worker_ids)
-                deliveries = self.publisher.announce(slot, payload, worker_ids)
+                    self._publisher.expect(worker_ids)
+                deliveries = self._publisher.announce(slot, payload, worker_ids)
                 self.offer_to(worker_ids)
             if announced is not None:
                 announced(deliveries)
             for done in self._pack(payload, slot):
-                with self.publisher.lock, uninterrupted():
+                with self._publisher.lock, uninterrupted():
                     self._packed[slot] = done
-                    for lane in self._all_lanes():
-                        lane.pump()
+                    for stream in self._all_streams():
+                        stream.pump()
         except BaseException:
-            self.publisher.retract(slot)
+            self._publisher.retract(slot)
             raise
         finally:
-            with self.publisher.lock:
-                slots = self.publisher.slots
+            with self._publisher.lock:
+                slots = self._publisher.slots
                 # An interrupted version counts as not packed for as long as its slot exists.
                 self._packed = {
                     s: n for s, n in self._packed.items() if n < s.nbytes and s in slots
                 }
+        self.offer_to([i for i, peer in tuple(self._peers.items()) if peer.local])
         return deliveries
 
     def welcome(self, peer: DistPeer) -> None:
         """Let the worker know that it is served."""
         peer.served = True
-        if self._common_lane is None:
-            before = self._lanes.get(peer.id)
+        peer.local = self._shares_memory and peer.channel.passes_descriptors
+        if self._common_stream is None:
+            before = self._streams.pop(peer.id, None)
             if before is not None:
                 before.close()
-            self._lanes[peer.id] = self._new_lane(peer)
+        if peer.local:
+            super().welcome(peer)
+            return
+        if self._common_stream is None:
+            self._streams[peer.id] = Stream(self)
         self.tell(peer, {"type": "welcome"})
 
     def offer(self, peer: DistPeer) -> None:
         """Tell the worker of the newest version meant for it."""
-        newest = self.publisher.newest(peer.id)
-        if newest > max(peer.seen, peer.offered):
-            peer.offered = newest
-            if self.tell(peer, {"type": "offer", "version": newest}) and peer.waits:
-                self._lane(peer).ask(peer)
+        newest = self._publisher.newest(peer.id)
+        if peer.local:
+            if all(slot.version != newest for slot in self._packed):
+                super().offer(peer)
+        elif newest > max(peer.seen, peer.announced):
+            peer.announced = newest
+            self.tell(peer, {"type": "offer", "version": newest})
 
     def handle(self, peer: DistPeer, message: Message) -> None:
         """Act on what a worker says."""
         kind = message["type"]
-        if kind == "answer":
-            answer = Answer.from_message(message["answer"])
-            # A newer version may have been shown while this was in transfer.
-            newer = [slot.index for slot in self.publisher.slots if slot.version > answer.version]
-            self.publisher.give_back(peer, [*message["held"], *newer])
-            self.publisher.answer(peer.id, answer, peer)
-        elif kind == "reads":
-            self.publisher.give_back(peer, message["held"])
+        if peer.local:
+            super().handle(peer, message)
+        elif kind == "answer":
+            self._publisher.answer(peer.id, Answer.from_message(message["answer"]), peer)
         elif peer.served:
             # Otherwise another receiver has its place.
-            self._handle_transfer(self._lane(peer), peer, message)
+            self._handle_transfer(self._stream(peer), peer, message)
 
-    def _handle_transfer(
-        self, lane: Stream | LocalReaders, peer: DistPeer, message: Message
-    ) -> None:
+    def _handle_transfer(self, stream: Stream, peer: DistPeer, message: Message) -> None:
         kind = message["type"]
         if kind == "take":
-            lane.ask(peer)
-        elif kind == "lacks":
-            peer.knows.discard(int(message["index"]))
-        elif isinstance(lane, LocalReaders):
-            if kind not in ("wait", "enough"):
-                raise ValueError(f"{kind!r} is not a message")
-            (lane.wait if kind == "wait" else lane.enough)(peer)
+            stream.ask(peer)
         elif kind == "key":
-            lane.hear(peer, message)
+            stream.hear(peer, message)
         elif kind == "broken":
-            lane.broken(int(message["number"]))
+            stream.broken(int(message["number"]))
         elif kind == "received":
             peer.seen = int(message["version"])
-            self.publisher.give_back(peer)
-            lane.received(peer)
+            self._publisher.give_back(peer)
+            stream.received(peer)
             self.offer(peer)
         else:
             raise ValueError(f"{kind!r} is not a message")
 
     def withdraw(self, peer: DistPeer) -> None:
         """Serve the worker no longer."""
-        if peer.served:
+        if peer.local:
+            super().withdraw(peer)
+        elif peer.served:
             peer.served = False
-            self._lane(peer).left(peer)
+            self._stream(peer).left(peer)
 
     def left(self, peer: DistPeer) -> None:
-        """The same."""
+        """Release what belongs to the worker."""
         self.withdraw(peer)
+        super().left(peer)
 
     def remove_worker(self, worker_id: int) -> None:
-        """Forget a worker, and its lane."""
-        with self.publisher.lock:
+        """Forget a worker, and its stream."""
+        with self._publisher.lock:
             super().remove_worker(worker_id)
-            lane = self._lanes.pop(worker_id, None)
-            if lane is not None:
-                lane.close()
+            stream = self._streams.pop(worker_id, None)
+            if stream is not None:
+                stream.close()
 
     def describe_loss(self, peer: DistPeer, cause: Exception) -> str:
         """Also name the workers that continue without it, where workers are served together."""
@@ -202,9 +208,9 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
 
     def torn_down(self) -> None:
         """Release the wires."""
-        for lane in self._all_lanes():
-            lane.close()
-        self._lanes.clear()
+        for stream in self._all_streams():
+            stream.close()
+        self._streams.clear()
         self._opened.close()
 
     def packed(self, slot: Slot) -> int:
@@ -221,11 +227,17 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
 
     def expected(self) -> set[int]:
         """The workers that are connected, and have not the newest version meant for them."""
-        return {i for i, peer in self._peers.items() if self.publisher.newest(i) > peer.seen}
+        return {i for i, peer in self._peers.items() if self._publisher.newest(i) > peer.seen}
+
+    def revoke(self) -> None:
+        """Take back what still is on its way, and has been replaced."""
+        super().revoke()
+        for stream in self._all_streams():
+            stream.revoke()
 
     def _pack(self, payload: Payload, slot: Slot) -> Iterator[int]:
-        with self.publisher.lock:
-            in_parts = any(isinstance(lane, Stream) for lane in self._all_lanes())
+        with self._publisher.lock:
+            in_parts = bool(self._all_streams())
         if in_parts:
             yield from pack(payload, slot.block, self.part_nbytes)
         else:
@@ -233,23 +245,13 @@ class DistSender(ServingTransport[DistPeer], StreamOwner):
             payload.pack(slot.block)
             yield slot.nbytes
 
-    def _new_lane(self, peer: DistPeer) -> Stream | LocalReaders:
-        if self._slots is not None and peer.channel.passes_descriptors:
-            return LocalReaders(self, self._slots)
-        return Stream(self)
+    def _stream(self, peer: DistPeer) -> Stream:
+        return self._common_stream or self._streams[peer.id]
 
-    def _lane(self, peer: DistPeer) -> Stream | LocalReaders:
-        return self._common_lane or self._lanes[peer.id]
-
-    def _all_lanes(self) -> Sequence[Stream | LocalReaders]:
-        if self._common_lane is not None:
-            return [self._common_lane]
-        return list(self._lanes.values())
-
-    def _revoke_old(self) -> None:
-        """Take back what still is on its way, and has been replaced."""
-        for lane in self._all_lanes():
-            lane.revoke()
+    def _all_streams(self) -> Sequence[Stream]:
+        if self._common_stream is not None:
+            return [self._common_stream]
+        return list(self._streams.values())
 
 
 def _listen(host: str, port: int) -> socket.socket:

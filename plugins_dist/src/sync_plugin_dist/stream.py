@@ -400,7 +400,7 @@ class Stream:
                 self._office.publisher.take_back(peer, shipment.slot)
             self._asking.pop(peer, None)
             if self._office.tell(peer, {"type": "again"}):
-                peer.offered = 0
+                peer.announced = 0
                 self._office.offer(peer)
         self._beginning_again = False
         self._advance()

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from sync_core.transports import Message, Peer, Publisher, Slot
+from sync_core.transports import LocalPeer, Message, Publisher, Slot
 from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.rendezvous import Rendezvous
 
 
 @dataclass(eq=False)
-class DistPeer(Peer):
+class DistPeer(LocalPeer):
     """A worker.
 
     Args:
-        served: whether it has a stream: its hello has arrived, and it was not replaced.
-        offered: the newest version that was announced to it.
-        knows: the slots that it has mapped, on this machine.
-        waits: whether, on this machine, it is shown a version as soon as there is one.
+        served: whether it is served: its hello has arrived, and it was not replaced.
+        local: whether it reads versions in the sender's memory.
+        announced: the newest version that was announced to it, if it has a stream.
     """
 
     served: bool = False
-    offered: int = 0
-    knows: set[int] = field(default_factory=set)
-    waits: bool = False
+    local: bool = False
+    announced: int = 0
 
     @property
     def id(self) -> int:
@@ -35,16 +33,20 @@ class DistPeer(Peer):
 
 
 class StreamOwner(ABC):
-    """A sender, to its lanes."""
+    """A sender, to its streams."""
 
-    publisher: Publisher
     part_nbytes: int
-    #: Whether a lane has one wire for several workers.
+    #: Whether a stream has one wire for several workers.
     collective: bool
     #: How long a wire may take to come together, in seconds.
     timeout: float
     #: How long workers wait for those that are late, and for a transfer that does not get on.
     patience: float
+
+    @property
+    @abstractmethod
+    def publisher(self) -> Publisher:
+        """The slots and the workers."""
 
     @abstractmethod
     def tell(self, peer: DistPeer, message: Message, descriptors: Sequence[int] = ()) -> bool:

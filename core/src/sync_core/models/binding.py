@@ -53,11 +53,15 @@ class Binding:
         self._strategy = strategy
         self._find = finder(model, strategy)
         self._named: dict[str, Tensor] = {}
+        # Those of them that travel, in the order of the layout.
+        self._tensors: list[Tensor] = []
         self._known = KnownLayout({})
         self._modules: commit.Modules = ()
         self._places = Places(())
         # The layouts of the last update and of the model, which were found to fit.
         self._matching: tuple[Layout, Layout] | None = None
+        # The same, where they are equal: to compare them takes longer than to look here.
+        self._equal: tuple[Layout, Layout] | None = None
         self._extra_state = False
         self._flat: ContiguousTensors | None = None
         self._may_consolidate = consolidate
@@ -72,11 +76,15 @@ class Binding:
     def layout(self) -> Layout:
         """The layout of the model as it is now."""
         named = self._find()
-        if named is not self._named:
+        if named is self._named:
+            if not self._known.still_fits(named, self._tensors):
+                self._lay_out(named)
+        else:
             self._modules = modules_in(self.model)
-        if not self._known.fits(named):
-            self._lay_out(named)
-        self._named = named
+            if not self._known.fits(named):
+                self._lay_out(named)
+            self._named = named
+            self._tensors = travelling(self._known.layout, named)
         return self._known.layout
 
     def read(self) -> Update:
@@ -88,8 +96,8 @@ class Binding:
         layout = self.layout
         if flat := self._current_flat():
             return Update(layout, flat.block)
-        check_memory(self._named)
-        return Update(layout, travelling(layout, self._named))
+        check_memory(self._named, self._tensors)
+        return Update(layout, self._tensors)
 
     def consolidate(self) -> None:
         """Move the model's tensors into one block, laid out like a payload.
@@ -133,12 +141,14 @@ class Binding:
                 since zero-copy pointed it at the version before; nothing was written. The latter
                 is said once: the next write goes ahead.
         """
-        self._check_lent()
+        if self._lent is not None:
+            self._check_lent(self._lent)
         mine, theirs = self.layout, update.layout
+        equal = self._are_equal(mine, theirs)
         plain = not zero_copy and self._strategy == "tensordict"
-        if plain and mine == theirs and self._write_flat(update):
+        if plain and equal and self._write_flat(update):
             return
-        if mine != theirs and (theirs, mine) != self._matching:
+        if not equal and (theirs, mine) != self._matching:
             check_match(theirs, mine, partial=partial, cast=cast)
             self._matching = theirs, mine
         if cast and (zero_copy or self._extra_state):
@@ -163,14 +173,23 @@ class Binding:
                     "is not made of tensors alone; give the module instead of its state_dict"
                 )
 
-    def _check_lent(self) -> None:
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            lent.check()
-            self._lent = lent
+    def _are_equal(self, mine: Layout, theirs: Layout) -> bool:
+        known = self._equal
+        if known is not None and known[0] is mine and known[1] is theirs:
+            return True
+        equal = mine == theirs
+        if equal:
+            self._equal = mine, theirs
+        return equal
+
+    def _check_lent(self, lent: WriteGuard) -> None:
+        self._lent = None
+        lent.check()
+        self._lent = lent
 
     def _lay_out(self, named: dict[str, Tensor]) -> None:
         self._known = KnownLayout(named)
+        self._tensors = travelling(self._known.layout, named)
         self._places = Places(())
         self._extra_state = any(map(is_extra_state, named))
 
@@ -210,7 +229,7 @@ class Binding:
         elif zero_copy and self._pointing is not None:
             self._pointing.apply(update.tensors)
             self._lent = lend(self._pointing.pointed, version) if version else None
-        elif self._known.layout == update.layout or (
+        elif self._are_equal(self._known.layout, update.layout) or (
             not self._extra_state and _same_names(self._known.layout, update.layout)
         ):
             self._write_whole(update)
@@ -224,27 +243,29 @@ class Binding:
 
     def _write_flat(self, update: Update) -> bool:
         """Copy the bytes of an update of the same layout, if the model lies in one block."""
-        bodies = update.bodies
-        if not bodies or any(body.device.type != "cpu" for body in bodies):
-            return False
         flat = self._current_flat()
         if flat is None:
+            return False
+        bodies = update.bodies
+        if not bodies or any(body.device.type != "cpu" for body in bodies):
             return False
         flat.write(bodies)
         return True
 
     def _current_flat(self) -> ContiguousTensors | None:
         """Return the block in which the model's tensors lie, if there is one."""
+        if self._flat is None and not ContiguousTensors.exist:
+            return None
         if self._flat is None or not self._flat.holds(self._known.layout, self._named):
             self._flat = ContiguousTensors.find(self._known.layout, self._named)
         return self._flat
 
     def _write_whole(self, update: Update) -> None:
-        copy(travelling(self._known.layout, self._named), update.tensors)
+        copy(self._tensors, update.tensors)
         if (
-            update.bodies
-            and self._may_consolidate
+            self._may_consolidate
             and self._known.layout.body_nbytes >= _WORTHWHILE
+            and update.bodies
         ):
             self._may_consolidate = False
             # What cannot be moved is written where it is.

@@ -34,6 +34,9 @@ class ContiguousTensors:
         memory: where they lie.
     """
 
+    #: Whether tensors of any model were moved in this process; to look for them takes time.
+    exist = False
+
     def __init__(self, layout: Layout, named: Mapping[str, Tensor], memory: mmap.mmap) -> None:
         self.block = Block(torch.frombuffer(memory, dtype=torch.uint8))
         self._layout = layout
@@ -59,7 +62,9 @@ class ContiguousTensors:
                 raise ModelError(f"{name!r} cannot be moved to other memory: {obstacle}")
         # Tensors pointed elsewhere in inference mode could not be trained any more.
         with torch.inference_mode(mode=False):
-            return cls(layout, named, _move(layout, named))
+            memory = _move(layout, named)
+            ContiguousTensors.exist = True
+            return cls(layout, named, memory)
 
     @classmethod
     def find(cls, layout: Layout, named: Mapping[str, Tensor]) -> Self | None:

@@ -75,7 +75,8 @@ class _ModuleFinder:
         self._has_extra_state = False
 
     def __call__(self) -> dict[str, Tensor]:
-        if not self._dicts or not _identical(self._current_values(), self._values):
+        values, known = list(chain.from_iterable(map(_values, self._dicts))), self._values
+        if not values or len(values) != len(known) or not all(map(operator.is_, values, known)):
             self._find()
         if self._has_extra_state:
             return self._found | extra_tensors(self._module)
@@ -88,12 +89,9 @@ class _ModuleFinder:
             for module in self._module.modules()
             for held in (module._parameters, module._buffers, module._modules)
         ]
-        self._values = self._current_values()
+        self._values = list(chain.from_iterable(map(_values, self._dicts)))
         self._found = plain_tensors(self._module, persistent=self._persistent)
         self._has_extra_state = bool(modules_with_extra_state(self._module))
-
-    def _current_values(self) -> list[Any]:
-        return list(chain.from_iterable(map(_values, self._dicts)))
 
 
 def _identical(left: list[Any], right: list[Any]) -> bool:

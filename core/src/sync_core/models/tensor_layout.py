@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,9 +101,21 @@ class KnownLayout:
         """Return whether these tensors have this layout, tied ones still tied."""
         if list(named) != self._names:
             return False
-        return self._signatures.fit(travelling(self.layout, named)) and all(
-            place_of(named[name]) == place_of(named[owner]) for name, owner in self.layout.aliases
-        )
+        return self.still_fits(named, travelling(self.layout, named))
+
+    def still_fits(self, named: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> bool:
+        """Return whether tensors of the same names have this layout.
+
+        Args:
+            named: the tensors.
+            tensors: those of them that travel, in the order of the layout.
+        """
+        if not self._signatures.fit(tensors):
+            return False
+        for name, owner in self.layout.aliases:
+            if place_of(named[name]) != place_of(named[owner]):
+                return False
+        return True
 
 
 def travelling(layout: Layout, named: Mapping[str, Tensor]) -> list[Tensor]:
@@ -113,9 +125,14 @@ def travelling(layout: Layout, named: Mapping[str, Tensor]) -> list[Tensor]:
     return [named[spec.name] for spec in layout.specs]
 
 
-def check_memory(named: Mapping[str, Tensor]) -> None:
-    """Raise `ModelError` for a tensor whose memory was taken away."""
-    if all(map(Tensor.data_ptr, named.values())):
+def check_memory(named: Mapping[str, Tensor], tensors: Iterable[Tensor] | None = None) -> None:
+    """Raise `ModelError` for a tensor whose memory was taken away.
+
+    Args:
+        named: the tensors.
+        tensors: the same without names, if they are at hand; of tied ones, one.
+    """
+    if all(map(Tensor.data_ptr, named.values() if tensors is None else tensors)):
         return
     # Such a tensor has no address. To read it, or to write to it, would end the process.
     for name, tensor in named.items():

@@ -23,7 +23,8 @@ class Exclusive:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._waiting = False
+        #: Whether the thread that holds it waits for what may never come.
+        self.waiting = False
         _turns.add(self)
 
     def acquire(self, timeout: float) -> bool:
@@ -46,15 +47,6 @@ class Exclusive:
         self._lock.release()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """For ``with``, inside a turn: wait for what may never come."""
-        self._waiting = True
-        try:
-            yield
-        finally:
-            self._waiting = False
-
-    @contextmanager
     def last(self, wake: Callable[[], None]) -> Iterator[None]:
         """For ``with``: what comes after every turn.
 
@@ -63,7 +55,7 @@ class Exclusive:
         """
         alone = self._lock.acquire(blocking=False)
         # Interrupted by a signal, whose handler closes, this thread may wait itself.
-        if not alone or self._waiting:
+        if not alone or self.waiting:
             wake()
         if not alone:
             alone = self._lock.acquire(timeout=_PATIENCE)
@@ -81,7 +73,7 @@ _turns: weakref.WeakSet[Exclusive] = weakref.WeakSet()
 def _forget_threads() -> None:
     """In a forked process no thread receives, whatever the parent's threads do."""
     for turn in _turns:
-        turn._lock, turn._waiting = threading.RLock(), False
+        turn._lock, turn.waiting = threading.RLock(), False
 
 
 os.register_at_fork(after_in_child=_forget_threads)

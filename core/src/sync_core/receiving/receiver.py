@@ -106,6 +106,8 @@ class Receiver(CollectorReference):
         self._context = context
         self._load = load
         self._consolidate = consolidate
+        # Whether the model views what arrived, until the next version.
+        self._keeps_views = address.zero_copy and load is None
         self._timeout = address.timeout if timeout is None else check_seconds(timeout)
         self._on_commit = on_commit
         self._on_arrival: Callable[[], object] = _nothing
@@ -136,9 +138,10 @@ class Receiver(CollectorReference):
         self._defaults = defaults = Defaults(
             address.strategy, consolidate=self._consolidate, load=self._load
         )
+        self._same_object = "same_object" in self._backend.capabilities
         self._verification = Verification(address.verify, self._backend, layers, address.strategy)
         layers_used = self._verification.layers
-        self._increments = address.partial and "same_object" not in self._backend.capabilities
+        self._increments = address.partial and not self._same_object
         if self._increments:
             base = Plugin(registry.LAYERS, "base", BaseLayer())
             layers_used = (*layers_used, base)
@@ -148,6 +151,7 @@ class Receiver(CollectorReference):
         )
         self._stack_without_layers = Stack(defaults, self._backend, ())
         self._model: Any = None
+        self._refers = False
         self._found: Any = None
         self._version = self._refused = 0
         self._staged: Payload | None = None
@@ -234,7 +238,8 @@ class Receiver(CollectorReference):
         Raises:
             LayoutMismatchError: the model does not fit the sender's.
         """
-        if refers(model):
+        by_reference = refers(model)
+        if by_reference:
             if self._context is None:
                 raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
         elif not self._reshapes and self._load is None:
@@ -245,7 +250,7 @@ class Receiver(CollectorReference):
                 partial=self._address.partial,
                 cast=self._address.cast,
             )
-        self._model = model
+        self._model, self._refers = model, by_reference
 
     def receive(self, timeout: float | None = None) -> int | None:
         """Commit the newest version, if there is one that the model does not have.
@@ -264,7 +269,7 @@ class Receiver(CollectorReference):
                 it was a layer or ``on_commit`` that raised after they were loaded: see `version`.
                 The sender learns which.
         """
-        deadline = self._deadline(timeout)
+        deadline = time.monotonic() + (self._timeout if timeout is None else check_seconds(timeout))
         if not self._exclusive.acquire(deadline - time.monotonic()):
             return None
         try:
@@ -287,7 +292,7 @@ class Receiver(CollectorReference):
         Returns:
             The version that is staged now, or None when there was no newer one in time.
         """
-        deadline = self._deadline(timeout)
+        deadline = time.monotonic() + (self._timeout if timeout is None else check_seconds(timeout))
         if not self._exclusive.acquire(deadline - time.monotonic()):
             return None
         try:
@@ -295,12 +300,10 @@ class Receiver(CollectorReference):
         finally:
             self._exclusive.release()
 
-    def _deadline(self, timeout: float | None) -> float:
-        return time.monotonic() + (self._timeout if timeout is None else check_seconds(timeout))
-
     def _stage(self, deadline: float) -> int | None:
         self._check_open()
-        self.reject(SyncError("a newer version was asked for before this one was committed"))
+        if self._staged is not None:
+            self.reject(SyncError("a newer version was asked for before this one was committed"))
         payload = self._next(deadline)
         while payload is not None and not self._accepts(payload):
             payload = self._next(deadline)
@@ -336,14 +339,13 @@ class Receiver(CollectorReference):
             update = Update(self._staged.layout, self._staged.source)
             context = self._address.apply_context(self._staged.version, self._version)
             model = self._resolve_model()
-            if "same_object" in self._backend.capabilities:
+            if self._same_object:
                 check_own(
                     model, self._address.token, self._address.strategy, self._backend.describe()
                 )
             try:
                 # Tensors that a layer makes in inference mode could not be trained.
-                with outside_inference_mode():
-                    self._stack.apply_weights(update, model, context)
+                outside_inference_mode(self._stack.apply_weights, update, model, context)
             finally:
                 self._loaded = self._stack.applied
             self._load_ended = time.perf_counter()
@@ -483,33 +485,36 @@ class Receiver(CollectorReference):
 
     def _next(self, deadline: float) -> Payload | None:
         try:
+            self._exclusive.waiting = True
             # Memory that a transport allocates may become that of parameters, or of later versions.
-            with outside_inference_mode(), self._exclusive.waiting():
-                return self._transport.receive(max(0.0, deadline - time.monotonic()))
+            return outside_inference_mode(
+                self._transport.receive, max(0.0, deadline - time.monotonic())
+            )
         except SenderLostError as error:
             if self._closed:
                 raise ClosedError(_IS_CLOSED) from error
             self.close()
             raise
+        finally:
+            self._exclusive.waiting = False
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(_IS_CLOSED)
 
     def _answer(self, answer: Answer) -> None:
-        # A sender that has gone meanwhile needs no answer; the next receive() says that it went.
-        with suppress(SenderLostError):
+        try:
             self._transport.acknowledge(answer)
-
-    @property
-    def _keeps_views(self) -> bool:
-        """Return whether the model views what arrived, until the next version."""
-        return self._address.zero_copy and self._load is None
+        except SenderLostError:
+            return  # it needs no answer; the next receive() says that it has gone
 
     def _resolve_model(self) -> Any:
         if self._model is None and self._load is None:
             raise ModelError("the receiver has no model; give it one, or call register_model()")
-        self._found = look_up(self._model, self._context, self._found)
+        if self._refers:
+            self._found = look_up(self._model, self._context, self._found)
+        else:
+            self._found = self._model
         return self._found
 
 

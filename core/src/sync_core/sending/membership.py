@@ -13,6 +13,7 @@ from typing import Generic, Literal, TypeVar
 
 from sync_core.errors import TransportError, WorkerError, WorkerLostError
 from sync_core.sending.worker_state import (
+    UNWAITED,
     WorkerState,
     WorkerStatus,
     acknowledged,
@@ -52,6 +53,8 @@ class Announcer(Generic[Event]):
         self._name = name
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Event], object]] = []
+        #: Whether there are subscribers.
+        self.heard = False
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -62,6 +65,7 @@ class Announcer(Generic[Event]):
         entry = _Entry(callback)
         with self._lock:
             self._callbacks.append(entry)
+            self.heard = not self._closed
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._tell, name=self._name, daemon=True)
                 self._thread.start()
@@ -70,13 +74,9 @@ class Announcer(Generic[Event]):
             with self._lock:
                 if entry in self._callbacks:
                     self._callbacks.remove(entry)
+                    self.heard = bool(self._callbacks) and not self._closed
 
         return unsubscribe
-
-    @property
-    def heard(self) -> bool:
-        """Return whether there are subscribers."""
-        return bool(self._callbacks) and not self._closed
 
     def announce(self, event: Event) -> None:
         """Notify all subscribers, soon; may be called with locks held."""
@@ -86,7 +86,7 @@ class Announcer(Generic[Event]):
     def close(self) -> None:
         """Tell what has been announced, and nothing more."""
         with self._lock:
-            self._closed = True
+            self._closed, self.heard = True, False
             thread = self._thread
         self._events.put(None)
         if thread is not None and thread is not threading.current_thread():
@@ -156,6 +156,10 @@ class Membership:
         # Reentrant, as the garbage collector may close a receiver in a thread that holds it.
         self._lock = threading.RLock()
         self._workers: dict[int, WorkerStatus] = {}
+        # When each came into its state: known when a status is asked for.
+        self._since: dict[int, float] = {}
+        #: Whether a worker may have come back from quarantine; see `take_returned`.
+        self.may_have_returned = False
         self._seats = 0
         self._next_id = 0
         self._newest_for_all = 0
@@ -177,7 +181,7 @@ class Membership:
     def statuses(self) -> Mapping[int, WorkerStatus]:
         """Return the status of each worker."""
         with self._lock:
-            return dict(self._workers)
+            return {i: replace(w, since=self._since[i]) for i, w in self._workers.items()}
 
     def subscribe(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
         """Call ``callback`` with every event from now on; the function returned ends that."""
@@ -192,13 +196,14 @@ class Membership:
         with self._lock:
             self._seats += 1
             self._next_id = max(self._next_id, worker_id + 1)
-            worker = WorkerStatus(self._seats, self._clock(), wanted=self._newest_for_all)
-            self._workers[worker_id] = worker
+            worker = WorkerStatus(self._seats, wanted=self._newest_for_all)
+            self._workers[worker_id], self._since[worker_id] = worker, self._clock()
             self._announce(worker_id, None, worker, "it was added")
 
     def remove(self, worker_id: int) -> None:
         """There is one less."""
         with self._lock:
+            del self._since[worker_id]
             self._announce(worker_id, self._workers.pop(worker_id), None, "it was removed")
 
     def sent(
@@ -206,21 +211,22 @@ class Membership:
     ) -> dict[int, Literal["quarantine", "restart"]]:
         """A version is on its way; the workers not to be waited for, and why."""
         unwaited: dict[int, Literal["quarantine", "restart"]] = {}
+        reached_all = True
+        seats: dict[int, int] = {}
         with self._lock:
             now = self._clock()
-            sent_to_all = deliveries.keys() == self._workers.keys()
-            if sent_to_all and not any(
-                isinstance(delivery.error, TransportError) for delivery in deliveries.values()
-            ):
-                self._newest_for_all = version
-            seats: dict[int, int] = {}
-            for worker_id in deliveries.keys() & self._workers.keys():
-                worker = self._workers[worker_id]
+            for worker_id, delivery in deliveries.items():
+                reached_all &= not isinstance(delivery.error, TransportError)
+                worker = self._workers.get(worker_id)
+                if worker is None:
+                    continue
                 seats[worker_id] = worker.seat
-                if not waited_for(worker, now):
+                if worker.state in UNWAITED and not waited_for(worker, now):
                     quarantined = worker.state is WorkerState.QUARANTINED
                     unwaited[worker_id] = "quarantine" if quarantined else "restart"
                 self._put(worker_id, sent(worker, version, now), f"version {version} was sent")
+            if reached_all and deliveries.keys() == self._workers.keys():
+                self._newest_for_all = version
         for worker_id, seat in seats.items():
             # The seat, since one that was removed may answer when its id is another's.
             deliveries[worker_id].watch(partial(self._answered, worker_id, seat))
@@ -293,6 +299,7 @@ class Membership:
             returned = tuple(i for i in worker_ids if i in self and self._workers[i].returned)
             for worker_id in returned:
                 self._workers[worker_id] = replace(self._workers[worker_id], returned=False)
+            self.may_have_returned = False
             return returned
 
     def __contains__(self, worker_id: int) -> bool:
@@ -307,8 +314,8 @@ class Membership:
         self, worker_id: int, seat: int, delivery: Delivery, error: WorkerError | None
     ) -> None:
         with self._lock:
-            worker = self._seated(worker_id, seat)
-            if worker is None:
+            worker = self._workers.get(worker_id)
+            if worker is None or worker.seat != seat:
                 return
             if error is None:
                 self._acknowledge(worker_id, worker, delivery.version)
@@ -321,10 +328,13 @@ class Membership:
 
     def _put(self, worker_id: int, after: WorkerStatus, reason: str) -> None:
         before = self._workers[worker_id]
-        if after.state is not before.state:
-            after = replace(after, since=self._clock())
-            self._announce(worker_id, before, after, reason)
         self._workers[worker_id] = after
+        if after.returned:
+            self.may_have_returned = True
+        if after.state is not before.state:
+            self._since[worker_id] = self._clock()
+            if self._announcer.heard:
+                self._announce(worker_id, before, after, reason)
 
     def _announce(
         self, worker_id: int, before: WorkerStatus | None, after: WorkerStatus | None, reason: str

@@ -35,7 +35,10 @@ def log_send(report: SendReport) -> None:
     that each worker has, it is the longest; ``deliver_seconds`` is left out where no worker's clock
     is known to be this one.
     """
-    failures = [str(r.error).partition("\n")[0] for r in report.workers.values() if r.error]
+    failures = []
+    for result in report.workers.values():
+        if result.error is not None:
+            failures.append(str(result.error).partition("\n")[0])
     level = logging.WARNING if failures else logging.INFO
     if not _logger.isEnabledFor(level):
         return
@@ -101,6 +104,8 @@ class PendingSend:
         prepare_seconds: see `SendReport`.
         publish_seconds: see `SendReport`.
         packing: how long packing took so far.
+        scheme: the name of the scheme, for the report.
+        model_id: the model's name, for the report.
     """
 
     def __init__(
@@ -117,10 +122,14 @@ class PendingSend:
         prepare_seconds: float = 0.0,
         publish_seconds: float = 0.0,
         packing: Stopwatch | None = None,
+        scheme: str = "",
+        model_id: str = "",
     ) -> None:
         self.version = version
         self._deliveries = deliveries
-        self._waited = {i: d for i, d in deliveries.items() if i not in unwaited}
+        self._waited = deliveries
+        if unwaited:
+            self._waited = {i: d for i, d in deliveries.items() if i not in unwaited}
         self._skipped = skipped
         self._unwaited = unwaited
         self._started = started
@@ -130,6 +139,7 @@ class PendingSend:
         self._prepare_seconds = prepare_seconds
         self._publish_seconds = publish_seconds
         self._packing = packing or Stopwatch()
+        self._scheme, self._model_id = scheme, model_id
         self._report: SendReport | None = None
         # The callbacks at the end may ask for the report.
         self._ending = threading.RLock()
@@ -152,7 +162,10 @@ class PendingSend:
     @property
     def undelivered(self) -> bool:
         """Return whether the transport raised, so that the version went to no worker."""
-        return any(isinstance(d.error, TransportError) for d in self._deliveries.values())
+        for delivery in self._deliveries.values():
+            if isinstance(delivery.error, TransportError):
+                return True
+        return False
 
     @property
     def unanswered(self) -> Mapping[int, Delivery]:
@@ -215,21 +228,24 @@ class PendingSend:
     def _make_report(self, reason: str | None) -> SendReport:
         now = time.perf_counter()
         for worker_id, delivery in self._waited.items():
-            if not delivery.wait(0):
+            if not delivery.ended:
                 late = self._late(worker_id, delivery, now - self._started)
                 delivery.fail(WorkerError(worker_id, reason) if reason else late)
-        results = {i: self._result(d, now) for i, d in self._deliveries.items()}
+        results: dict[int, WorkerResult] = {}
+        for worker_id, delivery in self._deliveries.items():
+            results[worker_id] = self._result(delivery, now)
         for worker_id, remedy in self._unwaited.items():
             delivery = self._deliveries[worker_id]
             if delivery.error is not None or not delivery.wait(0):
                 results[worker_id] = WorkerResult(None, 0.0, 0, delivery.error, remedy=remedy)
         for worker_id in self._skipped:
             results[worker_id] = WorkerResult(None, 0.0, 0, skipped=True)
-        ordered = {worker_id: results[worker_id] for worker_id in sorted(results)}
         return SendReport(
             self.version,
             now - self._started,
-            ordered,
+            dict(sorted(results.items())),
+            scheme=self._scheme,
+            model_id=self._model_id,
             prepare_seconds=self._prepare_seconds,
             publish_seconds=self._publish_seconds,
             pack_seconds=self._packing.seconds,

@@ -87,7 +87,13 @@ class Source:
             ModelPathError: a string reference leads nowhere.
             LayoutMismatchError: a name, dtype or shape differs from the layout.
         """
-        update = self._read(self.model if weights is None else weights)
+        own = self._own
+        if weights is None and own is not None and own.model is self.model and not self._gather:
+            # The same object as before: neither a reference, nor several models.
+            self.found = self.model
+            update = own.read()
+        else:
+            update = self._read(self.model if weights is None else weights)
         if self.layout is None:
             if not update.layout.specs:
                 raise ModelError("the weights hold no tensors, so there is nothing to send")
@@ -97,8 +103,9 @@ class Source:
                 update = Update(self.layout, update.source)
             else:
                 update = conform(dict(update.items()), self.layout, partial=self._partial)
-        by_hand = weights is not None and weights is not self.model
-        if by_hand and self._moves_nothing is not None and self.model is not None:
+        if self._moves_nothing is None or weights is None or weights is self.model:
+            return update
+        if self.model is not None:
             check_same(
                 update.items(),
                 dict(self._read(self.model).items()),
@@ -252,14 +259,14 @@ class Pipeline:
         self._defaults = Defaults(terms.strategy)
         self._layers = in_order(used)
         self.stack = Stack(self._defaults, self._backend, self._layers)
+        #: Whether a plugin changes updates, and whether one may hold workers back.
+        self.prepares = self.stack.calls_plugins("prepare_weights")
+        self.skips = self.stack.implements("skip_update")
+        #: The name of the scheme.
+        self.scheme = self._backend.name
         self.transport: SenderTransport | None = None
         self._make_address: Callable[..., Address]
         self._close: Callable[[], Any] | None = None
-
-    @property
-    def scheme(self) -> str:
-        """The name of the scheme."""
-        return self._backend.name
 
     @property
     def moves_nothing(self) -> str | None:
@@ -351,19 +358,16 @@ class Pipeline:
         Where the transport raises something else than a `SyncError`, every delivery has failed.
         """
         payload = Payload(version, update.layout, update.source, packing=packing)
-        transport = self._opened()
+        transport = self.transport or self._opened()
         try:
             deliveries = dict(transport.send(payload, worker_ids))
         except SyncError:
             raise
         except Exception as error:
             return self._undelivered(payload, worker_ids, error)
-        self._verification.guard(deliveries.values())
+        if self._verification.reads_back:
+            self._verification.guard(deliveries.values())
         return deliveries
-
-    def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
-        """Wait until deliveries have ended, or the timeout is over."""
-        self._opened().wait(deliveries, timeout)
 
     def close(self) -> None:
         """Close the transport, if there is one."""

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial as bind
 from typing import Any, NoReturn, Self
 
@@ -277,7 +276,9 @@ class Sender(Updater):
             LayoutMismatchError: the weights do not fit the model; nothing was sent.
             UnknownWorkerError: no such worker; nothing was sent.
         """
-        pending = self.send_async(weights, worker_ids, timeout=timeout, weights_dict=weights_dict)
+        if weights_dict is not None:
+            weights = either(weights, weights_dict)
+        pending = self._start(weights, worker_ids, timeout)
         try:
             return pending.wait()
         except BaseException as error:
@@ -323,30 +324,40 @@ class Sender(Updater):
         seconds = self._terms.timeout if timeout is None else check_seconds(timeout)
         with self._starting:
             self._check_ready()
-            addressed = normalize(worker_ids, self._members.ids)
+            addressed = self._members.ids
+            if worker_ids is not None:
+                addressed = normalize(worker_ids, addressed)
             update = self._source.read(given)
-            self._open(update, given)
-            due = addressed if counted else self._cadence.due(addressed, self._version)
-            update = self._complete(given, update, due)
+            if self._pipeline.transport is None:
+                self._open(update, given)
+            due = addressed
+            if self._pipeline.skips and not counted:
+                due = self._cadence.due(addressed, self._version)
+            if self._pipeline.increments:
+                update = self._complete(given, update, due)
             if due:
-                update = self._pipeline.prepare(
-                    update,
-                    self._version + 1,
-                    due,
-                    self._source.found,
-                    bind(self._members.acknowledged, due),
-                )
+                if self._pipeline.prepares:
+                    update = self._pipeline.prepare(
+                        update,
+                        self._version + 1,
+                        due,
+                        self._source.found,
+                        bind(self._members.acknowledged, due),
+                    )
                 self._version += 1
             prepared = time.perf_counter()
             packing = Stopwatch()
             deliveries = self._pipeline.send(update, self._version, due, packing) if due else {}
+            skipped = () if due is addressed else [i for i in addressed if i not in due]
             self._pending = pending = PendingSend(
                 self._version,
                 deliveries,
-                [worker_id for worker_id in addressed if worker_id not in due],
+                skipped,
                 started=started,
                 timeout=seconds,
-                wait=self._pipeline.wait,
+                wait=self._pipeline.transport.wait,
+                scheme=self._pipeline.scheme,
+                model_id=self.model_id,
                 finish=self._end,
                 unwaited=self._members.sent(self._version, deliveries),
                 prepare_seconds=prepared - started,
@@ -464,7 +475,8 @@ class Sender(Updater):
             raise ClosedError("the sender is closed")
 
     def _check_ready(self) -> None:
-        self._check_open()
+        if self._closed or os.getpid() != self._process:
+            self._check_open()
         # One that has ended may be left here by Ctrl-C.
         if self._pending is not None and not self._pending.ended:
             raise PendingSendError("a send is pending; call wait_async() before the next one")
@@ -488,7 +500,7 @@ class Sender(Updater):
     def _complete(self, given: Any, update: Update, due: tuple[int, ...]) -> Update:
         """Add what the workers lack to a partial update."""
         layout = self._source.layout
-        if not self._pipeline.increments or layout is None:
+        if layout is None:
             return update
         if given is None and update.layout is layout:
             self._increments.record(None, layout, {}, self._version + 1)
@@ -501,7 +513,6 @@ class Sender(Updater):
         return self._increments.since(min(held.values(), default=0), layout, own)
 
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
-        report = replace(report, scheme=self._pipeline.scheme, model_id=self.model_id)
         report = self._finish(report, waited=waited)
         tell(report, self._reporters)
         return report
@@ -510,13 +521,17 @@ class Sender(Updater):
         # Another thread may have begun the next one.
         if self._pending is not None and self._pending.ended:
             self._pending = None
-        self._cadence.reached(report.updated)
-        if report.failed and waited and not self._closed:
+        if self._pipeline.skips:
+            self._cadence.reached(report.updated)
+        failed = report.failed
+        if failed and waited and not self._closed:
             report = self._failure_policy.apply(
                 report, self._members, self.remove_worker, self.address
             )
-        if returned := self._members.take_returned(report.updated):
-            report = report.with_returned(returned)
-        if not report.failed:
+            failed = report.failed
+        if self._members.may_have_returned:
+            returned = self._members.take_returned(report.updated)
+            report = report.with_returned(returned) if returned else report
+        if not failed:
             self._run_post_hooks()
         return report

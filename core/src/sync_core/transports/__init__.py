@@ -25,10 +25,13 @@ if TYPE_CHECKING:
         connect_locally,
         same_user,
     )
+    from sync_core.transports.control_page import ControlPage, Offer, ProcessEvent
     from sync_core.transports.point_to_point import PointToPointTransport
     from sync_core.transports.publisher import Publisher, Slot
     from sync_core.transports.serving import Peer, ServingTransport, farewell, hello
     from sync_core.transports.shared_memory import MappedSlots, SharedMemory, SharedSlots
+    from sync_core.transports.shared_receiver import SharedMemoryReceiver
+    from sync_core.transports.shared_sender import LocalPeer, SharedMemorySender
     from sync_core.transports.transport import Notice
     from sync_core.weights.block import Block
 
@@ -51,10 +54,13 @@ _MODULES = {
         "connect_locally",
         "same_user",
     ),
+    "sync_core.transports.control_page": ("ControlPage", "Offer", "ProcessEvent"),
     "sync_core.transports.point_to_point": ("PointToPointTransport",),
     "sync_core.transports.publisher": ("Publisher", "Slot"),
     "sync_core.transports.serving": ("Peer", "ServingTransport", "farewell", "hello"),
     "sync_core.transports.shared_memory": ("MappedSlots", "SharedMemory", "SharedSlots"),
+    "sync_core.transports.shared_receiver": ("SharedMemoryReceiver",),
+    "sync_core.transports.shared_sender": ("LocalPeer", "SharedMemorySender"),
     "sync_core.transports.transport": ("Notice",),
     "sync_core.weights.block": ("Block",),
 }
@@ -66,19 +72,25 @@ __all__ = [
     "CalledWorker",
     "CallingTransport",
     "Channel",
+    "ControlPage",
     "DeliveryOutcome",
     "DeliveryRequest",
     "Finding",
     "HandedTransport",
     "LocalListener",
+    "LocalPeer",
     "MappedSlots",
     "Message",
     "Notice",
+    "Offer",
     "Peer",
     "PointToPointTransport",
+    "ProcessEvent",
     "Publisher",
     "ServingTransport",
     "SharedMemory",
+    "SharedMemoryReceiver",
+    "SharedMemorySender",
     "SharedSlots",
     "Slot",
     "connect_locally",

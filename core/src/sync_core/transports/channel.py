@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from sync_core.errors import CapacityError
+
+#: The numbers of errors for which `no_more_descriptors` is the message.
+TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def no_more_descriptors() -> CapacityError:

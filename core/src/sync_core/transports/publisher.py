@@ -49,6 +49,7 @@ class _Place:
     wanted: Slot | None = None
     delivery: Delivery | None = None
     reader: object = None
+    wake: Callable[[], None] | None = None
     lost: str | None = None
 
 
@@ -97,6 +98,7 @@ class Publisher:
         # Ctrl-C inside of that would leave the lock taken for good.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
+        self._short_of_slots = False
         self.closed = False
         self.slots: list[Slot] = []
         self._allocate = allocate
@@ -119,7 +121,7 @@ class Publisher:
         Raises:
             CapacityError: every slot had a reader until the deadline.
         """
-        slot = self.reserve(payload.nbytes, worker_ids)
+        slot = self.reserve(payload.layout.nbytes, worker_ids)
         payload.pack(slot.block)
         return self.announce(slot, payload, worker_ids)
 
@@ -131,12 +133,13 @@ class Publisher:
         A caller that lends it before all of the payload is packed ensures that they do not
         read ahead of that.
         """
-        deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
+        version, nbytes = payload.version, payload.layout.nbytes
+        deliveries: dict[int, Delivery] = {}
         with self.lock:
-            slot.version, slot.digest = payload.version, payload.layout.digest
-            slot.nbytes = payload.nbytes
+            slot.version, slot.digest, slot.nbytes = version, payload.layout.digest, nbytes
             self._reserved = None
-            for worker_id, delivery in deliveries.items():
+            for worker_id in worker_ids:
+                delivery = deliveries[worker_id] = Delivery(worker_id, version, nbytes)
                 place = self._places.get(worker_id)
                 if place is None:
                     delivery.fail(WorkerError(worker_id, "was removed from the sender"))
@@ -144,9 +147,10 @@ class Publisher:
                 place.wanted, place.delivery = slot, delivery
                 if place.lost is not None:
                     delivery.fail(WorkerLostError(worker_id, place.lost))
+                if place.wake is not None:
+                    place.wake()
             if len(deliveries) == len(self._places):
                 self._newest_for_all = slot
-            self.changed.notify_all()
         return deliveries
 
     def expect(self, worker_ids: Sequence[int]) -> None:
@@ -187,9 +191,9 @@ class Publisher:
         with self.lock:
             freed = False
             for slot in self.slots:
-                if slot.index not in kept and slot.readers.pop(reader, None) is not None:
-                    freed = True
-            if freed:
+                if slot.readers and slot.index not in kept:
+                    freed |= slot.readers.pop(reader, None) is not None
+            if freed and (self._short_of_slots or len(self.slots) > _USUAL):
                 self._freed()
 
     def take_back(self, reader: object, slot: Slot) -> None:
@@ -212,16 +216,25 @@ class Publisher:
             elif answer.error is None:
                 self._notify(worker_id, Notice("acknowledged", answer.version))
 
-    def joined(self, worker_id: int, reader: object) -> bool:
-        """The worker is there, as ``reader``; False when there is no such worker."""
+    def joined(
+        self, worker_id: int, reader: object, wake: Callable[[], None] | None = None
+    ) -> bool:
+        """The worker is there, as ``reader``; False when there is no such worker.
+
+        Args:
+            worker_id: the worker.
+            reader: stands for its receiver.
+            wake: called, with the lock held, when there is a version for it, or nothing more.
+        """
         with self.lock:
             place = self._places.get(worker_id)
             if place is None:
                 return False
-            place.reader, place.lost = reader, None
+            replaced = place.wake
+            place.reader, place.wake, place.lost = reader, wake, None
             self._notify(worker_id, Notice("connected"))
-            # The one before it, which may wait for a version, is to know.
-            self.changed.notify_all()
+            if replaced is not None:
+                replaced()
             return True
 
     def dismissed(self, worker_id: int, reader: object) -> str | None:
@@ -269,6 +282,8 @@ class Publisher:
             place = self._places.pop(worker_id)
             if place.delivery is not None:
                 place.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+            if place.wake is not None:
+                place.wake()
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -279,6 +294,8 @@ class Publisher:
                 place.wanted = None
                 if place.delivery is not None:
                     place.delivery.fail(WorkerError(worker_id, "the sender was closed"))
+                if place.wake is not None:
+                    place.wake()
             self._newest_for_all = None
             self.slots.clear()
             self.changed.notify_all()
@@ -292,6 +309,7 @@ class Publisher:
         started = time.monotonic()
         shortage: CapacityError | None = None
         with self.lock:
+            self._short_of_slots = False
             while True:
                 if self.closed:
                     raise ClosedError("the sender is closed")
@@ -313,6 +331,7 @@ class Publisher:
                     return slot
                 if waited > self._timeout:
                     raise CapacityError(self._all_taken()) from shortage
+                self._short_of_slots = True
                 self.changed.wait((self._patience if patient else self._timeout) - waited)
 
     def _free_slot(self, nbytes: int, worker_ids: Sequence[int]) -> Slot | None:
@@ -342,9 +361,14 @@ class Publisher:
 
     def _unwanted(self) -> list[Slot]:
         """The slots without readers or writer, which no worker may still ask for."""
-        wanted = {place.wanted for place in self._places.values()}
-        wanted |= {self._newest_for_all, self._reserved}
-        return [slot for slot in self.slots if not slot.readers and slot not in wanted]
+        wanted = {self._newest_for_all, self._reserved}
+        for place in self._places.values():
+            wanted.add(place.wanted)
+        unwanted = []
+        for slot in self.slots:
+            if not slot.readers and slot not in wanted:
+                unwanted.append(slot)
+        return unwanted
 
     def _replaced_by_what_goes_to(self, worker_ids: Sequence[int]) -> list[Slot]:
         """The slots that no worker may ask for any more once these have a newer version."""

@@ -16,7 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from sync_core._util import uninterrupted
-from sync_core.transports.channel import MAX_MESSAGE, Channel, Message, same_user
+from sync_core.transports.channel import (
+    MAX_MESSAGE,
+    TOO_MANY_FILES,
+    Channel,
+    Message,
+    no_more_descriptors,
+    same_user,
+)
 from sync_core.transports.publisher import Publisher
 from sync_core.transports.transport import SenderTransport
 
@@ -25,6 +32,8 @@ _log = logging.getLogger("sync_core")
 _MAX_HELLO = 4096
 _MAX_STRANGERS = 128
 _ROOT = 0
+# How long closing waits for the thread, which continues to release what there is, in seconds.
+_CLOSING = 10.0
 # The longest reason for which a worker says that it leaves, in characters.
 _LONGEST_REASON = 60_000
 
@@ -40,6 +49,7 @@ class Peer:
         pid: the worker's process.
         seen: the newest version that it has answered about.
         since: when it has connected (`time.monotonic`).
+        name: its name in messages.
     """
 
     channel: Channel
@@ -48,11 +58,7 @@ class Peer:
     pid: int | None = None
     seen: int = 0
     since: float = field(default_factory=time.monotonic)
-
-    @property
-    def name(self) -> str:
-        """Return its name in messages."""
-        return f"worker {self.worker_id} (process {self.pid})"
+    name: str = "a stranger"
 
 
 class _LeftError(Exception):
@@ -91,6 +97,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         self._listeners = tuple(listeners)
         self._peers: dict[int, PeerT] = {}
         self._connections: set[PeerT] = set()
+        self._paused = False
         with ExitStack() as opened, uninterrupted():
             self._wake_up, self._woken = map(opened.enter_context, socket.socketpair())
             self._selector = opened.enter_context(selectors.DefaultSelector())
@@ -143,6 +150,8 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
     def offer_to(self, worker_ids: Sequence[int]) -> None:
         """Offer the newest version to those of these workers that are connected."""
         with self._publisher.lock, uninterrupted():
+            if self._paused:
+                self._resume_listening()
             for worker_id in worker_ids:
                 peer = self._peers.get(worker_id)
                 if peer is not None:
@@ -178,7 +187,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             self._publisher.close()
             self._wake_up.send(b"\0")
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_CLOSING)
 
     def _serve(self) -> None:
         while not self._publisher.closed:
@@ -195,8 +204,10 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return  # the worker has given up already
+        except OSError as error:
+            if error.errno in TOO_MANY_FILES:
+                self._pause_listening()
+            return  # otherwise the worker has given up already
         if not same_user(connection, _ROOT):
             connection.close()
             return
@@ -209,6 +220,19 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             # The limit of open files, for example. The thread continues for the other workers.
             _log.warning("a worker's connection was closed, as it cannot be served: %r", error)
             connection.close()
+
+    def _pause_listening(self) -> None:
+        """Accept no worker while no descriptor is left: the listeners would stay readable."""
+        _log.warning("a worker cannot connect: %s", no_more_descriptors())
+        self._paused = True
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+
+    def _resume_listening(self) -> None:
+        """Try again, as descriptors may have become free."""
+        self._paused = False
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def _listen_to(self, peer: PeerT) -> None:
         try:
@@ -240,12 +264,19 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         peer.worker_id = worker_id
         peer.channel.limit = MAX_MESSAGE
         peer.pid = int(message["pid"])
+        peer.name = f"worker {worker_id} (process {peer.pid})"
         replaced = self._peers.get(worker_id)
         if replaced is not None:
             self._say_gone(replaced, "another receiver was given the same address")
         self._peers[worker_id] = peer
         self.welcome(peer)
         self.offer(peer)
+
+    def refuse(self, peer: PeerT, reason: str) -> None:
+        """End the connection of a worker that cannot be served, and let it know why."""
+        _log.warning("a worker's connection is closed: %s", reason)
+        self._say_gone(peer, reason)
+        self._lose(peer, reason)
 
     def _say_gone(self, peer: PeerT, reason: str) -> None:
         # Slots that it reads stay lent until it disconnects: it may still read those weights.
@@ -261,6 +292,8 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         if peer.worker_id is not None and self._peers.get(peer.worker_id) is peer:
             del self._peers[peer.worker_id]
         self.left(peer)
+        if self._paused:
+            self._resume_listening()
         if peer.worker_id is not None:
             self._publisher.lost(peer.worker_id, peer, reason)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import mmap
+import operator
 import os
 import sys
 import tempfile
@@ -28,13 +29,17 @@ from pathlib import Path
 import torch
 
 from sync_core.errors import CapacityError, OptionError
-from sync_core.transports.channel import Channel, Message, no_more_descriptors
+from sync_core.transports.channel import (
+    TOO_MANY_FILES,
+    Channel,
+    Message,
+    no_more_descriptors,
+)
 from sync_core.transports.publisher import Slot
 from sync_core.weights.block import Block
 
 # https://man7.org/linux/man-pages/man2/F_GET_SEALS.2const.html; fcntl knows it by name since 3.13.
 _F_SEAL_FUTURE_WRITE = 0x10
-_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
@@ -44,6 +49,7 @@ class SharedMemory:
     Args:
         descriptor: of the memory, which another process has made; it may be closed after this.
         populate: whether all its pages are mapped at once.
+        writable: whether it is written to here; its creator must have allowed that.
 
     Raises:
         CapacityError: there is no room for it here.
@@ -61,8 +67,9 @@ class SharedMemory:
     _block: Block
     _address: int
 
-    def __init__(self, descriptor: int, *, populate: bool = True) -> None:
-        self._map(descriptor, mmap.PROT_READ, populate=populate)
+    def __init__(self, descriptor: int, *, populate: bool = True, writable: bool = False) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map(descriptor, protection, populate=populate)
 
     @classmethod
     def create(
@@ -71,9 +78,10 @@ class SharedMemory:
         directory: str | None = None,
         *,
         sparse: bool = False,
+        writable: bool = False,
         remedy: str = "",
     ) -> SharedMemory:
-        """New memory of mode 0600, which only this process can write to.
+        """New memory of mode 0600, which only this process can write to unless it allows more.
 
         Its descriptor is closed with its block.
 
@@ -82,6 +90,8 @@ class SharedMemory:
             directory: a directory in memory, such as ``/dev/shm``, to hold it; None for anonymous
                 memory, which needs no room anywhere (containers give ``/dev/shm`` 64 MB).
             sparse: whether its pages come as they are written to, and are not reserved.
+            writable: whether a process that gets the descriptor may write to it; it cannot
+                shrink it, so that nothing it does makes the memory disappear here.
             remedy: what to type to do without, should the machine refuse to share any.
 
         Raises:
@@ -96,7 +106,7 @@ class SharedMemory:
         except BaseException:
             os.close(descriptor)
             raise
-        _seal(descriptor)
+        _seal(descriptor, writable=writable)
         weakref.finalize(memory._block, os.close, descriptor)
         return memory
 
@@ -122,7 +132,7 @@ class SharedMemory:
             self._pages = mmap.mmap(descriptor, size, flags=flags, prot=protection)
         except OSError as error:
             # Python's mmap keeps a duplicate of the descriptor.
-            if error.errno in _TOO_MANY_FILES:
+            if error.errno in TOO_MANY_FILES:
                 raise no_more_descriptors() from error
             if error.errno != errno.ENOMEM:
                 raise ValueError(f"the descriptor is of no memory: {error}") from error
@@ -146,7 +156,7 @@ def _create(nbytes: int, directory: str | None, *, sparse: bool, remedy: str) ->
             raise CapacityError(_shortage(nbytes, available, directory))
         descriptor = _open(directory)
     except OSError as error:
-        if error.errno in _TOO_MANY_FILES:
+        if error.errno in TOO_MANY_FILES:
             raise no_more_descriptors() from error
         refusal = f"this machine gives no shared memory: {error}"
         raise CapacityError("; ".join(filter(None, [refusal, remedy]))) from error
@@ -162,8 +172,8 @@ def _create(nbytes: int, directory: str | None, *, sparse: bool, remedy: str) ->
     return descriptor
 
 
-def _seal(descriptor: int) -> None:
-    """Seal the memory: no holder of the descriptor can write to it or shrink it from now on.
+def _seal(descriptor: int, *, writable: bool) -> None:
+    """Seal the memory: no holder of the descriptor can shrink it, or write to it, from now on.
 
     Existing mappings, the sender's, stay writable. Only anonymous memory can be sealed, and
     only since Linux 5.1 against being written to.
@@ -171,7 +181,7 @@ def _seal(descriptor: int) -> None:
     if sys.platform != "linux":
         return
     fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    for seals in (fixed, _F_SEAL_FUTURE_WRITE):
+    for seals in (fixed,) if writable else (fixed, _F_SEAL_FUTURE_WRITE):
         with suppress(OSError):
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
 
@@ -219,6 +229,9 @@ def _shortage(nbytes: int, available: int, directory: str | None) -> str:
     return f"a slot needs {nbytes} bytes of {where}, {available} are available; {remedy}"
 
 
+_index = operator.attrgetter("index")
+
+
 class SharedSlots:
     """The sender's side: makes the memory, and knows what to announce to a worker.
 
@@ -255,7 +268,7 @@ class SharedSlots:
         Returns:
             The message, and the descriptors that go with it.
         """
-        live = {slot.index for slot in slots}
+        live = set(map(_index, slots))
         if offered.index in known:
             if known <= live:
                 return None

@@ -210,19 +210,20 @@ class Delivery:
         self.nbytes = nbytes
         self.error: WorkerError | None = None
         self.answer: Answer | None = None
+        #: Whether it has ended, and when (`time.perf_counter`).
+        self.ended = False
         self.ended_at: float | None = None
         #: Return a clause about a late worker, for the report.
         self.remark = ""
         # Reentrant, as the garbage collector may close a receiver in a thread that holds it.
         self._lock = threading.RLock()
-        self._has_ended = False
         # Taken until the end. Not an Event, whose methods are written in Python: Ctrl-C inside of
         # them would leave its lock taken, and whatever ends the delivery would wait for ever.
         self._running = threading.Lock()
         self._running.acquire()
-        self._check: Callable[[Delivery, Answer | None], WorkerError | None] = _accept
+        self._check: Callable[[Delivery, Answer | None], WorkerError | None] | None = None
         self._watcher: Callable[[Delivery, WorkerError | None], None] | None = None
-        self._on_end: Callable[[], None] = _nothing
+        self._on_end: Callable[[], None] | None = None
 
     def acknowledge(self, answer: Answer | None = None) -> None:
         """The worker has answered: it has committed the version, or says why it could not.
@@ -230,7 +231,8 @@ class Delivery:
         Args:
             answer: what it said; None where the transport knows of the commit and no more.
         """
-        self._end(None if answer is None else answer.to_error(self.worker_id), answer)
+        committed = answer is None or answer.error is None
+        self._end(None if committed else answer.to_error(self.worker_id), answer)
 
     def settle(self, message: object) -> None:
         """The worker has answered by a message, which `Answer.to_message` made in it.
@@ -253,15 +255,15 @@ class Delivery:
     def wait(self, timeout: float | None) -> bool:
         """Wait for the end, at most ``timeout`` seconds; whether it has ended."""
         limit = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
-        if not self._has_ended and self._running.acquire(timeout=limit):
+        if not self.ended and self._running.acquire(timeout=limit):
             self._running.release()
-        return self._has_ended
+        return self.ended
 
     def require(self, check: Callable[[Delivery, Answer | None], WorkerError | None]) -> None:
         """Take no acknowledgement that ``check`` has an error for, not one that came before."""
         with self._lock:
             self._check = check
-            if self._has_ended and self.error is None:
+            if self.ended and self.error is None:
                 self.error = check(self, self.answer)
 
     def watch(self, watcher: Callable[[Delivery, WorkerError | None], None]) -> None:
@@ -272,14 +274,9 @@ class Delivery:
         """
         with self._lock:
             self._watcher = watcher
-            ended = self._has_ended
+            ended = self.ended
         if ended:
             watcher(self, self.error)
-
-    @property
-    def ended(self) -> bool:
-        """Return whether it has ended."""
-        return self._has_ended
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call a function at the end, from the thread that ends it; not if it has ended already.
@@ -290,25 +287,18 @@ class Delivery:
 
     def _end(self, error: WorkerError | None, answer: Answer | None) -> None:
         with self._lock:
-            if error is None:
+            if error is None and self._check is not None:
                 error = self._check(self, answer)
-            if not self._has_ended:
+            if not self.ended:
                 self.error, self.answer = error, answer
                 self.ended_at = time.perf_counter()
-                self._has_ended = True
+                self.ended = True
                 self._running.release()
-                self._on_end()
+                if self._on_end is not None:
+                    self._on_end()
             watcher = self._watcher
         if watcher is not None:
             watcher(self, error)
-
-
-def _nothing() -> None:
-    return
-
-
-def _accept(delivery: Delivery, answer: Answer | None) -> None:
-    del delivery, answer
 
 
 def wait_for_each(deliveries: Sequence[Delivery], timeout: float) -> None:

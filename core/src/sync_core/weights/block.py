@@ -59,6 +59,8 @@ class Block:
         self._views: tuple[Tensor, ...] = ()
         self._divided: Layout | None = None
         self._bodies: tuple[Tensor, ...] = ()
+        #: Size in bytes.
+        self.nbytes = sum(map(Tensor.numel, self._stretches))
 
     @classmethod
     def allocate(cls, nbytes: int) -> Block:
@@ -73,11 +75,6 @@ class Block:
         block = cls.allocate(len(data))
         block.memory.numpy()[:] = memoryview(data).cast("B")
         return block
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return sum(map(Tensor.numel, self._stretches))
 
     def views(self, layout: Layout) -> tuple[Tensor, ...]:
         """The tensors of ``layout`` as views of this memory.
@@ -148,7 +145,9 @@ class Block:
 
 def tensors_of(source: Sequence[Tensor] | Block, layout: Layout) -> tuple[Tensor, ...]:
     """The tensors themselves, or those that lie in a block."""
-    return source.views(layout) if isinstance(source, Block) else tuple(source)
+    if isinstance(source, Block):
+        return source.views(layout)
+    return source if isinstance(source, tuple) else tuple(source)
 
 
 def bodies_of(source: Sequence[Tensor] | Block, layout: Layout) -> tuple[Tensor, ...]:

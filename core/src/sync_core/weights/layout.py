@@ -280,7 +280,7 @@ class Layout:
         """Size of the body, in bytes."""
         return max((spec.offset + spec.nbytes for spec in self.specs), default=0)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size of a payload, header and body, in bytes."""
         return len(self.header) + self.body_nbytes

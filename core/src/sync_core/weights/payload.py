@@ -146,15 +146,20 @@ class Payload:
             block: what is written to.
             positions: which tensors; None for all.
         """
-        with self.packing:
-            block.write_header(self.layout)
-            targets, sources = block.bodies(self.layout), self.bodies
-            if positions is not None or list(map(len, targets)) != list(map(len, sources)):
-                targets, sources = block.views(self.layout), self.tensors
-            if positions is not None:
-                targets = tuple(targets[position] for position in positions)
-                sources = tuple(sources[position] for position in positions)
-            copy(targets, sources)
+        begin = time.perf_counter()
+        block.write_header(self.layout)
+        targets: Sequence[Tensor] = ()
+        sources: Sequence[Tensor] = ()
+        if positions is None and isinstance(self.source, Block):
+            targets, sources = block.bodies(self.layout), self.source.bodies(self.layout)
+        if not sources or list(map(Tensor.numel, targets)) != list(map(Tensor.numel, sources)):
+            targets = block.views(self.layout)
+            sources = tensors_of(self.source, self.layout)
+        if positions is not None:
+            targets = [targets[position] for position in positions]
+            sources = [sources[position] for position in positions]
+        copy(targets, sources)
+        self.packing.seconds += time.perf_counter() - begin
 
     def to_bytes(self) -> bytes:
         """The payload as the bytes of a ``.safetensors`` file."""

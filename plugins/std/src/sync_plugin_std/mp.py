@@ -21,10 +21,14 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.errors import AddressError
-from sync_core.transports import Channel
-from sync_plugin_std.protocol import check_platform
-from sync_plugin_std.shared_receiver import SharedReceiver
-from sync_plugin_std.shared_sender import SharedPeer, SharedSender
+from sync_core.transports import (
+    Channel,
+    LocalPeer,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SharedSlots,
+)
+from sync_plugin_std.shm import check_platform
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class PipeScheme:
                 "the sender of this address was given pipes, so the worker gives its own end: "
                 "Receiver(with_pipe(address, connection), model)"
             )
-        return SharedReceiver(context, Channel(context.endpoint.take()))
+        return SharedMemoryReceiver(context, Channel(context.endpoint.take()))
 
 
 class PipeEnd:
@@ -93,17 +97,17 @@ class PipeEnd:
         return self._end
 
 
-class PipeSender(SharedSender):
+class PipeSender(SharedMemorySender[LocalPeer]):
     """Makes a pipe for each address, or uses those it is given."""
 
     def __init__(self, context: TransportContext) -> None:
         options = context.parse_options(PipeOptions)
         self._given = bool(context.workers)
         # Our copies of the workers' ends of pipes, until their receivers have joined.
-        self._ends: dict[SharedPeer, socket.socket] = {}
+        self._ends: dict[LocalPeer, socket.socket] = {}
         with ExitStack() as opened:
             given = [opened.enter_context(_socket_of(worker)) for worker in context.workers]
-            super().__init__(context, slots=options.slots, directory=options.directory)
+            super().__init__(context, SharedSlots(options.directory), limit=options.slots)
             opened.pop_all()
         for worker_id, connection in zip(context.worker_ids, given, strict=False):
             self.connect(connection, worker_id)
@@ -122,17 +126,21 @@ class PipeSender(SharedSender):
         if worker is not None:
             self.connect(_socket_of(worker), worker_id)
 
-    def joined(self, peer: SharedPeer) -> None:
-        """Close our copy of the worker's end, so that its death closes the last one."""
-        end = self._ends.pop(peer, None)
-        if end is not None:
-            end.close()
+    def welcome(self, peer: LocalPeer) -> None:
+        """Also close our copy of the worker's end, so that its death closes the last one."""
+        super().welcome(peer)
+        self._close_end(peer)
 
     def close(self) -> None:
         """Also close the ends of pipes that were not used."""
         super().close()
         for peer in tuple(self._ends):
-            self.joined(peer)
+            self._close_end(peer)
+
+    def _close_end(self, peer: LocalPeer) -> None:
+        end = self._ends.pop(peer, None)
+        if end is not None:
+            end.close()
 
 
 def with_pipe(address: Address, connection: Connection) -> Address:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from sync_core import (
@@ -11,10 +12,15 @@ from sync_core import (
     TransportContext,
     hookimpl,
 )
-from sync_core.transports import Channel, LocalListener, connect_locally
-from sync_plugin_std.protocol import check_platform
-from sync_plugin_std.shared_receiver import SharedReceiver
-from sync_plugin_std.shared_sender import SharedSender
+from sync_core.transports import (
+    Channel,
+    LocalListener,
+    LocalPeer,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SharedSlots,
+    connect_locally,
+)
 
 
 @dataclass(frozen=True)
@@ -44,11 +50,11 @@ class ShmScheme:
         """The sender's or a receiver's side."""
         check_platform()
         if context.side == "receiver":
-            return SharedReceiver(context, _channel(context))
+            return SharedMemoryReceiver(context, _channel(context))
         return ShmSender(context)
 
 
-class ShmSender(SharedSender):
+class ShmSender(SharedMemorySender[LocalPeer]):
     """Listens on a unix socket with an unguessable name."""
 
     def __init__(self, context: TransportContext) -> None:
@@ -57,8 +63,8 @@ class ShmSender(SharedSender):
         try:
             super().__init__(
                 context,
-                slots=options.slots,
-                directory=options.directory,
+                SharedSlots(options.directory),
+                limit=options.slots,
                 listeners=[self._listener.socket],
             )
         except BaseException:
@@ -71,8 +77,7 @@ class ShmSender(SharedSender):
         return self._listener.name
 
     def torn_down(self) -> None:
-        """Also remove the socket where it is a file."""
-        super().torn_down()
+        """Remove the socket where it is a file."""
         self._listener.close()
 
 
@@ -84,3 +89,9 @@ def _channel(context: TransportContext) -> Channel:
             "the sender is not there: it has closed or died, or runs on another host or in "
             "another network namespace, which scheme 'shm' does not reach"
         ) from error
+
+
+def check_platform() -> None:
+    """Raise `OSError` where there are no unix sockets to pass descriptors over."""
+    if sys.platform == "win32":
+        raise OSError("the schemes 'shm' and 'mp' need unix sockets; use 'thread' on Windows")

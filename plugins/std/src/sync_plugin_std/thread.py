@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import secrets
 import time
 import weakref
@@ -21,7 +22,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.errors import AddressError
-from sync_core.transports import Block, Publisher
+from sync_core.transports import Block, Publisher, Slot
 
 _publishers: weakref.WeakValueDictionary[str, Publisher] = weakref.WeakValueDictionary()
 
@@ -109,26 +110,23 @@ class ThreadReceiver(ReceiverTransport):
         self._seen = 0
         self._held: set[int] = set()
         self._woken = self._left = False
-        if not publisher.joined(self._worker_id, self):
+        # Holds something when there is news: of the kinds of queues the one that may be put into
+        # with any lock held, also by a finalizer.
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        if not publisher.joined(self._worker_id, self, self._wake):
             raise AddressError(f"the sender has no worker {self._worker_id} any more")
 
     def receive(self, timeout: float) -> Payload | None:
         """Wait for a version that this worker has not seen."""
-        publisher = self._publisher
         deadline = time.monotonic() + timeout
-        with publisher.lock:
-            while (dismissed := publisher.dismissed(self._worker_id, self)) is None:
+        while (slot := self._borrow()) is None:
+            try:
                 if self._woken:
                     return None
-                if publisher.newest(self._worker_id) > self._seen:
-                    break
-                if not publisher.changed.wait(max(0.0, deadline - time.monotonic())):
-                    return None
-            if dismissed is not None:
-                raise SenderLostError(dismissed)
-            slot = publisher.lend(self._worker_id, self._seen, self, self._name)
+                self._news.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return None
         since = time.perf_counter()
-        assert slot is not None
         self._seen = slot.version
         self._held.add(slot.index)
         return Payload.unpack(
@@ -145,9 +143,8 @@ class ThreadReceiver(ReceiverTransport):
 
     def wake(self) -> None:
         """Wait no more."""
-        with self._publisher.lock:
-            self._woken = True
-            self._publisher.changed.notify_all()
+        self._woken = True
+        self._wake()
 
     def leave(self, reason: str) -> None:
         """Fail what this worker has not answered."""
@@ -158,6 +155,20 @@ class ThreadReceiver(ReceiverTransport):
         """Leave, unless that was done."""
         if not self._left:
             self.leave("closed its receiver")
+
+    def _borrow(self) -> Slot | None:
+        """Return the slot of a version that this worker has not seen."""
+        with self._publisher.lock:
+            dismissed = self._publisher.dismissed(self._worker_id, self)
+            if dismissed is not None:
+                raise SenderLostError(dismissed)
+            if self._woken:
+                return None
+            return self._publisher.lend(self._worker_id, self._seen, self, self._name)
+
+    def _wake(self) -> None:
+        if self._news.empty():
+            self._news.put(None)
 
     def _release(self, slot: int) -> None:
         self._held.discard(slot)

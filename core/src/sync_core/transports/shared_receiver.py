@@ -1,4 +1,4 @@
-"""The receiver's side of ``shm`` and ``mp``: accepts an offer, and reads it in its slot."""
+"""The receiver's side for workers of the sender's machine; see `SharedMemorySender`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ import select
 import time
 from contextlib import suppress
 
-from sync_core import (
-    Answer,
-    CapacityError,
-    Payload,
-    ReceiverTransport,
-    SenderLostError,
-    TransportContext,
-)
-from sync_core.errors import PayloadError
-from sync_core.transports import Channel, MappedSlots, Message, farewell, hello
-from sync_plugin_std.answers import write_answer
-from sync_plugin_std.protocol import Board, Offer, take_token
+from sync_core.errors import CapacityError, PayloadError, SenderLostError
+from sync_core.hooks import TransportContext
+from sync_core.transports.channel import Channel, Message
+from sync_core.transports.control_page import ControlPage, Offer, ProcessEvent
+from sync_core.transports.serving import farewell, hello
+from sync_core.transports.shared_memory import MappedSlots
+from sync_core.transports.transport import Answer, ReceiverTransport
+from sync_core.weights.payload import Payload
 
 
-class SharedReceiver(ReceiverTransport):
-    """Reads versions from the slots of a sender on the same host.
+class SharedMemoryReceiver(ReceiverTransport):
+    """Reads versions from the slots of a `SharedMemorySender`.
 
     Args:
         context: what the receiver gave to `create_transport`.
@@ -33,7 +29,6 @@ class SharedReceiver(ReceiverTransport):
     """
 
     def __init__(self, context: TransportContext, channel: Channel) -> None:
-        self._worker_id = context.worker_id
         self._timeout = context.timeout
         self._channel = channel
         self._layout = context.layout
@@ -44,12 +39,12 @@ class SharedReceiver(ReceiverTransport):
         try:
             self._send(hello(context.token, context.worker_id))
             self._handle_next(context.timeout)
-            self._board, self._tokens, self._answers = self._take_board(channel)
+            self._take_control()
         except BaseException:
             channel.close()
             raise
         self._poll = select.poll()
-        self._poll.register(self._tokens, select.POLLIN)
+        self._poll.register(self._offers.reader, select.POLLIN)
         self._poll.register(channel, select.POLLIN)
 
     def receive(self, timeout: float) -> Payload | None:
@@ -58,24 +53,24 @@ class SharedReceiver(ReceiverTransport):
         if self._unanswered:
             self._send({"type": "on", "version": self._unanswered, "held": self._slots.held})
             self._unanswered = 0
-        while not take_token(self._tokens):
-            left = max(0.0, deadline - time.monotonic())
-            ready = self._poll.poll(left * 1000)
-            if not ready:
-                return None
-            if any(descriptor != self._tokens for descriptor, _ in ready):
+        while ready := self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if self._offers.take():
+                return self._read(self._accepted_offer())
+            if any(descriptor != self._offers.reader for descriptor, _ in ready):
                 self._handle_next(0)
-        return self._read(self._board[self._worker_id])
+        return None
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer, and say which slots are still read."""
-        self._unanswered = 0
+        if self._unanswered == answer.version:
+            self._unanswered = 0
         held = self._slots.held
-        if self._board.waiting and write_answer(self._answers, answer, held):
-            if not self._board.waiting:
+        if self._page.write_answer(answer, held):
+            self._answers.set()
+            if not self._page.waiting:
                 self._send({"type": "look"})
-            return
-        self._send({"type": "answer", "answer": answer.to_message(), "held": held})
+        else:
+            self._send({"type": "answer", "answer": answer.to_message(), "held": held})
 
     def leave(self, reason: str) -> None:
         """Notify the sender, unless that has gone."""
@@ -91,9 +86,9 @@ class SharedReceiver(ReceiverTransport):
         if not self._closed:
             self._closed = True
             self._channel.close()
-            self._board.close()
-            os.close(self._tokens)
-            os.close(self._answers)
+            self._page.close()
+            self._offers.close()
+            self._answers.close()
             self._slots.clear()
 
     def _read(self, offer: Offer) -> Payload:
@@ -122,6 +117,12 @@ class SharedReceiver(ReceiverTransport):
         self._layout = payload.layout
         return payload
 
+    def _accepted_offer(self) -> Offer:
+        try:
+            return self._page.read_offer()
+        except ValueError as error:
+            raise SenderLostError(f"the sender does not keep to the protocol: {error}") from error
+
     def _handle_next(self, timeout: float) -> None:
         """Act on the next message, if one comes in time."""
         try:
@@ -144,16 +145,18 @@ class SharedReceiver(ReceiverTransport):
                 raise
             raise SenderLostError(f"the sender does not keep to the protocol: {error!r}") from error
 
-    def _take_board(self, channel: Channel) -> tuple[Board, int, int]:
-        """Return what came with the welcome: the board, and the ends of two pipes."""
+    def _take_control(self) -> None:
+        """Take what came with the welcome: the page, and the two events."""
         try:
-            descriptor, tokens, answers = (channel.pop_descriptor() for _ in range(3))
+            page, offers, answers = (self._channel.pop_descriptor() for _ in range(3))
             try:
-                return Board.of(descriptor), tokens, answers
+                self._page = ControlPage(page)
             finally:
-                os.close(descriptor)
+                os.close(page)
         except (OSError, ValueError) as error:
             raise SenderLostError(f"the sender does not keep to the protocol: {error}") from error
+        self._offers = ProcessEvent(offers, offers)
+        self._answers = ProcessEvent(answers, answers)
 
     def _send(self, message: Message) -> None:
         try:
