@@ -198,7 +198,7 @@ def _plugins() -> str:
     parts += [
         _automatic("sync_plugin_std", name)
         for name in sync_plugin_std.__all__
-        if name not in layers
+        if getattr(sync_plugin_std, name).__name__ not in layers
     ]
     return _page("Schemes, layers and worker groups", "Those that this project publishes.", *parts)
 

@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sync_core import Receiver, Sender, SendReport
-from sync_plugin_std import Float8Blocks, MergedLora, Rename, Select
+from sync_plugin_std import Float8Blocks, Lora, Rename, Select
 
 _WARM_UP = 2
 
@@ -40,10 +40,8 @@ def main() -> None:
     ways = {
         "whole, float32": _Way(adapted, copy.deepcopy(adapted), []),
         "`bf16`": _Way(adapted, copy.deepcopy(adapted).bfloat16(), ["bf16"]),
-        "`MergedLora`": _Way(adapted, copy.deepcopy(plain), [MergedLora()]),
-        "`MergedLora`, `bf16`": _Way(
-            adapted, copy.deepcopy(plain).bfloat16(), [MergedLora(), "bf16"]
-        ),
+        "`Lora`": _Way(adapted, copy.deepcopy(plain), [Lora("merged")]),
+        "`Lora`, `bf16`": _Way(adapted, copy.deepcopy(plain).bfloat16(), [Lora("merged"), "bf16"]),
         "`Select(trainable=True)`": _Way(adapted, copy.deepcopy(adapted), [Select(trainable=True)]),
         "`Float8Blocks`, `bf16`": _Way(plain, None, [Float8Blocks("*_proj.weight"), "bf16"]),
         '`Select("*.lora_*")`, `bf16`': _Way(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from sync_core import ModelError, Receiver, Sender
+from sync_core import ApplyContext, BindContext, ModelError, Receiver, Sender, Update, hookimpl
+from sync_core.testing import LayerConformance
 from sync_core.testing.loopback import Loopback
 from sync_plugin_std import Float8Blocks
 
@@ -89,6 +92,53 @@ def test_what_is_not_a_matrix_is_refused(names: tuple[str, ...], message: str) -
         Sender(Loopback(), source, num_workers=1, layers=[Float8Blocks(*names)])
 
 
-def test_patterns_are_required() -> None:
-    with pytest.raises(ValueError, match="such as Float8Blocks"):
-        Float8Blocks()
+def test_projections_are_what_is_meant_without_patterns() -> None:
+    source = {"up_proj.weight": torch.ones(3, 3), "embed.weight": torch.ones(3, 3)}
+    held = sent(source, ["fp8"])
+    assert {name: tensor.dtype for name, tensor in held.items()} == {
+        "up_proj.weight": torch.float8_e4m3fn,
+        "up_proj.weight_scale_inv": torch.float32,
+        "embed.weight": torch.float32,
+    }
+
+
+class Restored(Float8Blocks):
+    """The layer as the conformance suite can take it: workers make floats of what comes."""
+
+    def __init__(self) -> None:
+        super().__init__("*")
+
+    def bind(self, context: BindContext) -> Restored:
+        del context
+        return Restored()
+
+    def _choose(self, update: Update) -> frozenset[str]:
+        return frozenset(
+            name
+            for name, position in update.layout.index.items()
+            if (spec := update.layout.specs[position]).dtype.is_floating_point
+            and spec.dtype.itemsize > 1
+            and len(spec.shape) == 2
+            and spec.nbytes
+        )
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self, update: Update, context: ApplyContext) -> Generator[None, bool, bool]:
+        assert context.layout is not None
+        held = dict(update.items())
+        named = {}
+        for name, tensor in held.items():
+            if f"{name}_scale_inv" in held:
+                dtype = context.layout.specs[context.layout.index[name]].dtype
+                named[name] = restored(tensor, held[f"{name}_scale_inv"]).to(dtype)
+            elif not name.endswith("_scale_inv"):
+                named[name] = tensor
+        for name, owner in context.layout.aliases:
+            named[name] = named[owner]
+        update.rename(named)
+        return (yield)
+
+
+class TestFloat8Blocks(LayerConformance):
+    layer = Restored()
+    tolerance = 1 / 14

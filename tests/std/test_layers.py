@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from sync_core import Receiver, Sender
+import sync_plugin_std
+from sync_core import Receiver, Sender, SendError, Update, hookimpl, registry
+from sync_core.errors import PayloadError
 from sync_core.testing import LayerConformance
 from sync_core.testing.negated import Negated
+from sync_plugin_std import fuse, rename, zstd
 from sync_plugin_std.cast import BFloat16
 from sync_plugin_std.interval import Interval
-from sync_plugin_std.rename import Fuse, Rename, Split
-from sync_plugin_std.select import Select
+from sync_plugin_std.regrouping import Fuse, Rename, Split
+from sync_plugin_std.selection import Select
 
 
 class Mixed(nn.Module):
@@ -64,6 +68,47 @@ def test_layers_by_name_and_by_object() -> None:
     source, target = Mixed(), Mixed()
     send_once([BFloat16(), Interval(1)], source, target)
     assert torch.equal(target.weight, source.weight.bfloat16().float())
+
+
+def test_a_layer_with_arguments_can_be_called_by_its_name() -> None:
+    named = {entry.name: entry.load() for entry in registry.installed(registry.LAYERS)}
+    for name in ("rename", "fuse", "split", "transpose", "select", "lora", "fp8", "zstd"):
+        assert getattr(sync_plugin_std, name) is named[name]
+
+
+def test_a_stack_of_layers_by_their_names() -> None:
+    source = nn.ModuleDict({"model": nn.ModuleDict({n: nn.Linear(4, 4) for n in ("q", "k")})})
+    target = nn.ModuleDict({"qk": nn.Linear(4, 8)}).bfloat16()
+    layers = [rename({"model.*": "*"}), fuse({"qk": ("q", "k")}), "bf16", zstd(level=3)]
+    send_once(layers, source, target)
+    weights = [part.weight for part in source["model"].children()]
+    assert torch.equal(target["qk"].weight, torch.cat(weights).bfloat16())
+
+
+@pytest.mark.parametrize("level", [0, 23, "9", None])
+def test_levels_of_compression(level: Any) -> None:
+    with pytest.raises(ValueError, match="level must be from 1 to 22"):
+        zstd(level)
+
+
+def test_what_cannot_be_decompressed_is_refused() -> None:
+    source, target = nn.Linear(4, 4), nn.Linear(4, 4)
+    with Sender("thread", source, num_workers=1, layers=["zstd", Garbled()]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        pending = sender.send_async()
+        with pytest.raises(PayloadError, match="cannot be decompressed"):
+            receiver.receive()
+        with pytest.raises(SendError, match="cannot be decompressed"):
+            pending.wait()
+
+
+class Garbled:
+    """Overwrites what arrives."""
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self, update: Update) -> Generator[None, bool, bool]:
+        update.replace([torch.zeros_like(tensor) for tensor in update.tensors])
+        return (yield)
 
 
 def pushed(k: int, pushes: int) -> list[bool]:
@@ -119,6 +164,14 @@ class TestRename(LayerConformance):
 
 class TestSelect(LayerConformance):
     layer = Select(trainable=True)
+
+
+class TestSelectWithoutTheRest(LayerConformance):
+    layer = Select("*", send_rest=False)
+
+
+class TestZstd(LayerConformance):
+    layer = "zstd"
 
 
 class TestSplit(LayerConformance):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from sync_core import ModelError, Receiver, Sender, SendReport
+from sync_core import ModelError, ReadbackError, Receiver, Sender, SendError, SendReport
 from sync_core.testing.loopback import Loopback
-from sync_plugin_std import MergedLora, Select
+from sync_plugin_std import Lora, Select
 
 # Of the libraries, when they are imported and when models are made.
 pytestmark = [
@@ -69,7 +69,7 @@ def test_a_plain_worker_acts_as_the_adapted_model(make: Any) -> None:
     source, target = adapted(make(0)), make(1)
     tokens = torch.arange(8)[None]
     before = {name: tensor.clone() for name, tensor in source.state_dict().items()}
-    with Sender(Loopback(), source, num_workers=1, layers=[MergedLora()]) as sender:
+    with Sender(Loopback(), source, num_workers=1, layers=[Lora("merged")]) as sender:
         receiver = Receiver(sender.address(0), target)
         for _ in range(2):
             push(sender, receiver)
@@ -84,13 +84,13 @@ def test_a_plain_worker_acts_as_the_adapted_model(make: Any) -> None:
 
 def test_values_are_those_of_peft() -> None:
     source, target = adapted(llama(0)), llama(1)
-    with Sender(Loopback(), source, num_workers=1, layers=[MergedLora()]) as sender:
+    with Sender(Loopback(), source, num_workers=1, layers=[Lora("merged")]) as sender:
         push(sender, Receiver(sender.address(0), target))
     merged = source.merge_and_unload().state_dict()
     assert all(torch.equal(tensor, merged[name]) for name, tensor in target.state_dict().items())
 
 
-@pytest.mark.parametrize("layers", [[MergedLora(), "bf16"], ["bf16", MergedLora()]])
+@pytest.mark.parametrize("layers", [[Lora("merged"), "bf16"], ["bf16", Lora("merged")]])
 def test_merged_for_a_worker_of_16_bits(layers: list[Any]) -> None:
     source, target = adapted(llama(0)), llama(1, torch.bfloat16)
     with Sender(Loopback(), source, num_workers=1, layers=layers) as sender:
@@ -107,12 +107,41 @@ def test_modules_that_are_trained_whole_take_the_place_of_the_original() -> None
             if "modules_to_save" in name:
                 parameter.fill_(0.5)
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.clone())
-    with Sender(Loopback(), source, num_workers=1, layers=[MergedLora()]) as sender:
+    with Sender(Loopback(), source, num_workers=1, layers=[Lora("merged")]) as sender:
         push(sender, Receiver(sender.address(0), target))
     assert torch.equal(target.lm_head.weight, torch.full_like(target.lm_head.weight, 0.5))
 
 
-def test_adapters_alone() -> None:
+@pytest.mark.parametrize("make", [llama, qwen])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_adapter_alone(make: Any, dtype: torch.dtype) -> None:
+    source, target = adapted(make(0)), adapted(make(0)).to(dtype)
+    layers = [Lora("adapter"), *([] if dtype == torch.float32 else ["bf16"])]
+    whole = sum(tensor.nbytes for tensor in source.parameters())
+    with Sender(Loopback(), source, num_workers=1, layers=layers) as sender:
+        receiver = Receiver(sender.address(0), target)
+        for _ in range(2):
+            with torch.no_grad():
+                for name, parameter in source.named_parameters():
+                    if "lora" in name:
+                        parameter.mul_(0.5)
+            assert push(sender, receiver).nbytes < whole / 2
+    theirs = source.to(dtype).state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in target.state_dict().items())
+
+
+def test_a_worker_on_another_base_refuses_the_adapter() -> None:
+    source, target = adapted(llama(0)), adapted(llama(1))
+    with Sender(Loopback(), source, num_workers=1, layers=[Lora("adapter")]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        pending = sender.send_async()
+        with pytest.raises(ReadbackError, match=r"base_model.*start this worker with the trainer"):
+            receiver.receive(0)
+        with pytest.raises(SendError, match="start this worker with the trainer's checkpoint"):
+            pending.wait(0)
+
+
+def test_the_adapters_follow_a_whole_version() -> None:
     source, target = adapted(llama(0)), adapted(llama(1))
     layer = Select("*.lora_*", "*.modules_to_save.*")
     with Sender(Loopback(), source, num_workers=1, layers=[layer]) as sender:
@@ -129,9 +158,11 @@ def test_adapters_alone() -> None:
 
 def test_what_cannot_be_merged_says_what_to_type() -> None:
     with pytest.raises(ModelError, match="merge_adapter"):
-        Sender(Loopback(), adapted(llama(0), use_dora=True), num_workers=1, layers=[MergedLora()])
+        Sender(Loopback(), adapted(llama(0), use_dora=True), num_workers=1, layers=[Lora("merged")])
     with pytest.raises(ModelError, match="get_peft_model"):
-        Sender(Loopback(), llama(0), num_workers=1, layers=[MergedLora()])
+        Sender(Loopback(), llama(0), num_workers=1, layers=[Lora("merged")])
     weights = dict(adapted(llama(0)).state_dict())
     with pytest.raises(ModelError, match="PEFT model itself"):
-        Sender(Loopback(), weights, num_workers=1, layers=[MergedLora()])
+        Sender(Loopback(), weights, num_workers=1, layers=[Lora("merged")])
+    with pytest.raises(ValueError, match="sends 'adapter' or 'merged', not 'base'"):
+        Lora("base")  # type: ignore[arg-type]

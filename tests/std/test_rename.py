@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from sync_core import ModelError, Receiver, Sender
+from sync_core import ApplyContext, Layout, ModelError, Receiver, Sender, Update, hookimpl
+from sync_core.testing import LayerConformance
 from sync_core.testing.loopback import Loopback
 from sync_plugin_std import Fuse, Rename, Split, Transpose
 
@@ -162,3 +166,25 @@ def test_names_may_be_left_as_they_are() -> None:
 def test_a_template_has_no_more_wildcards_than_its_pattern() -> None:
     with pytest.raises(ValueError, match=r"more '\*' than 'model\.\*'"):
         Rename({"model.*": "*.*"})
+
+
+class EveryMatrix(Transpose):
+    """The layer as the conformance suite can take it: workers transpose what comes."""
+
+    def __init__(self) -> None:
+        super().__init__("*")
+
+    def _regroup(self, layout: Layout) -> dict[str, Any]:
+        names = [name for name, i in layout.index.items() if len(layout.specs[i].shape) == 2]
+        layer = Transpose(*names) if names else Rename({"*": "*"})
+        return layer._regroup(layout)
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self, update: Update, context: ApplyContext) -> Generator[None, bool, bool]:
+        assert context.layout is not None
+        update.replace([t.t() if t.dim() == 2 else t for t in update.tensors])
+        return (yield)
+
+
+class TestTranspose(LayerConformance):
+    layer = EveryMatrix()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from sync_core import ModelError, Receiver, Sender, SendError, SendReport
+from sync_core import ModelError, ReadbackError, Receiver, Sender, SendError, SendReport, left_out
 from sync_core.testing.loopback import Loopback
-from sync_plugin_std import Select
+from sync_plugin_std import Rename, Select
 
 
 def fill(model: nn.Module, value: float) -> None:
@@ -18,7 +20,7 @@ def fill(model: nn.Module, value: float) -> None:
 
 def net(value: float) -> nn.Sequential:
     """Two layers, of which the first is frozen."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 1))
     fill(model, value)
     model[0].requires_grad_(False)
     return model
@@ -36,9 +38,9 @@ def equal(left: nn.Module, right: nn.Module) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-@pytest.mark.parametrize("layer", [Select(trainable=True), Select("1.*")])
+@pytest.mark.parametrize("layer", ["select", Select(trainable=True), Select("1.*")])
 @pytest.mark.parametrize("others", [[], ["bf16"]], ids=["alone", "bf16"])
-def test_a_selection_follows_a_whole_version(layer: Select, others: list[str]) -> None:
+def test_a_selection_follows_a_whole_version(layer: Any, others: list[str]) -> None:
     source, target = net(1.0), net(0.0)
     with Sender(Loopback(), source, num_workers=1, layers=[layer, *others]) as sender:
         receiver = Receiver(sender.address(0), target)
@@ -83,6 +85,86 @@ def test_a_change_of_what_is_left_out_is_sent() -> None:
     assert equal(source, target)
 
 
+@pytest.mark.parametrize("scheme", [Loopback(), "shm", "dist"])
+@pytest.mark.parametrize(
+    "others", [[], ["bf16"], ["zstd", Rename({"*": "net.*"})]], ids=["alone", "bf16", "zstd, names"]
+)
+def test_a_worker_that_was_changed_gets_all_of_it(scheme: Any, others: list[Any]) -> None:
+    source, target = net(1.0), net(0.0)
+    model = nn.ModuleDict({"net": target}) if len(others) > 1 else target
+    layers = [Select(trainable=True), *others]
+    with Sender(scheme, source, num_workers=1, layers=layers) as sender:
+        receiver = Receiver(sender.address(0), model)
+        push(sender, receiver)
+        with torch.no_grad():
+            next(target.parameters())[0, 0] = 7.0
+        pending = sender.send_async()
+        with pytest.raises(ReadbackError, match=r"leaves out tensors .* next send brings every"):
+            receiver.receive(5)
+        with pytest.raises(SendError, match="does not hold as the sender does"):
+            pending.wait()
+        assert sender.workers[0].state == "bad"
+        push(sender, receiver)
+        assert equal(source, target)
+        # What was sent whole is proved as well.
+        push(sender, receiver)
+        assert sender.workers[0].state == "current"
+        receiver.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_workers_have_from_the_start_never_travels(dtype: torch.dtype) -> None:
+    source, targets = net(1.1), [net(1.1).to(dtype) for _ in range(2)]
+    layers = [Select("1.*", send_rest=False), *([] if dtype == torch.float32 else ["bf16"])]
+    with Sender(Loopback(), source, num_workers=1, layers=layers) as sender:
+        receivers = [Receiver(sender.address(0), targets[0])]
+        whole = sum(tensor.nbytes for tensor in targets[0].parameters())
+        for value in (2.0, 3.0):
+            fill(source[1], value)
+            assert push(sender, *receivers).nbytes < whole
+        receivers.append(Receiver(sender.address(sender.add_worker()), targets[1]))
+        assert receivers[1].receive(0) == sender.version
+        for target in targets:
+            assert equal(source.to(dtype), target)
+
+
+def test_a_worker_without_them_refuses_every_version() -> None:
+    source, target = net(1.0), net(0.5)
+    layer = Select("1.*", send_rest=False)
+    with Sender("thread", source, num_workers=1, layers=[layer]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        for _ in range(2):
+            pending = sender.send_async()
+            with pytest.raises(ReadbackError, match="start this worker with the trainer's check"):
+                receiver.receive(5)
+            with pytest.raises(SendError, match="start this worker with the trainer's checkpoint"):
+                pending.wait()
+        assert equal(net(0.5), target)
+        fill(source[0], 3.0)
+        with pytest.raises(ModelError, match="send_rest=False does not send it"):
+            sender.send_async()
+
+
+def test_what_was_not_changed_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[torch.Tensor] = []
+    digest = left_out._digest
+
+    def counted(tensor: torch.Tensor) -> bytes:
+        hashed.append(tensor)
+        return digest(tensor)
+
+    monkeypatch.setattr(left_out, "_digest", counted)
+    source, target = net(1.0), net(0.0)
+    with Sender(Loopback(), source, num_workers=1, layers=[Select("1.*")]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        counts = []
+        for _ in range(4):
+            push(sender, receiver)
+            counts.append(len(hashed))
+    # All four tensors of the first version, and then once the worker's two.
+    assert counts == [4, 6, 6, 6]
+
+
 def test_two_senders_share_no_past() -> None:
     layer = Select("1.*")
     for _ in range(2):
@@ -95,8 +177,5 @@ def test_two_senders_share_no_past() -> None:
 def test_what_chooses_nothing_is_an_error() -> None:
     with pytest.raises(ModelError, match="chooses none of 4 tensors"):
         Sender(Loopback(), net(1.0), num_workers=1, layers=[Select("lora")])
-    for arguments in ({}, {"trainable": False}):
-        with pytest.raises(ValueError, match="trainable=True"):
-            Select(**arguments)
     with pytest.raises(ValueError, match="trainable=True"):
         Select("*", trainable=True)

@@ -178,7 +178,8 @@ class ReadbackError(WorkerError):
     """The worker's model does not hold what was sent, though it was written: it is known bad.
 
     Its version does not count as committed, and the next send writes it again. Only raised where
-    the sender was given ``verify="readback"``.
+    the sender was given ``verify="readback"``, or a layer leaves out tensors that the worker does
+    not hold as the sender does.
     """
 
 

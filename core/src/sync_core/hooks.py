@@ -106,6 +106,7 @@ LAYER_CAPABILITIES = MappingProxyType(
     {
         "cast": "floating-point tensors may travel in another dtype than the worker's model has",
         "partial": "updates may lack tensors that the workers have already: see Update.base",
+        "held": "with ``partial``: workers have those from the start, which a digest proves",
     }
 )
 

@@ -5,6 +5,8 @@ changed, and for each worker the version that it holds completely. An update bri
 that changed after the oldest of these versions. That version, the base, travels in a tensor of
 its own; 0 stands for an update of all tensors. A worker that holds less than the base refuses the
 update, and gets all tensors with the next one.
+
+Where a layer leaves tensors out, their digest travels after the base: see `sync_core.left_out`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +22,9 @@ from sync_core.errors import ModelError, PayloadError
 from sync_core.hooks import hookimpl
 from sync_core.weights.layout import ALIGNMENT, BASE, Layout, TensorSpec, place_of
 from sync_core.weights.payload import Payload, Update
+
+# The base, and the 32 bytes of a digest.
+_WORDS = 5
 
 
 class Increments:
@@ -82,18 +88,22 @@ class BaseLayer:
 
     @hookimpl(wrapper=True)
     def prepare_weights(self) -> Generator[None, Update, Update]:
-        """Add the base."""
+        """Add the base, and the digest of what is left out."""
         update = yield
-        base = torch.tensor([update.base], dtype=torch.int64)
-        update.become(_with_base(update.layout), (*update.tensors, base))
+        words = np.frombuffer(update.left_out, dtype=np.int64).tolist()
+        base = torch.tensor([update.base, *words], dtype=torch.int64)
+        update.become(_with_base(update.layout, len(base)), (*update.tensors, base))
         return update
 
     @hookimpl(wrapper=True)
     def apply_weights(self, update: Update) -> Generator[None, bool, bool]:
-        """Take the base out; the receiver has looked at it."""
+        """Take the base and the digest out."""
         layout = _without_base(update.layout)
         if layout is not None:
-            update.become(layout, update.tensors[:-1])
+            *tensors, base = update.tensors
+            words = base.cpu().numpy()
+            update.base, update.left_out = int(words[0]), words[1:].tobytes()
+            update.become(layout, tensors)
         return (yield)
 
 
@@ -103,9 +113,9 @@ def check_base(payload: Payload, held: int) -> None:
     if position is None:
         return
     spec = payload.layout.specs[position]
-    if (spec.dtype, spec.shape) != (torch.int64, (1,)):
-        raise PayloadError(f"the base of a payload must be int64[1], got {spec}")
-    base = int(payload.tensors[position].item())
+    if (spec.dtype, spec.shape) not in ((torch.int64, (1,)), (torch.int64, (_WORDS,))):
+        raise PayloadError(f"the base of a payload must be int64[1] or [{_WORDS}], got {spec}")
+    base = int(payload.tensors[position][0].item())
     if base > held:
         raise PayloadError(
             f"version {payload.version} brings only what changed after version {base}, and the "
@@ -114,9 +124,9 @@ def check_base(payload: Payload, held: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _with_base(layout: Layout) -> Layout:
+def _with_base(layout: Layout, words: int) -> Layout:
     end = layout.body_nbytes
-    spec = TensorSpec(BASE, torch.int64, (1,), end + -end % ALIGNMENT)
+    spec = TensorSpec(BASE, torch.int64, (words,), end + -end % ALIGNMENT)
     return Layout((*layout.specs, spec), layout.aliases)
 
 

@@ -25,10 +25,9 @@ from sync_core.weights.payload import Update
 
 __all__ = [
     "bind",
-    "casts",
+    "declares",
     "in_order",
     "layouts_before",
-    "leaves_out",
     "travels",
     "with_layout",
 ]
@@ -39,14 +38,9 @@ def travels(layer: Plugin) -> bool:
     return "apply_weights" in implemented(layer.object)
 
 
-def casts(layer: Plugin) -> bool:
-    """Return whether a layer changes dtypes, and leaves it to the worker's model to change back."""
-    return "cast" in getattr(layer.object, "capabilities", ())
-
-
-def leaves_out(layer: Plugin) -> bool:
-    """Return whether a layer leaves out tensors that the workers have already."""
-    return "partial" in getattr(layer.object, "capabilities", ())
+def declares(capability: str, layers: Iterable[Plugin]) -> bool:
+    """Return whether one of the layers declares a capability; layers need not declare any."""
+    return any(capability in getattr(layer.object, "capabilities", ()) for layer in layers)
 
 
 def in_order(layers: Iterable[Plugin]) -> list[Plugin]:

@@ -200,7 +200,13 @@ KNOWN = MappingProxyType(
             "ray": _RAY,
             **dict.fromkeys(("dist", "rpc"), _DIST),
         },
-        LAYERS: dict.fromkeys(("bf16", "fp16", "interval", "metrics"), _STD),
+        LAYERS: dict.fromkeys(
+            (
+                *("bf16", "fp16", "fp8", "zstd", "lora", "select"),
+                *("rename", "fuse", "split", "transpose", "interval", "metrics"),
+            ),
+            _STD,
+        ),
         WORKERS: {
             **dict.fromkeys(("inline", "thread", "process"), _STD),
             "ray": _RAY,

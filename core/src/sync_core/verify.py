@@ -71,7 +71,7 @@ def checksum(tensors: Sequence[Tensor]) -> int:
 
     state = xxhash.xxh3_64()
     for tensor in tensors:
-        state.update(_bytes(tensor))
+        state.update(bytes_of(tensor))
     return state.intdigest()
 
 
@@ -113,7 +113,8 @@ def describe_bucket(layout: Layout, number: int) -> str:
     return f"bucket {number + 1} of {len(every)} ({listed})"
 
 
-def _bytes(tensor: Tensor) -> Any:
+def bytes_of(tensor: Tensor) -> Any:
+    """Return the bytes of a tensor, as something that hash functions take."""
     if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         # The same as below, several times faster: a model may have thousands of small tensors.
         return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

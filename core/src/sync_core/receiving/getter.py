@@ -12,7 +12,7 @@ from sync_core.address import Address
 from sync_core.checks import check_layers
 from sync_core.errors import OptionError
 from sync_core.hooks import BindContext, SendContext, TransportContext, hookimpl
-from sync_core.layers import bind, casts, in_order, travels
+from sync_core.layers import bind, declares, in_order, travels
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, named_tensors
 from sync_core.stack import Defaults, PushCounter, Stack
@@ -70,7 +70,7 @@ def address_of(
         strategy=strategy,
         zero_copy=False,
         partial=False,
-        cast=any(map(casts, found)),
+        cast=declares("cast", found),
         verify=None,
         timeout=60.0,
         layout=layout,

@@ -28,6 +28,7 @@ from sync_core.errors import (
 from sync_core.hooks import BindContext, implemented
 from sync_core.increments import BaseLayer, check_base
 from sync_core.layers import bind, with_layout
+from sync_core.left_out import LeftOut
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, named_tensors
 from sync_core.models.match import check_match
@@ -139,9 +140,12 @@ class Receiver(CollectorReference):
             address.strategy, consolidate=self._consolidate, load=self._load
         )
         self._same_object = "same_object" in self._backend.capabilities
-        self._verification = Verification(address.verify, self._backend, layers, address.strategy)
-        layers_used = self._verification.layers
         self._increments = address.partial and not self._same_object
+        inner = (self._left_out(),) if self._increments else ()
+        self._verification = Verification(
+            address.verify, self._backend, (*inner, *layers), address.strategy
+        )
+        layers_used = self._verification.layers
         if self._increments:
             base = Plugin(registry.LAYERS, "base", BaseLayer())
             layers_used = (*layers_used, base)
@@ -175,6 +179,11 @@ class Receiver(CollectorReference):
             source_layout=address.source_layout,
         )
         return with_layout(bind(registry.find(registry.LAYERS, given), context), layout)
+
+    def _left_out(self) -> Plugin:
+        """The check of what the sender's layers leave out."""
+        layer = Plugin(registry.LAYERS, "left out", LeftOut(self._address.strategy))
+        return with_layout(layer, self._address.layout)
 
     def _refuse(self, error: Exception) -> None:
         """Connect only to let the sender know, at once, why this worker cannot receive."""

@@ -20,12 +20,12 @@ from sync_core.hooks import HOOKS, BindContext, SendContext, TransportContext, i
 from sync_core.increments import BaseLayer
 from sync_core.layers import (
     bind,
-    casts,
+    declares,
     in_order,
     layouts_before,
-    leaves_out,
     travels,
 )
+from sync_core.left_out import LeftOut
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, check_strategy, gathered, named_tensors
 from sync_core.models.match import conform
@@ -246,10 +246,15 @@ class Pipeline:
         # The layers that receivers need, as the user gave them, and as they are used here.
         self._travelling = tuple(compress(terms.layers, map(travels, found)))
         self._undone = tuple(filter(travels, layers))
-        partial_layers = any(map(leaves_out, layers))
+        leaves_out = declares("partial", layers)
         self._terms = replace(
-            terms, cast=any(map(casts, layers)), partial=terms.partial or partial_layers
+            terms, cast=declares("cast", layers), partial=terms.partial or leaves_out
         )
+        if leaves_out and self.moves_nothing is None:
+            proof = LeftOut(
+                terms.strategy, from_start=declares("held", layers), every=terms.partial
+            )
+            layers = [Plugin(registry.LAYERS, "left out", proof), *layers]
         self._verification = Verification(terms.verify, self._backend, layers, terms.strategy)
         used = self._verification.layers
         #: Whether workers may get less than the whole model.

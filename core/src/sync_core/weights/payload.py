@@ -27,6 +27,10 @@ class Update:
             for one that lacks none. Only of use where the sender was given ``partial=True``, or a
             layer declares the capability ``partial``.
 
+    Attributes:
+        left_out: the digest of the tensors that the update lacks and workers must have, which the
+            core adds where a layer declares the capability ``partial``; empty for none.
+
     Example:
         >>> import torch
         >>> update = Update.of({"weight": torch.ones(2)})
@@ -35,12 +39,13 @@ class Update:
         {'weight': tensor([1., 1.], dtype=torch.float16)}
     """
 
-    __slots__ = ("base", "layout", "source")
+    __slots__ = ("base", "layout", "left_out", "source")
 
     def __init__(self, layout: Layout, source: Sequence[Tensor] | Block, base: int = 0) -> None:
         self.layout = layout
         self.source = source
         self.base = base
+        self.left_out = b""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

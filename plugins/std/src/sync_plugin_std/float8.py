@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from sync_core import BindContext, Layout, ModelError, Update, hookimpl
 
 BLOCK = 128
+_PROJECTIONS = "*_proj.weight"
 _WIRE = torch.float8_e4m3fn
 _MAX = torch.finfo(_WIRE).max
 
@@ -23,29 +24,27 @@ class Float8Blocks:
     ``weight_block_size: [128, 128]``: beside ``weight`` there is ``weight_scale_inv``, a float32
     matrix with the scale of each block, and ``weight.float()`` times the scale of its block is the
     trainer's value, to within a sixteenth. Scales are exact in bfloat16, so that the layer ``bf16``
-    may follow for the other tensors. It stays with the sender. Fuse before it, not after.
+    may follow for the other tensors. It stays with the sender. Fuse before it, not after. Also
+    named ``fp8``.
 
     Args:
-        names: patterns of the names of matrices; ``*`` stands for anything. Engines leave
-            embeddings, heads, routers and norms as they are.
-
-    Raises:
-        ValueError: no pattern was given.
+        names: patterns of the names of matrices; ``*`` stands for anything. None given stands for
+            ``"*_proj.weight"``, the projections of attention and of MLPs: engines leave embeddings,
+            heads, routers and norms as they are.
 
     Example:
         >>> from sync_core import Sender
         >>> model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(256, 128, bias=False)})
-        >>> layer = Float8Blocks("*_proj.weight")
-        >>> with Sender("thread", model, num_workers=1, layers=[layer]) as sender:
+        >>> with Sender("thread", model, num_workers=1, layers=["fp8"]) as sender:
         ...     [str(spec) for spec in sender.address(0).layout.specs]
         ['up_proj.weight: float8_e4m3fn[128, 256]', 'up_proj.weight_scale_inv: float32[1, 2]']
     """
 
     def __init__(self, *names: str) -> None:
-        if not names:
-            raise ValueError('give patterns of names, such as Float8Blocks("*_proj.weight")')
-        self._names = names
-        self._patterns = [re.compile(".*".join(map(re.escape, name.split("*")))) for name in names]
+        self._names = names or (_PROJECTIONS,)
+        self._patterns = [
+            re.compile(".*".join(map(re.escape, name.split("*")))) for name in self._names
+        ]
         self._known: tuple[Layout, frozenset[str], Layout] | None = None
 
     def bind(self, context: BindContext) -> Float8Blocks:

@@ -18,12 +18,20 @@ class Select:
     was changed in place. Changes that torch does not count (through ``.data``, or in numpy) are
     not seen: make a new sender after those.
 
+    Each version brings a digest of what it leaves out. A worker whose tensors have another one
+    refuses the version, and gets a whole one with the next send. The digest is made of every whole
+    version, and compared again where a worker's tensors were changed.
+
     Args:
         names: patterns of the names of the tensors to send; ``*`` stands for anything.
-        trainable: send the parameters that require a gradient, and all buffers.
+        trainable: send the parameters that require a gradient, and all buffers, as is done where no
+            names are given.
+        send_rest: whether the first version is whole. If not, workers must have what is left out
+            from the start, such as the checkpoint that the trainer began with; the digest proves
+            it, and a worker that does not have it refuses every version.
 
     Raises:
-        ValueError: both were given, or neither.
+        ValueError: both names and ``trainable`` were given.
 
     Example:
         >>> import torch
@@ -42,43 +50,48 @@ class Select:
         (True, True)
     """
 
-    capabilities = frozenset({"partial"})
-
-    def __init__(self, *names: str, trainable: bool = False) -> None:
-        if trainable is bool(names):
-            raise ValueError('give patterns, such as Select("*.lora_*"), or trainable=True')
+    def __init__(self, *names: str, trainable: bool = False, send_rest: bool = True) -> None:
+        if trainable and names:
+            raise ValueError(f"give patterns or trainable=True, and not both: {names}")
+        self.capabilities = frozenset({"partial"} if send_rest else {"partial", "held"})
+        self._send_rest = send_rest
         self._names = names
         self._patterns = [re.compile(".*".join(map(re.escape, name.split("*")))) for name in names]
         # The last whole version, its layout, and the changes counted of what is left out.
-        self._whole: tuple[int, Layout, int] | None = None
+        self._known: tuple[int, Layout, dict[str, int]] = 0, Layout(()), {}
 
     def bind(self, context: BindContext) -> Select:
         """A layer without a past, for one sender."""
         del context
-        return Select(*self._names, trainable=not self._names)
+        return Select(*self._names, trainable=not self._names, send_rest=self._send_rest)
 
     @hookimpl(wrapper=True)
     def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
         """Leave out the tensors that the workers have.
 
         Raises:
-            ModelError: nothing would be sent.
+            ModelError: nothing would be sent; or a tensor has changed that workers must have from
+                the start.
         """
         update = yield
         layout, tensors = update.layout, update.tensors
         chosen = tuple(i for i in range(len(tensors)) if self._is_chosen(layout, tensors, i))
         if not chosen:
             raise ModelError(f"the layer Select chooses none of {len(tensors)} tensors")
-        if context.version == 0:
-            return update
         left_out = set(range(len(tensors))) - set(chosen)
-        changes = sum(tensors[i]._version for i in left_out)
-        if self._can_leave_out(context, layout, changes):
-            assert self._whole is not None
+        changes = {layout.specs[i].name: _changes(tensors[i]) for i in left_out}
+        if context.version == 0:
+            self._known = 0, layout, changes
+        elif self._can_leave_out(context, layout, changes):
             update.become(layout.subset(chosen), [tensors[i] for i in chosen])
-            update.base = max(update.base, self._whole[0])
+            update.base = max(update.base, self._known[0])
+        elif self._send_rest:
+            self._known = context.version, layout, changes
         else:
-            self._whole = context.version, layout, changes
+            raise ModelError(
+                "a tensor that the layer Select leaves out was changed after the sender was made, "
+                "and send_rest=False does not send it; make a new sender, or leave that out"
+            )
         return update
 
     def _is_chosen(self, layout: Layout, tensors: Sequence[Tensor], position: int) -> bool:
@@ -88,7 +101,16 @@ class Select:
         tensor = tensors[position]
         return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
-    def _can_leave_out(self, context: SendContext, layout: Layout, changes: int) -> bool:
-        if self._whole is None or self._whole[1:] != (layout, changes):
-            return False
-        return all(version >= self._whole[0] for version in context.acknowledged.values())
+    def _can_leave_out(self, context: SendContext, layout: Layout, changes: dict[str, int]) -> bool:
+        version, known_layout, known = self._known
+        if not self._send_rest:
+            return changes.items() <= known.items()
+        # It is empty where a receiver asks a function for the weights, and gets them whole.
+        held = context.acknowledged.values()
+        seen = version > 0 and bool(held) and min(held) >= version
+        return seen and (known_layout, known) == (layout, changes)
+
+
+def _changes(tensor: Tensor) -> int:
+    """The number of changes in place; torch counts none of those of inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version

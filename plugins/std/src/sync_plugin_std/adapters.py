@@ -1,4 +1,4 @@
-"""The layer `MergedLora`: a PEFT model travels as the plain model that it stands for."""
+"""The layer `Lora`: the adapters of a PEFT model, alone or merged into its weights."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import re
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from sync_core import BindContext, Layout, ModelError, SendContext, Update, hookimpl
+from sync_plugin_std.selection import Select
 
 _PREFIX = "base_model.model."
+#: What PEFT trains: adapters, and modules that it trains whole.
+_ADAPTERS = ("*.lora_*", "*.modules_to_save.*")
 _ADAPTER = re.compile(r"\.lora_[A-Za-z_]+\.")
 _ORIGINAL = ".original_module."
 _SAVED = re.compile(r"\.modules_to_save\.([^.]+)\.")
@@ -40,42 +43,71 @@ class _Merge:
         return merged.to(weight.dtype)
 
 
-class MergedLora:
-    """Sends the weights of a PEFT model with its active LoRA adapters merged.
+class Lora:
+    """Sends a PEFT model's LoRA adapters: alone, or merged into the weights. Also named ``lora``.
 
-    Workers have the plain model, and need no PEFT: ``W + scale * B @ A`` is computed in float32 and
-    cast to the dtype of ``W`` once; PEFT's prefixes and the adapters are left out of the names. The
-    trainer's model is not changed. Each send takes the memory of the weights that have adapters,
-    and their products. It stays with the sender.
+    ``Lora("adapter")`` sends the adapters, and the modules that PEFT trains whole, under PEFT's
+    names. Workers have a PEFT model of the same configuration on the same base model, which never
+    travels: a digest proves at each worker that it is the trainer's. For workers that may have
+    another base, use ``Select("*.lora_*", "*.modules_to_save.*")``, which sends all of it once.
 
-    To send the adapters alone to workers that have the same PEFT model, use
-    ``Select("*.lora_*", "*.modules_to_save.*")``.
+    ``Lora("merged")`` sends the plain model that the PEFT model stands for, to workers without
+    PEFT: ``W + scale * B @ A`` of the active adapters is computed in float32 and cast to the dtype
+    of ``W`` once; PEFT's prefixes and the adapters are left out of the names. Each send takes the
+    memory of the weights that have adapters, and their products.
+
+    The trainer's model is not changed. The layer stays with the sender.
+
+    Args:
+        send: ``"adapter"`` or ``"merged"``.
+
+    Raises:
+        ValueError: ``send`` is something else.
 
     Example:
         >>> import torch
         >>> from sync_core import Sender
         >>> model = torch.nn.Linear(2, 2)
-        >>> Sender("thread", model, num_workers=1, layers=[MergedLora()])
+        >>> Sender("thread", model, num_workers=1, layers=[Lora("merged")])
         Traceback (most recent call last):
         ...
-        sync_core.errors.ModelError: the layer MergedLora found no LoRA adapters in a Linear; ...
+        sync_core.errors.ModelError: the layer Lora found no LoRA adapters in a Linear; ...
     """
 
-    def __init__(self) -> None:
-        self._plan: tuple[Layout, Any, dict[str, int | _Merge], Layout] | None = None
+    def __init__(self, send: Literal["adapter", "merged"]) -> None:
+        if send not in ("adapter", "merged"):
+            raise ValueError(f"Lora sends 'adapter' or 'merged', not {send!r}")
+        self._layer = _Merged() if send == "merged" else Select(*_ADAPTERS, send_rest=False)
+        self.capabilities: frozenset[str] = getattr(self._layer, "capabilities", frozenset())
 
-    def bind(self, context: BindContext) -> MergedLora:
+    def bind(self, context: BindContext) -> Select | _Merged:
         """A layer for one sender."""
-        del context
-        return MergedLora()
+        return self._layer.bind(context)
 
     @hookimpl(wrapper=True)
     def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
-        """Merge, and rename.
+        """Merge and rename, or leave the base model out.
 
         Raises:
             ModelError: there are no adapters, or some that cannot be merged.
         """
+        return (yield from self._layer.prepare_weights(context))
+
+
+class _Merged:
+    """The layer of ``Lora("merged")``, with its plan."""
+
+    def __init__(self) -> None:
+        self._plan: tuple[Layout, Any, dict[str, int | _Merge], Layout] | None = None
+
+    def bind(self, context: BindContext) -> _Merged:
+        """A layer for one sender."""
+        del context
+        return _Merged()
+
+    @hookimpl(wrapper=True)
+    def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
+        """Merge, and rename."""
         update = yield
         tensors, model = update.tensors, context.model
         if self._plan is None or self._plan[:2] != (update.layout, model):
@@ -94,7 +126,7 @@ def _made(source: int | _Merge, tensors: tuple[Tensor, ...]) -> Tensor:
 def _find(layout: Layout, model: Any) -> dict[str, int | _Merge]:
     """For each name that travels, the position of a tensor, or the merge that makes it."""
     if not isinstance(model, nn.Module):
-        raise ModelError("the layer MergedLora needs the PEFT model itself: sender.send(model)")
+        raise ModelError("the layer Lora needs the PEFT model itself: sender.send(model)")
     kind = getattr(sys.modules.get("peft.tuners.lora"), "LoraLayer", ())
     found: dict[str, int | _Merge] = {}
     merges = 0
@@ -116,7 +148,7 @@ def _find(layout: Layout, model: Any) -> dict[str, int | _Merge]:
             merges += 1
     if not merges:
         raise ModelError(
-            f"the layer MergedLora found no LoRA adapters in a {type(model).__name__}; give the "
+            f"the layer Lora found no LoRA adapters in a {type(model).__name__}; give the "
             "model that peft.get_peft_model returned, or leave the layer out"
         )
     return found

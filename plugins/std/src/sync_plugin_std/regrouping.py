@@ -229,7 +229,8 @@ class Transpose(_Regrouping):
     ``(out, in)``.
 
     Args:
-        names: patterns of the whole names of matrices; each ``*`` stands for anything.
+        name: a pattern of the whole names of matrices; each ``*`` stands for anything.
+        names: more of these.
 
     Example:
         >>> from sync_core import Sender
@@ -240,10 +241,8 @@ class Transpose(_Regrouping):
         ['h.0.c_attn.weight: float32[6, 2]', 'h.0.c_attn.bias: float32[6]']
     """
 
-    def __init__(self, *names: str) -> None:
-        if not names:
-            raise ValueError('give patterns of names, such as Transpose("*.c_attn.weight")')
-        self._patterns = {name: _compiled(name) for name in names}
+    def __init__(self, name: str, /, *names: str) -> None:
+        self._patterns = {each: _compiled(each) for each in (name, *names)}
 
     def _regroup(self, layout: Layout) -> dict[str, _Source]:
         found: dict[str, _Source] = {}

@@ -1,0 +1,136 @@
+"""The proof of what partial updates of a layer leave out: a digest that each worker checks.
+
+A layer such as ``Select`` leaves out tensors that the workers have already. `LeftOut` comes right
+after the layers that stay with the sender, so it is given the tensors as they travel: under the
+workers' names, and cast. It keeps a digest of each tensor of a whole version. With an update that
+lacks some, the digest of those travels next to the base, and each worker compares its model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from sync_core.errors import ReadbackError
+from sync_core.hooks import ApplyContext, SendContext, hookimpl
+from sync_core.models.extra_state import is_extra_state
+from sync_core.models.extract import Strategy
+from sync_core.models.finder import finder
+from sync_core.verify import bytes_of
+from sync_core.weights.layout import Layout, place_of
+from sync_core.weights.payload import Update
+
+_NAMES_SHOWN = 4
+
+
+class LeftOut:
+    """Adds the digest of what an update leaves out, and checks it against the worker's model.
+
+    A tensor is hashed by the sender with each whole version, and by the worker when the tensor
+    was changed in place, or was replaced, since its last check.
+
+    Args:
+        strategy: how the worker's model is read.
+        from_start: whether workers have what is left out without a whole version, so that the
+            sender hashes what it prepares at its start.
+        every: whether tensors change in updates that are not whole, too.
+    """
+
+    def __init__(
+        self, strategy: Strategy, *, from_start: bool = False, every: bool = False
+    ) -> None:
+        self._strategy = strategy
+        self._from_start = from_start
+        self._every = every
+        # At the sender: the digest of each tensor; and of those that a layout leaves out.
+        self._digests: dict[str, bytes] = {}
+        self._last: tuple[Layout, bytes] | None = None
+        # At the receiver: what was found to be equal last.
+        self._checked: tuple[bytes, list[object]] | None = None
+        self._find: Any = None
+        self._model: Any = None
+
+    @hookimpl(wrapper=True)
+    def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
+        """Hash a whole version; give an update that is not whole the digest of the rest."""
+        update = yield
+        if context.version == 0 and not self._from_start:
+            return update
+        missing = self._digests.keys() - update.layout.index.keys()
+        if not missing or self._every:
+            self._digests.update((name, _digest(tensor)) for name, tensor in update.items())
+            self._last = None
+        if missing:
+            if self._last is None or self._last[0] is not update.layout:
+                rest = {n: d for n, d in self._digests.items() if n in missing}
+                self._last = update.layout, _combined(rest)
+            update.left_out = self._last[1]
+        return update
+
+    @hookimpl(wrapper=True)
+    def apply_weights(
+        self, update: Update, model: Any, context: ApplyContext
+    ) -> Generator[None, bool, bool]:
+        """Refuse the update unless the model holds what it leaves out."""
+        # An engine that loads weights by its own function cannot be read.
+        if update.left_out and model is not None:
+            self._check(update, model, context)
+        return (yield)
+
+    def _check(self, update: Update, model: Any, context: ApplyContext) -> None:
+        if self._find is None or self._model is not model:
+            self._model, self._find = model, finder(model, self._strategy)
+        held: Mapping[str, Tensor] = self._find()
+        assert context.layout is not None
+        dtypes = {
+            name: context.layout.specs[position].dtype
+            for name, position in context.layout.index.items()
+            if name not in update.layout.index and not is_extra_state(name)
+        }
+        there = [held[name] for name in dtypes if name in held]
+        state: list[object] = [(place_of(t), _changes(t)) for t in there]
+        if self._checked == (update.left_out, state):
+            return
+        found = {n: _digest(held[n].to(dtype)) for n, dtype in dtypes.items() if n in held}
+        if _combined(found) != update.left_out:
+            raise ReadbackError(context.worker_id, _describe(update, list(dtypes), context.version))
+        if None not in map(_changes, there):
+            self._checked = update.left_out, state
+
+
+def _describe(update: Update, names: list[str], version: int) -> str:
+    listed = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+    if len(names) > _NAMES_SHOWN:
+        listed += f" and {len(names) - _NAMES_SHOWN} more"
+    remedy = (
+        "the next send brings everything"
+        if update.base
+        else "start this worker with the trainer's checkpoint, in a dtype that holds its values"
+    )
+    return (
+        f"version {version} leaves out tensors that this worker does not hold as the sender does, "
+        f"by the digest of {listed}; {remedy}"
+    )
+
+
+def _changes(tensor: Tensor) -> int | None:
+    """The number of changes in place; None where torch does not count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _digest(tensor: Tensor) -> bytes:
+    found = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
+    found.update(bytes_of(tensor))
+    return found.digest()
+
+
+def _combined(digests: Mapping[str, bytes]) -> bytes:
+    """The digest of some tensors, but for extra state, which is made again when it is read."""
+    found = hashlib.sha256()
+    for name in sorted(digests):
+        if not is_extra_state(name):
+            found.update(name.encode() + b"\0" + digests[name])
+    return found.digest()
