@@ -1,0 +1,358 @@
+"""A scheme of sync-core where TorchRL takes one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.collectors.distributed import DistributedCollector
+from torchrl.weight_update import weight_sync_schemes
+from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
+
+from sync_core import (
+    Address,
+    OptionError,
+    PendingSend,
+    Sender,
+    SendError,
+    UnknownWorkerError,
+)
+from sync_core.checks import check_seconds
+from sync_core.models import resolve
+from sync_plugin_torchrl.guarded_receiver import GuardedReceiver
+from sync_plugin_torchrl.sources import find_devices, find_sources
+
+# What a scheme that travels to a worker leaves behind.
+_STAYS = ("_sender_of", "_senders", "_pending", "_receiver", "_context_ref", "_model_ref")
+
+
+class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
+    """A scheme of sync-core, for ``weight_sync_schemes=`` of a TorchRL collector.
+
+    Args:
+        scheme: the name of an installed scheme, such as ``"shm"`` or ``"ray"``, or a plugin object.
+        strategy: how a module is read and written, ``"tensordict"`` or ``"state_dict"``.
+        sync: whether `send` returns when the workers have committed the version. Otherwise it
+            returns once the weights are read, and the next `send` raises what failed.
+        per_worker_weights: whether workers may be sent different weights, as a dict by worker.
+            That needs no argument where the collector has a policy factory for each worker.
+        timeout: deadline of every send, and of a worker's first version, in seconds.
+        **options: other arguments of `sync_core.Sender`, such as ``layers`` and ``zero_copy``,
+            and options of the scheme.
+
+    Example:
+        >>> from torch import nn
+        >>> trained, acting = nn.Linear(4, 2), nn.Linear(4, 2)
+        >>> trainer, worker = Scheme("shm"), Scheme("shm")
+        >>> trainer.init_on_sender(model=trained, num_workers=1)
+        >>> trainer.connect()
+        >>> worker.__setstate__(trainer.__getstate__())  # collectors pickle it
+        >>> worker.init_on_receiver(model_id="policy", model=acting, worker_idx=0)
+        >>> worker.connect()
+        >>> trainer.send()
+        >>> torch.equal(trained.weight, acting.weight)
+        True
+        >>> worker.shutdown(), trainer.shutdown()
+        (None, None)
+    """
+
+    def __init__(
+        self,
+        scheme: Any = "shm",
+        *,
+        strategy: Literal["tensordict", "state_dict"] = "tensordict",
+        sync: bool = True,
+        per_worker_weights: bool = False,
+        timeout: float = 60.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(strategy)
+        self.sync = sync
+        self.per_worker_weights = per_worker_weights
+        self._timeout = check_seconds(timeout)
+        self._scheme = scheme
+        self._options = options
+        self._addresses: dict[int, Address] = {}
+        self._devices: dict[int, torch.device | None] = {}
+        self._stay()
+
+    def _stay(self) -> None:
+        """Begin with no end of a connection."""
+        # By worker: its sender, and the worker's id there. Workers with weights of their own have
+        # one sender each.
+        self._sender_of: dict[int, tuple[Sender, int]] = {}
+        self._senders: list[Sender] = []
+        self._pending: list[PendingSend] = []
+        self._receiver: GuardedReceiver | None = None
+
+    # In the trainer.
+
+    def _init_on_sender_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        weights: Any = None,
+        params_map: Mapping[int, Any] | None = None,
+        devices: Sequence[Any] | None = None,
+        device_map_fn: Callable[[int, Any], Any] | None = None,
+        num_workers: int | None = None,
+        remote_collectors: Sequence[Any] | None = None,
+        ctx: object = None,
+    ) -> None:
+        del ctx  # workers are reached by their addresses, and not through a context's pipes
+        self.model_id = model_id or "policy"
+        self.context = context
+        sources = find_sources(
+            model_id=self.model_id,
+            context=context,
+            model=model,
+            weights=weights,
+            params_map=params_map,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+            remote_collectors=remote_collectors,
+        )
+        if len({id(source) for source in sources.values()}) > 1:
+            self.per_worker_weights = True
+        if self.per_worker_weights:
+            for index, source in sources.items():
+                self._sender_of[index] = (self._make_sender(source, 1), 0)
+        else:
+            sender = self._make_sender(next(iter(sources.values())), len(sources))
+            self._sender_of = {index: (sender, i) for i, index in enumerate(sorted(sources))}
+        first = _first_index(context)
+        found = devices or find_devices(context, len(sources))
+        for (index, (sender, worker_id)), device in zip(
+            sorted(self._sender_of.items()), found, strict=True
+        ):
+            self._addresses[first + index] = sender.address(worker_id)
+            self._devices[first + index] = device
+
+    def _make_sender(self, source: Any, num_workers: int) -> Sender:
+        sender = Sender(
+            self._scheme,
+            source,
+            num_workers=num_workers,
+            model_id=self.model_id,
+            strategy=self.strategy_str,
+            timeout=self._timeout,
+            **self._options,
+        )
+        self._senders.append(sender)
+        return sender
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any = None
+    ) -> None:
+        del worker_idx
+        # The workers are still being made: the collector waits for them, and reports their errors.
+        self._pending = [sender.send_async(weights) for sender in self._senders]
+
+    def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
+        """Send weights to workers, and wait until they have committed them unless ``sync=False``.
+
+        Args:
+            weights: a module, a TensorDict, a state_dict, or a path in the collector; None for the
+                collector's model; or a dict from workers to these, with ``per_worker_weights``.
+            worker_ids: one worker or several; None for all, or for those in the dict.
+
+        Raises:
+            SendError: some workers failed; the others have the weights. An ExceptionGroup of
+                these where workers have weights of their own, and several failed.
+            UnknownWorkerError: no such worker; nothing was sent.
+        """
+        if not (self.initialized_on_sender and self.synchronized_on_sender):
+            raise RuntimeError("call init_on_sender() and connect() before send()")
+        messages = list(self._messages(weights, worker_ids))
+        self._settle()
+        self._pending = [sender.send_async(given, ids) for sender, given, ids in messages]
+        if self.sync:
+            self._settle()
+
+    def _messages(
+        self, weights: Any, worker_ids: int | Iterable[int] | None
+    ) -> Iterator[tuple[Sender, Any, list[int]]]:
+        """Yield what each sender is to send, to which of its workers."""
+        by_worker = _is_by_worker(weights)
+        if by_worker and not self.per_worker_weights:
+            raise OptionError(
+                "weights for each worker need Scheme(…, per_worker_weights=True), or a collector "
+                "with a policy factory for each worker"
+            )
+        if isinstance(weights, str):
+            weights = resolve(self.context, weights)
+        if worker_ids is None:
+            chosen = list(weights if by_worker else self._sender_of)
+        else:
+            chosen = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+        if unknown := [index for index in chosen if index not in self._sender_of]:
+            raise UnknownWorkerError(
+                f"there are no workers {unknown}; this scheme has {sorted(self._sender_of)}"
+            )
+        if self.per_worker_weights:
+            for index in chosen:
+                sender, worker_id = self._sender_of[index]
+                yield sender, weights[index] if by_worker else weights, [worker_id]
+        elif chosen:
+            yield self._senders[0], weights, [self._sender_of[index][1] for index in chosen]
+
+    def _settle(self) -> None:
+        """Wait for what was sent.
+
+        What is raised about the first version is not: it was sent to workers that were still
+        being made, and those that were late for it have got it when they connected.
+        """
+        pending, self._pending = self._pending, []
+        errors: list[SendError] = []
+        try:
+            for sent in pending:
+                try:
+                    sent.wait()
+                except SendError as error:
+                    errors.append(error)
+        except BaseException as error:
+            for sent in pending:
+                sent.interrupt(error)
+            raise
+        errors = [error for error in errors if error.report.version > 1]
+        if len(errors) > 1:
+            raise ExceptionGroup(f"several workers did not get {self.model_id!r}", errors)
+        if errors:
+            raise errors[0]
+
+    # In a worker.
+
+    def _init_on_receiver_impl(
+        self,
+        *,
+        model_id: str,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        self.model_id = model_id
+        self.context = context
+        self.worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
+        if model is None and context is not None:
+            get_model = getattr(context, "get_model", None)
+            model = resolve(context, model_id) if get_model is None else get_model(model_id)
+        self.model = model
+
+    def _setup_connection_and_weights_on_receiver_impl(
+        self, *, worker_idx: int | None = None
+    ) -> None:
+        index = self.worker_idx if worker_idx is None else worker_idx
+        if index is None and len(self._addresses) == 1:
+            (index,) = self._addresses
+        if index not in self._addresses:
+            raise OptionError(
+                f"worker {index} of {self.model_id!r} has no address; the scheme must be "
+                f"initialised in the trainer before it is given to workers, and there it has "
+                f"{sorted(self._addresses)}"
+            )
+        _materialize(self.model, self._devices.get(index))
+        self._receiver = GuardedReceiver(
+            self._addresses[index], self.model, timeout=self._timeout, on_commit=self._pass_on
+        )
+
+    def _pass_on(self, version: int) -> None:
+        """Let the collector know of a version that its model has."""
+        context = self.context
+        if isinstance(context, Collector):
+            # It acts with this very model, so that nothing is left to be copied.
+            if version > 1 and self.model_id == "policy":
+                context.increment_version()
+        elif hasattr(context, "update_policy_weights_"):
+            context.update_policy_weights_(self.model, model_id=self.model_id)
+
+    def receive(self, timeout: float | None = None) -> None:
+        """Return None: a thread commits every version before the trainer's `send` returns."""
+        del timeout
+        if not (self.initialized_on_receiver and self.synchronized_on_receiver):
+            raise RuntimeError("call init_on_receiver() and connect() before receive()")
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Commit weights given by hand, between two forward passes of the model."""
+        if self._receiver is None:
+            raise RuntimeError("call init_on_receiver() and connect() before apply_weights()")
+        if not inplace:
+            raise OptionError("weights are always written in place; leave out inplace=False")
+        self._receiver.apply_weights(weights)
+
+    @property
+    def model(self) -> Any:
+        """The worker's model; None in the trainer, where the sender reads the collector's."""
+        return None if self.initialized_on_sender else super().model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        WeightSyncScheme.model.fset(self, model)
+        # A collector may copy its policy to another device after the scheme was connected.
+        if self._receiver is not None and model is not None:
+            self._receiver.replace_model(model)
+
+    # At both ends.
+
+    def create_transport(self, **kwargs: Any) -> NoReturn:
+        """Raise: transports are those of the sync-core scheme."""
+        raise NotImplementedError("sync_core.Sender and sync_core.Receiver make the transports")
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        for name in _STAYS:
+            state.pop(name, None)
+        if self._addresses:
+            # Addresses have what a worker needs, and layers of the trainer's may not pickle.
+            state.update(_scheme=None, _options={})
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._stay()
+        self._context_ref = self._model_ref = None
+        super().__setstate__(state)
+
+    def shutdown(self) -> None:
+        """Close this end; the other one learns of it."""
+        # Also called for an object whose __init__ raised.
+        state = vars(self)
+        if receiver := state.get("_receiver"):
+            receiver.close()
+        for sender in state.get("_senders", ()):
+            sender.close()
+        super().shutdown()
+
+
+def _first_index(context: Any) -> int:
+    """Return the index of the first worker: those of a DistributedCollector are ranks."""
+    return 1 if isinstance(context, DistributedCollector) else 0
+
+
+def _is_by_worker(weights: Any) -> bool:
+    # A TensorDict is no dict, and its keys are strings.
+    return (
+        isinstance(weights, dict) and bool(weights) and all(isinstance(key, int) for key in weights)
+    )
+
+
+def _materialize(model: Any, device: torch.device | None) -> None:
+    """Allocate a policy that TorchRL has sent without its weights."""
+    if isinstance(model, nn.Module) and any(
+        tensor.is_meta for tensor in (*model.parameters(), *model.buffers())
+    ):
+        model.to_empty(device=device or "cpu")
+
+
+def _register() -> None:
+    """Let `WeightSyncScheme.from_backend("sync_core", scheme="shm")` find the class."""
+    register = getattr(weight_sync_schemes, "register_weight_sync_backend", None)
+    if register is not None:
+        register("sync_core")(Scheme)
+
+
+_register()

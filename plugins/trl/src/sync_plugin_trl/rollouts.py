@@ -1,0 +1,212 @@
+"""Workers that generate completions, and commit the trainer's weights between two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from sync_core import Address, Receiver, Sender, SendReport
+from sync_core.checks import check_count, check_seconds
+from sync_core.workers import choose_group, gather, release_with
+
+Tokens = list[int]
+
+
+class Rollouts:
+    """Generates with workers that have a trainer's model; a ``rollout_func`` of `trl.GRPOTrainer`.
+
+    A worker commits a version when `send` asks for it, which is never during a call of
+    ``model.generate``: calls of one worker run one after the other.
+
+    Args:
+        model: the trainer's model, a causal language model of transformers.
+        tokenizer: its tokenizer.
+        scheme: the name of an installed scheme, or a plugin object.
+        num_workers: how many workers to start.
+        workers: the name of a worker group; None for the one that suits the scheme.
+        make_model: makes the model of each worker; None for one of the trainer's architecture and
+            dtype.
+        seed: the workers sample with ``seed``, ``seed + 1``, … .
+        timeout: deadline of every send, and of starting and stopping workers, in seconds.
+        generate_timeout: deadline of `generate`, in seconds.
+        worker_options: options of the worker group.
+        **options: other arguments of `sync_core.Sender`, such as ``layers`` and ``on_failure``,
+            and options of the scheme.
+
+    Raises:
+        PluginError: scheme or group cannot be found or used.
+        RemoteCallError: a worker could not make its model, or it does not fit the trainer's.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        scheme: Any = "shm",
+        num_workers: int = 1,
+        workers: Any = None,
+        make_model: Callable[[], Any] | None = None,
+        seed: int = 0,
+        timeout: float = 60.0,
+        generate_timeout: float = 600.0,
+        worker_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        check_count(num_workers, "num_workers")
+        self._tokenizer = tokenizer
+        make = make_model or partial(
+            AutoModelForCausalLM.from_config, model.config, dtype=model.dtype
+        )
+        group = choose_group([scheme], workers)
+        self._generate_timeout = check_seconds(generate_timeout)
+        self._sender = Sender(scheme, model, num_workers=num_workers, timeout=timeout, **options)
+        self._close = release_with(self, self._sender.close)
+        try:
+            self._group = group(
+                lambda worker_id: _Generator(make, seed + worker_id),
+                num_workers,
+                timeout=timeout,
+                **(worker_options or {}),
+            )
+        except BaseException:
+            self._close()
+            raise
+        try:
+            calls = {
+                worker_id: self._group.call(
+                    worker_id, _Generator.connect, self._sender.address(worker_id)
+                )
+                for worker_id in self._group.worker_ids
+            }
+            gather(calls, timeout, "connect to the trainer")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """The newest version sent; 0 before the first."""
+        return self._sender.version
+
+    def send(self) -> SendReport:
+        """Send the trainer's weights, and wait until every worker has committed them.
+
+        Raises:
+            SendError: some workers failed; the others have the new version.
+        """
+        pending = self._sender.send_async()
+        for worker_id in self._group.worker_ids:
+            # The sender learns what came of it.
+            self._group.call(worker_id, _Generator.receive)
+        try:
+            return pending.wait()
+        except BaseException as error:
+            pending.interrupt(error)
+            raise
+
+    def generate(
+        self, prompts: Sequence[Tokens], config: GenerationConfig
+    ) -> tuple[list[Tokens], list[int]]:
+        """Return a completion of each prompt, and the version of the weights that made it.
+
+        Args:
+            prompts: token ids, without padding; the workers share them.
+            config: as for ``model.generate``.
+
+        Raises:
+            RemoteCallError: a worker raised.
+            WorkerLostError: a worker died.
+            WorkerTimeoutError: a worker did not return in time.
+        """
+        ids = self._group.worker_ids
+        ends = [i * len(prompts) // len(ids) for i in range(len(ids) + 1)]
+        calls = {
+            worker_id: self._group.call(worker_id, _Generator.generate, prompts[begin:end], config)
+            for worker_id, begin, end in zip(ids, ends, ends[1:], strict=False)
+        }
+        results = gather(calls, self._generate_timeout, "generate")
+        completions = [tokens for made, _ in results for tokens in made]
+        versions = [version for made, version in results for _ in made]
+        return completions, versions
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Return what `trl.GRPOTrainer` expects of its ``rollout_func``.
+
+        Reward functions get the version that made each completion as ``version``.
+        """
+        ids = [self._encode(prompt) for prompt in prompts]
+        completions, versions = self.generate(ids, trainer.generation_config)
+        # The trainer computes the log-probabilities, as it does for its own model.generate.
+        return {
+            "prompt_ids": ids,
+            "completion_ids": completions,
+            "logprobs": None,
+            "version": versions,
+        }
+
+    def close(self) -> None:
+        """End the workers, and the sender."""
+        try:
+            self._group.stop()
+        finally:
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _encode(self, prompt: Any) -> Tokens:
+        if isinstance(prompt, str):
+            tokens: Tokens = self._tokenizer(prompt)["input_ids"]
+        else:
+            tokens = self._tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        return tokens
+
+
+class _Generator:
+    """The model of one worker."""
+
+    def __init__(self, make_model: Callable[[], Any], seed: int) -> None:
+        torch.manual_seed(seed)
+        self._model = make_model().eval()
+
+    def connect(self, address: Address) -> None:
+        self._receiver = Receiver(address, self._model)
+
+    def receive(self) -> None:
+        self._receiver.receive()
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Tokens], config: GenerationConfig
+    ) -> tuple[list[Tokens], int]:
+        if not prompts:
+            return [], self._receiver.version
+        width = max(map(len, prompts))
+        ids = torch.full((len(prompts), width), config.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        made = self._model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        ends = config.eos_token_id
+        ends = {ends} if isinstance(ends, int) else {*(ends or ())}
+        return [_until(row, ends) for row in made[:, width:].tolist()], self._receiver.version
+
+    def close(self) -> None:
+        """Leave the sender; the worker group calls it when the worker ends."""
+        self._receiver.close()
+
+
+def _until(tokens: Tokens, ends: set[int]) -> Tokens:
+    """Return the tokens up to the first that ends a text, and with it."""
+    return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in ends), tokens)

@@ -1,0 +1,204 @@
+"""Hugging Face trainers, and a GRPO run of TRL whose completions come from workers."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+
+from sync_core import Receiver, RemoteCallError, Sender
+from sync_core.testing.loopback import Loopback
+from sync_plugin_trl import Rollouts, SyncCallback
+
+pytestmark = [pytest.mark.timeout(110), pytest.mark.filterwarnings("ignore")]
+
+WORDS = ["<pad>", "</s>", *"abcdefghijklmnop"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="a"
+    )
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(WORDS),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+    )
+
+
+class Noted(Sender):
+    """A sender over loopback whose worker commits at once; it notes the weights of each send."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(Loopback(), model, num_workers=1)
+        self.worker = copy.deepcopy(model)
+        self.receiver = Receiver(self.address(0), self.worker)
+        self.sent: list[Tensor] = []
+
+    def send(self, *args: Any, **kwargs: Any) -> Any:
+        pending = self.send_async(*args, **kwargs)
+        self.receiver.receive()
+        self.sent.append(next(self.worker.parameters()).detach().clone())
+        return pending.wait()
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": ((self.layer(x) - labels) ** 2).mean()}
+
+
+@pytest.mark.parametrize(("every", "sends"), [(1, 6), (2, 4), (3, 3), (9, 2)])
+def test_a_trainer_sends_after_its_steps(every: int, sends: int, tmp_path: Path) -> None:
+    model = Regression()
+    rows = [{"x": torch.randn(2), "labels": torch.ones(1)} for _ in range(20)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=5,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    with Noted(model) as sender:
+        callback = SyncCallback(sender, every=every)
+        Trainer(model, arguments, train_dataset=rows, callbacks=[callback]).train()
+        # When it begins, after every n of five steps, and the last step.
+        assert len(sender.sent) == sends
+        assert all(not torch.equal(a, b) for a, b in pairwise(sender.sent))
+        assert torch.equal(sender.sent[-1], model.layer.weight)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+def test_every_is_a_number_of_steps(every: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"every is .*; give 1 or more"):
+        SyncCallback(None, every=every)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def rollouts(tokenizer: Any) -> Iterator[tuple[LlamaForCausalLM, Rollouts]]:
+    model = make_model()
+    with Rollouts(model, tokenizer, num_workers=2) as made:
+        yield model, made
+
+
+def greedy(model: LlamaForCausalLM, prompts: list[list[int]], config: Any) -> list[list[int]]:
+    made = [model.generate(torch.tensor([p]), generation_config=config)[0] for p in prompts]
+    return [ids[len(p) :].tolist() for p, ids in zip(prompts, made, strict=True)]
+
+
+def test_workers_generate_what_the_trainers_model_generates(
+    rollouts: tuple[LlamaForCausalLM, Rollouts],
+) -> None:
+    model, workers = rollouts
+    prompts = [[2, 3, 4], [5], [6, 7, 8, 9, 10]]
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=1)
+    seen = []
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        workers.send()
+        completions, versions = workers.generate(prompts, config)
+        assert completions == greedy(model, prompts, config)
+        assert versions == [workers.version] * 3
+        seen.append(completions)
+    assert seen[0] != seen[1]
+    assert workers.generate([], config) == ([], [])
+
+
+def test_a_grpo_run(
+    rollouts: tuple[LlamaForCausalLM, Rollouts], tokenizer: Any, tmp_path: Path
+) -> None:
+    trl: Any = pytest.importorskip("trl", reason="trl is not installed: pip install trl")
+    model, workers = rollouts
+    first = workers.version
+    seen: list[list[int]] = []
+
+    def reward(completion_ids: list[list[int]], version: list[int], **_: Any) -> list[float]:
+        seen.append(version)
+        return [sum(token == 2 for token in tokens) / 8 for tokens in completion_ids]
+
+    arguments = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        max_steps=4,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        learning_rate=1e-2,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+    )
+    trainer = trl.GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": ["a b", "c", "d e f", "g"] * 4}),
+        rollout_func=workers,
+        callbacks=[SyncCallback(workers)],
+    )
+    trainer.train()
+    # Each batch is made by the weights of the step before.
+    assert seen == [[first + 1 + step] * 8 for step in range(4)]
+    assert workers.version == first + 5
+
+
+def test_a_worker_that_cannot_generate_is_named(
+    rollouts: tuple[LlamaForCausalLM, Rollouts],
+) -> None:
+    with pytest.raises(RemoteCallError, match="worker 1"):
+        rollouts[1].generate([[2], [len(WORDS) + 5]], GenerationConfig(pad_token_id=0))
+
+
+def test_a_model_that_does_not_fit_ends_everything(tokenizer: Any) -> None:
+    threads = threading.active_count()
+    with pytest.raises(RemoteCallError, match="embed_tokens"):
+        Rollouts(
+            make_model(),
+            tokenizer,
+            scheme="thread",
+            workers="thread",
+            make_model=lambda: nn.Linear(2, 2),
+        )
+    assert threading.active_count() == threads
