@@ -9,6 +9,7 @@ from sync_plugin_std.interval import Interval
 from sync_plugin_std.lora import MergedLora
 from sync_plugin_std.metrics import Metrics
 from sync_plugin_std.mp import with_pipe
+from sync_plugin_std.record import Record
 from sync_plugin_std.rename import Fuse, Rename, Split, Transpose
 from sync_plugin_std.select import Select
 
@@ -22,6 +23,7 @@ __all__ = [
     "Interval",
     "MergedLora",
     "Metrics",
+    "Record",
     "Rename",
     "Select",
     "Split",
