@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests soak chaos long-life demo docs format install clean
+.PHONY: help test check tests soak chaos long-life demo docs dist format install clean
 
 help:
 	@echo "make test                        every check and every test"
@@ -19,6 +19,7 @@ help:
 	@echo "make chaos [ARGS=]               every fault on every scheme; writes docs/reliability.md"
 	@echo "make long-life [ARGS=]           100,000 sends by each scheme: does anything grow?"
 	@echo "make docs                        these pages and the reference, into docs/_build"
+	@echo "make dist [ARGS=]                build each distribution into dist/, and try it in an empty environment"
 	@echo "make format                      let ruff put the code into shape"
 	@echo "make install                     make .venv and install everything (the others do too)"
 	@echo "make clean                       remove .venv, caches and output"
@@ -49,6 +50,9 @@ demo: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
 
+dist:
+	$(PYTHON) .ci/dist.py $(ARGS)
+
 format: $(INSTALLED)
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
@@ -65,6 +69,6 @@ $(INSTALLED): requirements-dev.txt constraints.txt $(wildcard */pyproject.toml *
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out docs/_build \
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out dist docs/_build \
 	    docs/reference/generated
 	find core plugins plugins_ray plugins_dist tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -37,9 +37,10 @@ _SKIP = re.compile(r"<!-+ *(skip.*?) *-+>", re.DOTALL)
 _REASON = re.compile(r'skip: next "[^"]{10,}"')
 _FILE = re.compile(r"# (\w+\.py)\n")
 
+_READMES = (path.with_name("README.md") for path in ROOT.glob("[cp]*/**/pyproject.toml"))
 _PAGES = sorted(
     path
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    for path in [*ROOT.glob("*.md"), *_READMES, *(ROOT / "docs").rglob("*.md")]
     if "_build" not in path.relative_to(ROOT).parts and "```" in path.read_text(encoding="utf-8")
 )
 _each_page = pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from sync_core.errors import SyncError
 
@@ -56,6 +56,11 @@ class WorkerResult:
     deliver_seconds: float | None = None
     acknowledge_seconds: float = 0.0
     pause_seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, for JSON; ``error`` is its message."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"error": None if self.error is None else str(self.error)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,18 @@ class SendReport:
     def returned(self) -> tuple[int, ...]:
         """The workers that have come back from quarantine since the last report."""
         return tuple(i for i, result in self.workers.items() if result.returned)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, for JSON; ``workers`` is a list, with ``worker_id``.
+
+        Example:
+            >>> report = SendReport(1, 0.5, {0: WorkerResult(1, 0.4, 40)}, scheme="shm")
+            >>> report.as_dict()["workers"][0]["worker_id"]
+            0
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        workers = [{"worker_id": i} | result.as_dict() for i, result in self.workers.items()]
+        return values | {"workers": workers}
 
     def with_returned(self, worker_ids: Collection[int]) -> SendReport:
         """The same report, in which these workers have come back from quarantine."""

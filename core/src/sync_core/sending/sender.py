@@ -25,6 +25,7 @@ from sync_core.sending.failure_policy import FailurePolicy, OnFailure
 from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
 from sync_core.sending.pipeline import Pipeline, Source, Terms
+from sync_core.sending.status import StatusEndpoint
 from sync_core.sending.updater import Updater
 from sync_core.sending.worker_state import WorkerStatus
 from sync_core.stack import PushCounter
@@ -87,6 +88,7 @@ class Sender(Updater):
             layer changes values. Needs ``pip install "sync-core[verify]"``, here and there.
         on_report: called with the report at the end of every send, also where workers failed;
             what it raises is logged, and changes nothing.
+        status: answer readers such as ``sync-core watch`` at `status_address`.
         timeout: deadline of blocking calls, in seconds.
         version: the version from which to count: the first send has the next one. A trainer that
             was started again gives the version that it had reached.
@@ -127,6 +129,7 @@ class Sender(Updater):
         on_restart: Callable[[Any, Address], object] | None = None,
         verify: Verify | None = None,
         on_report: Callable[[SendReport], object] | None = None,
+        status: bool = False,
         timeout: float = 60.0,
         version: int = 0,
         **options: Any,
@@ -174,6 +177,11 @@ class Sender(Updater):
         self._close_members = release_with(self, self._members.close)
         self._closed = False
         self._process = os.getpid()
+        self._status: StatusEndpoint | None = None
+        if status:
+            self._status = StatusEndpoint(self, self._pipeline.scheme)
+            self._reporters.append(self._status)
+            self._close_status = release_with(self, self._status.close)
         if model is None and context is not None:
             model = model_id
         if model is not None:
@@ -219,6 +227,20 @@ class Sender(Updater):
                     f"versions only grow: the sender is at version {self._version}, got {version}"
                 )
             self._version = version
+
+    @property
+    def status_address(self) -> str:
+        """Return where this machine's users who know it can read the sender's status.
+
+        It is an ``http://`` address on the loopback interface, with a random token, for
+        ``sync-core watch`` or anything else that reads JSON.
+
+        Raises:
+            OptionError: the sender was made without ``status=True``.
+        """
+        if self._status is None:
+            raise OptionError("this sender shows no status; type Sender(…, status=True)")
+        return self._status.address
 
     def all_worker_ids(self) -> tuple[int, ...]:
         """The ids of the workers."""
@@ -446,6 +468,8 @@ class Sender(Updater):
         pending = self._pending
         if pending is not None:
             pending.abandon(_CLOSED)
+        if self._status is not None:
+            self._close_status()
         self._close_members()
         self._pipeline.close()
 

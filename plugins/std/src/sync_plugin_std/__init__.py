@@ -12,6 +12,7 @@ from sync_plugin_std.float8 import Float8Blocks
 from sync_plugin_std.interval import Interval
 from sync_plugin_std.metrics import Metrics
 from sync_plugin_std.mp import with_pipe
+from sync_plugin_std.record import Record
 from sync_plugin_std.regrouping import Fuse, Rename, Split, Transpose
 from sync_plugin_std.selection import Select
 
@@ -29,6 +30,7 @@ __all__ = [
     "Interval",
     "Lora",
     "Metrics",
+    "Record",
     "Rename",
     "Select",
     "Split",

@@ -1,0 +1,163 @@
+"""``sync-core watch``: the workers of a running sender, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from sync_core.errors import SyncError
+
+# A sender that does not answer in this time is stopped, or busy with other readers, in seconds.
+_DEADLINE = 5.0
+_STYLES = {
+    "current": "green",
+    "behind": "yellow",
+    "connecting": "yellow",
+    "restarting": "yellow",
+    "suspect": "red",
+    "quarantined": "red",
+    "bad": "bold red",
+    "lost": "bold red",
+}
+_PHASES = ("deliver", "stage", "commit", "pause", "acknowledge")
+
+
+class StatusError(SyncError):
+    """No status can be read at an address."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.description = (
+        "Shows each worker of a running sender: its state, its version, how many versions it is "
+        "behind, the milliseconds of each phase and the bytes of its last update, and its last "
+        "error. The sender is made with Sender(…, status=True), and prints the address with "
+        "print(sender.status_address)."
+    )
+    parser.add_argument("address", help="what sender.status_address is")
+    parser.add_argument("--interval", type=float, default=1.0, help="seconds between looks (1)")
+    parser.add_argument("--once", action="store_true", help="print one table, and end")
+    parser.add_argument("--json", action="store_true", help="print JSON once, and end")
+    parser.set_defaults(run=_run)
+
+
+def fetch(address: str) -> dict[str, Any]:
+    """Return what the sender at an address says of itself, with the fields of `SenderView`.
+
+    Raises:
+        StatusError: it does not answer, or refuses the token.
+    """
+    parts = urlsplit(address)
+    if parts.scheme != "http" or not parts.hostname or not parts.port:
+        raise StatusError(
+            f"{address!r} is not a status address; it looks like http://127.0.0.1:40000/TOKEN, and "
+            "print(sender.status_address) prints it, for a Sender(…, status=True)"
+        )
+    connection = HTTPConnection(parts.hostname, parts.port, timeout=_DEADLINE)
+    try:
+        connection.request("GET", parts.path)
+        response = connection.getresponse()
+        content = json.loads(response.read())
+    except (OSError, HTTPException, ValueError) as error:
+        raise StatusError(f"no sender answers at {parts.netloc}: {error}") from error
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise StatusError(f"the sender at {parts.netloc} refuses: {content['error']}")
+    status: dict[str, Any] = content
+    return status
+
+
+def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
+    if rest:
+        parser.error(f"watch has no {' '.join(rest)!r}")
+    if not arguments.interval > 0:
+        parser.error(f"--interval must be more than 0 seconds, got {arguments.interval}")
+    status = fetch(arguments.address)
+    console = Console()
+    if arguments.json:
+        sys.stdout.write(json.dumps(status, indent=2) + "\n")
+    elif arguments.once:
+        console.print(render(status))
+    else:
+        _watch(arguments.address, status, arguments.interval, console)
+    return 0
+
+
+def _watch(address: str, status: Mapping[str, Any], interval: float, console: Console) -> None:
+    try:
+        with Live(render(status), console=console, auto_refresh=False) as live:
+            while True:
+                live.refresh()
+                time.sleep(interval)
+                live.update(render(fetch(address)))
+    except KeyboardInterrupt:
+        return
+    except StatusError as error:
+        console.print(f"{error}; it was closed, or its process has ended", markup=False)
+
+
+def render(status: Mapping[str, Any]) -> Group:
+    """Return the status as a line about the sender and a table of its workers.
+
+    Args:
+        status: the fields of `SenderView`.
+    """
+    table = Table(expand=False)
+    table.add_column("worker", justify="right")
+    table.add_column("state")
+    for column in ("for", "version", "lag", *(f"{phase} ms" for phase in _PHASES), "MB"):
+        table.add_column(column, justify="right")
+    table.add_column("last error", overflow="fold")
+    for worker in status["workers"]:
+        table.add_row(*_cells(worker))
+    return Group(Text(_headline(status)), table)
+
+
+def _headline(status: Mapping[str, Any]) -> str:
+    line = (
+        f"{status['model_id']} by {status['scheme']}, process {status['process']}: version "
+        f"{status['version']}, {status['sends']} sends, {status['failed_sends']} failed, "
+        f"{status['nbytes'] / 1e6:,.1f} MB"
+    )
+    last = status["last"]
+    if last is None:
+        return f"{line}; nothing was sent yet"
+    phases = ", ".join(
+        f"{phase} {1e3 * last[f'{phase}_seconds']:.1f}" for phase in ("prepare", "pack", "publish")
+    )
+    return (
+        f"{line}; the last took {1e3 * last['seconds']:.1f} ms ({phases}), "
+        f"{last['ago_seconds']:.0f} s ago"
+    )
+
+
+def _cells(worker: Mapping[str, Any]) -> Sequence[str | Text]:
+    state = worker["state"]
+    last = worker["last"]
+    return [
+        str(worker["worker_id"]),
+        Text(state, style=_STYLES.get(state, "")),
+        f"{worker['state_seconds']:.0f} s",
+        str(worker["version"]),
+        Text(str(worker["lag"]), style="yellow" if worker["lag"] else ""),
+        *(_milliseconds(last, f"{phase}_seconds") for phase in _PHASES),
+        "" if last is None else f"{last['nbytes'] / 1e6:,.1f}",
+        Text(worker["error"] or "", style="red"),
+    ]
+
+
+def _milliseconds(last: Mapping[str, Any] | None, field: str) -> str:
+    seconds = None if last is None else last[field]
+    return "" if seconds is None else f"{1e3 * seconds:.1f}"

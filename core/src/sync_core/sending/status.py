@@ -1,0 +1,237 @@
+"""The status of a sender, which ``sync-core watch`` reads: JSON over HTTP, on this machine only."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any, Protocol
+
+from sync_core.report import SendReport, WorkerResult
+from sync_core.sending.worker_state import WorkerStatus
+
+# A request, and then its answer, may take this long, in seconds; others wait in the meantime.
+_DEADLINE = 1.0
+# Before another connection is accepted, in seconds, where the process has no descriptor left.
+_PAUSE = 1.0
+# A browser sends up to 2 KB of headers, beside cookies.
+_LONGEST_REQUEST = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What a sender knows of one worker.
+
+    Args:
+        worker_id: the worker.
+        state: its state; see `WorkerState`.
+        state_seconds: how long it has been in it.
+        version: the newest version that it has acknowledged; 0 for none.
+        lag: how many versions the sender is ahead of it.
+        failures: how many sends it has failed in a row.
+        error: the last failure, if it has not acknowledged the newest version since.
+        last: the fields of its `WorkerResult` in the last send that was meant for it.
+    """
+
+    worker_id: int
+    state: str
+    state_seconds: float
+    version: int
+    lag: int
+    failures: int
+    error: str | None
+    last: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SenderView:
+    """What a sender knows of itself and of its workers.
+
+    Args:
+        scheme: the name of the scheme.
+        model_id: the model's name.
+        process: the id of the sender's process.
+        version: the newest version sent; 0 before the first.
+        sends: how many sends have ended.
+        failed_sends: how many of them some worker failed.
+        nbytes: bytes delivered by them to all workers together.
+        last: the fields of the last `SendReport` but its workers, and ``ago_seconds``; None before
+            the first.
+        workers: each worker.
+    """
+
+    scheme: str
+    model_id: str
+    process: int
+    version: int
+    sends: int
+    failed_sends: int
+    nbytes: int
+    last: dict[str, Any] | None
+    workers: list[WorkerView]
+
+
+class Watched(Protocol):
+    """The part of a `Sender` that is shown."""
+
+    model_id: str
+
+    @property
+    def version(self) -> int:
+        """The newest version sent."""
+
+    @property
+    def workers(self) -> Mapping[int, WorkerStatus]:
+        """The status of each worker."""
+
+
+class StatusEndpoint:
+    """Answers ``GET`` requests for the status of a sender, one after the other, in a thread.
+
+    It listens on the loopback address, on a free port. `address` has a random token; requests for
+    any other path are refused, whatever they ask for. Nothing that is sent here changes anything.
+
+    Args:
+        sender: the sender; it is not kept alive.
+        scheme: the name of its scheme.
+    """
+
+    def __init__(self, sender: Watched, scheme: str) -> None:
+        self._sender = weakref.ref(sender)
+        self._scheme = scheme
+        self._path = f"/{secrets.token_urlsafe(16)}"
+        self._last: tuple[float, SendReport] | None = None
+        self._results: dict[int, WorkerResult] = {}
+        self._sends = self._failed_sends = self._nbytes = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setblocking(False)  # a connection may be gone before it is accepted
+        self._ended, self._end = socket.socketpair()
+        self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}{self._path}"
+        self._thread = threading.Thread(target=self._serve, name="sync-status", daemon=True)
+        self._thread.start()
+
+    def __call__(self, report: SendReport) -> None:
+        """Take a report."""
+        self._sends += 1
+        self._failed_sends += any(result.error for result in report.workers.values())
+        self._nbytes += report.nbytes
+        sent = {i: result for i, result in report.workers.items() if not result.skipped}
+        # The thread sees the dict before or after, never one that changes.
+        self._results = self._results | sent
+        self._last = time.monotonic(), report
+
+    def close(self) -> None:
+        """Refuse further connections; a request in progress is answered first."""
+        self._end.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def view(self) -> SenderView:
+        """Return what is shown now.
+
+        Raises:
+            ReferenceError: the sender is gone.
+        """
+        sender = self._sender()
+        if sender is None:
+            raise ReferenceError("the sender is gone")
+        now, version, last, results = time.monotonic(), sender.version, self._last, self._results
+        return SenderView(
+            scheme=self._scheme,
+            model_id=sender.model_id,
+            process=os.getpid(),
+            version=version,
+            sends=self._sends,
+            failed_sends=self._failed_sends,
+            nbytes=self._nbytes,
+            last=None if last is None else _summary(last[1], now - last[0]),
+            workers=[
+                WorkerView(
+                    worker_id=worker_id,
+                    state=str(worker.state),
+                    state_seconds=now - worker.since,
+                    version=worker.version,
+                    lag=max(0, version - worker.version),
+                    failures=worker.failures,
+                    error=None if worker.error is None else str(worker.error),
+                    last=results[worker_id].as_dict() if worker_id in results else None,
+                )
+                for worker_id, worker in sender.workers.items()
+            ],
+        )
+
+    def _serve(self) -> None:
+        with self._listener, self._ended, DefaultSelector() as selector:
+            selector.register(self._ended, EVENT_READ)
+            selector.register(self._listener, EVENT_READ)
+            while self._ended not in {key.fileobj for key, _ in selector.select()}:
+                try:
+                    connection, _ = self._listener.accept()
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    selector.unregister(self._listener)
+                    if selector.select(_PAUSE):
+                        break
+                    selector.register(self._listener, EVENT_READ)
+                    continue
+                with connection, suppress(OSError):
+                    self._answer(connection)
+            # A process that was forked from this one has the listener, too.
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+
+    def _answer(self, connection: socket.socket) -> None:
+        method, _, rest = _first_line(connection).partition(b" ")
+        path = rest.partition(b" ")[0]
+        if not hmac.compare_digest(path, self._path.encode()):
+            status, content = "403 Forbidden", {"error": "this address has another token"}
+        elif method != b"GET":
+            status, content = "405 Method Not Allowed", {"error": "the status is read by GET"}
+        else:
+            try:
+                status, content = "200 OK", asdict(self.view())
+            except ReferenceError as error:
+                status, content = "410 Gone", {"error": str(error)}
+        body = json.dumps(content).encode()
+        head = (
+            f"HTTP/1.0 {status}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nCache-Control: no-store\r\n\r\n"
+        )
+        connection.settimeout(_DEADLINE)
+        connection.sendall(head.encode() + body)
+
+
+def _first_line(connection: socket.socket) -> bytes:
+    """Read a request, and return its first line.
+
+    Raises:
+        TimeoutError: it was not there by the deadline.
+    """
+    deadline = time.monotonic() + _DEADLINE
+    request = b""
+    while b"\r\n\r\n" not in request and len(request) < _LONGEST_REQUEST:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError("the request has no end")
+        connection.settimeout(remaining)
+        part = connection.recv(_LONGEST_REQUEST - len(request))
+        if not part:
+            break
+        request += part
+    return request.partition(b"\r\n")[0]
+
+
+def _summary(report: SendReport, ago_seconds: float) -> dict[str, Any]:
+    values = report.as_dict()
+    del values["workers"]
+    return values | {"ago_seconds": ago_seconds}

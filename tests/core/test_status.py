@@ -1,0 +1,176 @@
+"""The status of a sender, and `sync-core watch`, which shows it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from torch import nn
+
+from sync_core import OptionError, Receiver, Sender, SendError
+from sync_core.cli import main
+from sync_core.cli.watch import StatusError, fetch
+from sync_core.sending.status import SenderView, WorkerView
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    with Sender("thread", nn.Linear(2, 2), num_workers=2, status=True) as sender:
+        yield sender
+
+
+def send_to_the_first(sender: Sender) -> None:
+    receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+    pending = sender.send_async()
+    receiver.receive()
+    with pytest.raises(SendError):
+        pending.wait(0)
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "sync-status"]
+
+
+def test_the_status_names_what_is_stale(sender: Sender) -> None:
+    before = fetch(sender.status_address)
+    assert (before["version"], before["last"], before["sends"]) == (0, None, 0)
+    send_to_the_first(sender)
+    status = fetch(sender.status_address)
+    assert (status["scheme"], status["version"], status["failed_sends"]) == ("thread", 1, 1)
+    assert status["last"]["publish_seconds"] > 0
+    fresh, stale = status["workers"]
+    assert (fresh["state"], fresh["version"], fresh["lag"], fresh["error"]) == (
+        "current",
+        1,
+        0,
+        None,
+    )
+    assert fresh["last"]["commit_seconds"] > 0
+    assert fresh["last"]["nbytes"] == status["nbytes"] > 0
+    assert (stale["state"], stale["version"], stale["lag"]) == ("suspect", 0, 1)
+    assert "did not confirm version 1" in stale["error"]
+
+
+def test_json_has_the_fields_that_are_documented(sender: Sender) -> None:
+    status = fetch(sender.status_address)
+    assert status.keys() == {*SenderView.__dataclass_fields__}
+    assert status["workers"][0].keys() == {*WorkerView.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/", 403), ("GET", "/wrong", 403), ("POST", "/", 403), ("POST", None, 405)],
+)
+def test_only_reading_with_the_token_is_answered(
+    sender: Sender, method: str, path: str | None, status: int
+) -> None:
+    parts = urlsplit(sender.status_address)
+    assert parts.hostname == "127.0.0.1"
+    connection = HTTPConnection("127.0.0.1", parts.port or 0, timeout=5)
+    connection.request(method, path or parts.path)
+    response = connection.getresponse()
+    assert response.status == status
+    assert json.loads(response.read()).keys() == {"error"}
+    connection.close()
+
+
+@pytest.mark.parametrize("request_", [b"", b"\r\n\r\n", b"\x00\xff\r\n\r\n", b"GET\r\n"])
+def test_any_other_bytes_are_refused(sender: Sender, request_: bytes) -> None:
+    parts = urlsplit(sender.status_address)
+    with socket.create_connection((parts.hostname, parts.port), timeout=5) as connection:
+        connection.sendall(request_)
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(100).startswith(b"HTTP/1.0 403")
+
+
+def test_a_request_without_end_is_not_read_to_its_end(sender: Sender) -> None:
+    parts = urlsplit(sender.status_address)
+    with (
+        socket.create_connection((parts.hostname, parts.port), timeout=5) as connection,
+        pytest.raises(ConnectionError),
+    ):
+        connection.sendall(b"GET /" + b"x" * 100_000_000)
+    assert fetch(sender.status_address)["version"] == 0
+
+
+def test_a_reader_that_sends_nothing_holds_up_no_other(sender: Sender) -> None:
+    parts = urlsplit(sender.status_address)
+    with socket.create_connection((parts.hostname, parts.port)):
+        assert fetch(sender.status_address)["version"] == 0
+
+
+def test_closing_ends_the_thread_and_the_port(sender: Sender) -> None:
+    assert threads()
+    sender.close()
+    assert not threads()
+    with pytest.raises(StatusError, match="no sender answers"):
+        fetch(sender.status_address)
+
+
+def test_a_forgotten_sender_is_not_kept_alive() -> None:
+    forgotten = Sender("thread", nn.Linear(2, 2), num_workers=1, status=True)
+    fetch(forgotten.status_address)
+    reference = weakref.ref(forgotten)
+    del forgotten
+    gc.collect()
+    assert reference() is None
+    assert not threads()
+
+
+def test_without_a_status_there_is_no_address() -> None:
+    with Sender("thread", nn.Linear(2, 2), num_workers=1) as sender:
+        assert not threads()
+        with pytest.raises(OptionError, match="status=True"):
+            _ = sender.status_address
+
+
+def test_watch_prints_a_table(sender: Sender, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    send_to_the_first(sender)
+    assert main(["watch", sender.status_address, "--once"]) == 0
+    printed = capsys.readouterr().out
+    assert "policy by thread" in printed
+    assert "1 sends, 1 failed" in printed
+    (stale,) = (line for line in printed.splitlines() if "suspect" in line)
+    assert "worker 1: did" in stale
+
+
+def test_watch_goes_on_until_the_sender_closes(sender: Sender, capsys: Any) -> None:
+    started = time.monotonic()
+    closing = threading.Timer(0.2, sender.close)
+    closing.start()
+    assert main(["watch", sender.status_address, "--interval", "0.05"]) == 0
+    closing.join()
+    assert time.monotonic() - started >= 0.2
+    assert "its process has ended" in " ".join(capsys.readouterr().out.split())
+
+
+def test_watch_prints_json(sender: Sender, capsys: Any) -> None:
+    assert main(["watch", sender.status_address, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["workers"][1]["state"] == "connecting"
+
+
+@pytest.mark.parametrize("address", ["", "policy", "http://127.0.0.1", "https://127.0.0.1:1/x"])
+def test_watch_names_what_an_address_looks_like(address: str, capsys: Any) -> None:
+    assert main(["watch", address]) == 1
+    assert "print(sender.status_address)" in capsys.readouterr().err
+
+
+def test_a_report_is_json(sender: Sender) -> None:
+    send_to_the_first(sender)
+    result = fetch(sender.status_address)["workers"][1]["last"]
+    assert result["version"] is None
+    assert asdict(sender.workers[1])["failures"] == 1

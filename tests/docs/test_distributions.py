@@ -1,0 +1,78 @@
+"""The distributions are ready to be published; `make dist` builds them and tries each alone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+import sync_core
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = sorted(
+    path.parent for path in [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
+)
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+_of_each = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+
+
+def project_of(folder: Path) -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    return project
+
+
+@_of_each
+def test_the_metadata_are_complete(folder: Path) -> None:
+    project, core = project_of(folder), project_of(ROOT / "core")
+    for field in ("classifiers", "urls", "license", "requires-python", "authors"):
+        assert project[field] == core[field], field
+    assert project["description"].endswith(".")
+    assert project["keywords"]
+    assert (folder / project["readme"]).read_text().startswith(f"# {project['name']}\n")
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert list(folder.glob("src/*/py.typed"))
+
+
+@_of_each
+def test_the_version_is_in_one_place(folder: Path) -> None:
+    project = project_of(folder)
+    assert project["dynamic"] == ["version"]
+    (package,) = folder.glob("src/*/__init__.py")
+    # Each has its own, as it can be installed alone; a release gives all the same.
+    assert f'\n__version__ = "{sync_core.__version__}"\n' in package.read_text()
+    minor = ".".join(sync_core.__version__.split(".")[:2])
+    ours = {project_of(other)["name"] for other in FOLDERS}
+    for requirement in project["dependencies"]:
+        name = requirement.partition("==")[0].partition("[")[0]
+        assert name not in ours or requirement.endswith(f"=={minor}.*"), requirement
+
+
+def test_every_distribution_is_installed_for_development() -> None:
+    text = (ROOT / "requirements-dev.txt").read_text()
+    for folder in FOLDERS:
+        assert f"-e ./{folder.relative_to(ROOT)}" in text
+
+
+def test_the_workflow_runs_what_exists() -> None:
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    assert {*jobs["test"]["strategy"]["matrix"]["os"]} == {"ubuntu-latest", "macos-latest"}
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    targets = {command.split()[1] for command in commands if command.startswith("make ")}
+    assert targets == {"test", "dist"}
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+
+
+def test_the_workflow_is_valid() -> None:
+    if actionlint := shutil.which("actionlint"):
+        command = [actionlint, str(WORKFLOW)]
+    else:
+        schema = ("--builtin-schema", "vendor.github-workflows")
+        command = [sys.executable, "-m", "check_jsonschema", *schema, str(WORKFLOW)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
