@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Self, get_args
 
-from sync_core.hooks import ApplyContext, TransportContext
+from sync_core import registry
+from sync_core.errors import AddressError, OptionError, PayloadError
+from sync_core.hooks import ApplyContext, TransportContext, parse_options
 from sync_core.models.extract import Strategy
 from sync_core.verify import Verify
 from sync_core.weights.layout import Layout
 
+#: The version of the JSON form, and the entry that holds it.
+_FORMAT = 1
+_MARK = "sync_address"
+#: A longer text is refused before it is parsed.
+_MAX_CHARACTERS = 200_000_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """The address of one worker's weights, made by `Sender.address`; it can be pickled.
+    """The address of one worker's weights, made by `Sender.address`.
+
+    It can be pickled, and it has a JSON form, which names plugins and runs nothing when it is read.
 
     Args:
         scheme: the scheme's name, or the plugin object that the sender was given.
@@ -80,3 +93,170 @@ class Address:
             layout=self.layout,
             source_layout=self.source_layout,
         )
+
+    def to_json(self) -> str:
+        """Return the address as JSON, with its token: a secret.
+
+        Schemes and layers are named in it, so it reaches receivers that have them installed.
+
+        Raises:
+            AddressError: the scheme or a layer is an object rather than a name, or the endpoint
+                cannot be written as JSON, such as an open pipe or a Ray actor.
+
+        Example:
+            >>> import sync_core, torch
+            >>> with sync_core.Sender("shm", torch.nn.Linear(2, 1), num_workers=1) as sender:
+            ...     text = sender.address(0).to_json()
+            ...     Address.from_json(text) == sender.address(0)
+            True
+        """
+        for plugin in (self.scheme, *self.layers):
+            if not isinstance(plugin, str):
+                raise AddressError(
+                    f"an address with the plugin object {plugin!r} has no JSON form; give the "
+                    "sender schemes and layers by their installed names"
+                )
+        headers = [self.layout]
+        for layout in (self.source_layout, *self.layouts):
+            if layout not in headers:
+                headers.append(layout)
+        content = {
+            _MARK: _FORMAT,
+            **{name: getattr(self, name) for name in _FITS},
+            "endpoint": self._plain_endpoint(),
+            # Mostly one and the same.
+            "headers": [layout.header[8:].decode() for layout in headers],
+            "layout": 0,
+            "source_layout": headers.index(self.source_layout),
+            "layouts": [headers.index(layout) for layout in self.layouts],
+        }
+        if not _is_plain(self.options):
+            raise AddressError(
+                f"options of scheme {self.scheme!r} have no JSON form: {self.options!r:.200}"
+            )
+        return json.dumps(content)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The address that `to_json` wrote.
+
+        The text is checked entirely before anything is made from it: no plugin is loaded but the
+        installed scheme that it names, and no connection is made.
+
+        Raises:
+            AddressError: it is not such a text; the message names the wrong entry.
+            PluginNotFoundError: the scheme is not installed here.
+        """
+        content = _parse(text)
+        try:
+            layouts = [_read_layout(header) for header in content.pop("headers")]
+            chosen = [content.pop("layout"), content.pop("source_layout"), *content.pop("layouts")]
+            endpoint = content.pop("endpoint")
+            if not all(type(index) is int and 0 <= index < len(layouts) for index in chosen):
+                raise AddressError("an address names a layout that is not in it")
+            layout, source_layout, *before = (layouts[index] for index in chosen)
+        except (KeyError, TypeError, PayloadError) as error:
+            raise AddressError(f"an address without valid layouts: {error!r:.200}") from error
+        for name, fits in _FITS.items():
+            if name not in content or not fits(content[name]):
+                raise AddressError(f"an address cannot have {name}={content.get(name)!r:.80}")
+        if unknown := content.keys() - _FITS.keys():
+            raise AddressError(f"an address has no entries {sorted(unknown)}")
+        if len(before) != len(content["layers"]):
+            raise AddressError("an address needs a layout for each of its layers")
+        content["layers"] = tuple(content["layers"])
+        return cls(
+            **content,
+            endpoint=_read_endpoint(content["scheme"], endpoint),
+            layout=layout,
+            source_layout=source_layout,
+            layouts=tuple(before),
+        )
+
+    def _plain_endpoint(self) -> Any:
+        endpoint = self.endpoint
+        if is_dataclass(endpoint) and type(endpoint) is _endpoint_type(self.scheme):
+            endpoint = {f.name: getattr(endpoint, f.name) for f in fields(endpoint)}
+        if not _is_plain(endpoint):
+            raise AddressError(
+                f"scheme {self.scheme!r} has no JSON form of its addresses, as they hold a "
+                f"{type(self.endpoint).__name__}; pickle the address, or use a scheme such as "
+                "'shm' or 'dist'"
+            )
+        return endpoint
+
+
+def _endpoint_type(scheme: str) -> type | None:
+    """The dataclass that a scheme declares as ``endpoint_type``, made of plain values."""
+    plugin = registry.find(registry.SCHEMES, scheme).object
+    return getattr(plugin, "endpoint_type", None)
+
+
+def _read_endpoint(scheme: str, value: Any) -> Any:
+    kind = _endpoint_type(scheme)
+    if kind is None:
+        return value
+    if not isinstance(value, dict):
+        raise AddressError(f"scheme {scheme!r} has no endpoint {value!r:.80}")
+    try:
+        return parse_options(kind, value, f"the endpoint of scheme {scheme!r}")
+    except OptionError as error:
+        raise AddressError(str(error)) from error
+
+
+def _read_layout(header: str) -> Layout:
+    data = header.encode()
+    return Layout.from_header(len(data).to_bytes(8, "little") + data)
+
+
+def _parse(text: str | bytes) -> dict[str, Any]:
+    if not isinstance(text, str | bytes) or len(text) > _MAX_CHARACTERS:
+        raise AddressError(f"an address in JSON is a text, not a {type(text).__name__}")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise AddressError(
+            f"not an address in JSON: {error}; type sender.address(worker_id).to_json()"
+        ) from error
+    if not isinstance(content, dict) or content.pop(_MARK, None) != _FORMAT:
+        raise AddressError(
+            f"not an address in JSON of format {_FORMAT}; type sender.address(worker_id).to_json() "
+            "with the same sync-core at both ends"
+        )
+    return content
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether JSON gives back a value as it was."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(type(name) is str and _is_plain(each) for name, each in value.items())
+    if type(value) is float:
+        return math.isfinite(value)
+    return value is None or type(value) in (str, int, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str and bool(value)
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+# What each entry of an address in JSON may hold, but for layouts and the endpoint.
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "scheme": _is_text,
+    "layers": lambda value: isinstance(value, list | tuple) and all(map(_is_text, value)),
+    "options": lambda value: isinstance(value, dict) and _is_plain(value),
+    "worker_id": lambda value: type(value) is int and value >= 0,
+    "model_id": _is_text,
+    "token": _is_text,
+    "strategy": lambda value: value in get_args(Strategy),
+    "zero_copy": _is_flag,
+    "partial": _is_flag,
+    "cast": _is_flag,
+    "verify": lambda value: value is None or value in get_args(Verify),
+    "timeout": lambda value: type(value) in (int, float) and 0 < value < math.inf,
+}

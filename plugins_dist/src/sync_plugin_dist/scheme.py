@@ -8,6 +8,7 @@ from sync_core import ReceiverTransport, SenderTransport, TransportContext, hook
 from sync_core.transports import Finding
 from sync_plugin_dist import findings
 from sync_plugin_dist.options import DistOptions
+from sync_plugin_dist.protocol import Endpoint
 from sync_plugin_dist.receiver import create_receiver
 from sync_plugin_dist.sender import DistSender
 
@@ -29,6 +30,8 @@ class DistScheme:
             "zero_copy",
         }
     )
+
+    endpoint_type = Endpoint
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:

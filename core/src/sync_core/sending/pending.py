@@ -155,6 +155,11 @@ class PendingSend:
         return tuple(self._deliveries)
 
     @property
+    def deliveries(self) -> Mapping[int, Delivery]:
+        """The delivery to each worker of this send, for what drives workers to answer it."""
+        return MappingProxyType(dict(self._deliveries))
+
+    @property
     def nbytes(self) -> int:
         """Return how much each of them gets, in bytes."""
         return max((delivery.nbytes for delivery in self._deliveries.values()), default=0)

@@ -1,0 +1,193 @@
+"""How the trainer calls an engine: in this process, in a Ray actor, or over HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from abc import ABC, abstractmethod
+from typing import Any, Literal, TypeAlias
+
+from sync_core import OptionError, SyncError
+
+#: What becomes of requests in progress while weights are loaded; see vLLM's ``/pause``.
+Pause: TypeAlias = Literal["keep", "wait", "abort"]
+
+
+class EngineError(SyncError):
+    """A call of an engine failed, or it did not return in time."""
+
+
+class Client(ABC):
+    """The calls of one engine that an update takes; each ends by its timeout, in seconds."""
+
+    #: How the engine is called in messages.
+    name: str
+
+    @abstractmethod
+    def world_size(self, timeout: float) -> int:
+        """The number of ranks."""
+
+    @abstractmethod
+    def init(self, addresses: list[str], timeout: float) -> None:
+        """Connect the ranks to the sender."""
+
+    @abstractmethod
+    def start(self, timeout: float) -> None:
+        """Stage the newest version."""
+
+    @abstractmethod
+    def pause(self, mode: Pause, timeout: float) -> None:
+        """Schedule no more tokens, and forget what is cached of others."""
+
+    @abstractmethod
+    def update(self, version: int, timeout: float) -> None:
+        """Load the version that is staged."""
+
+    @abstractmethod
+    def finish(self, timeout: float) -> None:
+        """End the update."""
+
+    @abstractmethod
+    def label(self, version: str, timeout: float) -> None:
+        """Attribute what is generated from now on to a version."""
+
+    @abstractmethod
+    def resume(self, timeout: float) -> None:
+        """Schedule tokens again."""
+
+
+class LlmClient(Client):
+    """An engine in this process: an object with the methods of ``vllm.LLM``.
+
+    Its ``generate`` returns when all requests have ended, so there is nothing to pause; only what
+    it has cached of prompts is forgotten. Calls have no timeout: `VllmTarget` uses a thread.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self.name = f"the {type(llm).__name__} in this process"
+
+    def call(self, method: str, timeout: float, *args: Any) -> Any:
+        """Call a method of the engine."""
+        del timeout
+        return getattr(self._llm, method)(*args)
+
+    def world_size(self, timeout: float) -> int:
+        return int(self.call("get_world_size", timeout))
+
+    def init(self, addresses: list[str], timeout: float) -> None:
+        request = {"init_info": {"addresses": addresses}}
+        self.call("init_weight_transfer_engine", timeout, request)
+
+    def start(self, timeout: float) -> None:
+        self.call("start_weight_update", timeout)
+
+    def pause(self, mode: Pause, timeout: float) -> None:
+        del mode
+        self.call("reset_prefix_cache", timeout)
+
+    def update(self, version: int, timeout: float) -> None:
+        self.call("update_weights", timeout, {"update_info": {"version": version}})
+
+    def finish(self, timeout: float) -> None:
+        self.call("finish_weight_update", timeout)
+
+    def label(self, version: str, timeout: float) -> None:
+        self.call("update_weight_version", timeout, version)
+
+    def resume(self, timeout: float) -> None:
+        del timeout
+
+
+class RayClient(LlmClient):
+    """A Ray actor with the methods of ``vllm.LLM``, such as ``ray.remote(LLM).remote(…)``."""
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__(handle)
+        self.name = repr(handle)
+
+    def call(self, method: str, timeout: float, *args: Any) -> Any:
+        import ray
+
+        reference = getattr(self._llm, method).remote(*args)
+        try:
+            return ray.get(reference, timeout=timeout)
+        except ray.exceptions.RayError as error:
+            raise EngineError(f"{self.name}: {method} failed: {error}") from error
+
+
+class HttpClient(Client):
+    """A server that ``vllm serve`` started with ``VLLM_SERVER_DEV_MODE=1``.
+
+    Args:
+        url: such as ``"http://localhost:8000"``.
+        api_key: what it was given as ``--api-key``, if anything.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+            raise OptionError(f"an engine's URL is like 'http://localhost:8000', not {url!r}")
+        self.name = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def call(self, path: str, timeout: float, body: Any = None, *, method: str = "POST") -> Any:
+        """Make a request, and return the JSON that it was answered with."""
+        data = json.dumps(body).encode() if body is not None else b"" if method == "POST" else None
+        request = urllib.request.Request(  # noqa: S310  # checked in the constructor
+            f"{self.name}/{path}", data, self._headers, method=method
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as reply:  # noqa: S310
+                return json.loads(reply.read() or b"null")
+        except urllib.error.HTTPError as error:
+            text = error.read(4000).decode(errors="replace")
+            advice = ""
+            if error.code == 404:
+                advice = "; start it with VLLM_SERVER_DEV_MODE=1, which adds the calls for weights"
+            raise EngineError(f"{self.name}/{path}: {error.code} {text}{advice}") from error
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{self.name}/{path}: {error}") from error
+
+    def world_size(self, timeout: float) -> int:
+        return int(self.call("get_world_size", timeout, method="GET")["world_size"])
+
+    def init(self, addresses: list[str], timeout: float) -> None:
+        self.call("init_weight_transfer_engine", timeout, {"init_info": {"addresses": addresses}})
+
+    def start(self, timeout: float) -> None:
+        self.call("start_weight_update", timeout)
+
+    def pause(self, mode: Pause, timeout: float) -> None:
+        self.call(f"pause?mode={mode}&clear_cache=true", timeout)
+
+    def update(self, version: int, timeout: float) -> None:
+        self.call("update_weights", timeout, {"update_info": {"version": version}})
+
+    def finish(self, timeout: float) -> None:
+        self.call("finish_weight_update", timeout)
+
+    def label(self, version: str, timeout: float) -> None:
+        self.call("update_weight_version", timeout, {"new_version": version})
+
+    def resume(self, timeout: float) -> None:
+        self.call("resume", timeout)
+
+
+def client_for(engine: Any) -> Client:
+    """The client for an engine: a URL, a Ray actor, or an object with the methods of ``LLM``."""
+    if isinstance(engine, Client):
+        return engine
+    if isinstance(engine, str):
+        return HttpClient(engine)
+    if type(engine).__module__.startswith("ray."):
+        return RayClient(engine)
+    if callable(getattr(engine, "init_weight_transfer_engine", None)):
+        return LlmClient(engine)
+    raise OptionError(
+        f"{engine!r} is not an engine; give an LLM(…, weight_transfer_config=…), a Ray actor that "
+        "is one, or the URL of a server"
+    )

@@ -1,0 +1,221 @@
+"""The weight transfer engine ``"sync_core"``: the receiver in each rank of a vLLM engine.
+
+A version takes four calls, all made by `sync_plugin_vllm.VllmTarget` through vLLM:
+
+- ``init_transfer_engine``, once: each rank makes a `sync_core.Receiver` from its address;
+- ``start_weight_update``: each rank stages the version, and the model is not touched;
+- ``update_weights``: each rank loads what it staged, if every rank has staged the same version;
+- ``finish_weight_update``: each rank drops what it may still have staged.
+
+The ranks compare their results after each of these calls, so that they load one version, or none.
+What goes wrong with a version is reported to the sender, rank by rank, and not raised: a rank that
+raises leaves vLLM's other ranks in a weight update that cannot be finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed
+from torch import Tensor
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from sync_core import Address, OptionError, Receiver, SyncError
+from sync_core.errors import AddressError
+from sync_plugin_vllm.names import check_names, is_tied
+
+_logger = init_logger(__name__)
+
+
+@dataclass
+class SyncCoreInitInfo(WeightTransferInitInfo):
+    """The argument of ``init_weight_transfer_engine``.
+
+    Args:
+        addresses: one for each rank of the engine, each as `sync_core.Address.to_json` wrote it.
+    """
+
+    addresses: list[str]
+
+
+@dataclass
+class SyncCoreUpdateInfo(WeightTransferUpdateInfo):
+    """The argument of ``update_weights``.
+
+    Args:
+        version: the version to load.
+    """
+
+    version: int
+
+
+class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo]):
+    """Loads what a `sync_core.Sender` sends, by the model's own ``load_weights``."""
+
+    init_info_cls = SyncCoreInitInfo
+    update_info_cls = SyncCoreUpdateInfo
+    supports_draft_weight_update = False
+
+    _receiver: Receiver | None = None
+    _staged: int | None = None
+
+    def init_transfer_engine(self, init_info: SyncCoreInitInfo) -> None:
+        """Connect to the sender; the one before, if any, loses this engine.
+
+        Raises:
+            AddressError: the addresses are not the JSON of one address for each rank. Nothing was
+                connected.
+            SenderLostError: the sender is gone, or does not know the token of an address.
+        """
+        if self.parallel_config.pipeline_parallel_size > 1:
+            raise OptionError(
+                "sync-plugin-vllm does not account for the names of a model in several pipeline "
+                "stages; type LLM(…, pipeline_parallel_size=1)"
+            )
+        # Each rank reads them all, so that all refuse them.
+        addresses = _read(init_info.addresses, self._world_size)
+        address = addresses[self._rank]
+        error: Exception | None = None
+        receiver = None
+        try:
+            receiver = Receiver(address, load=self._load, background=True)
+        except Exception as raised:
+            error = raised
+        problems = self._gather(None if error is None else f"{type(error).__name__}: {error}")
+        if not any(problems):
+            self.shutdown()
+            self._receiver = receiver
+            return
+        if receiver is not None:
+            receiver.close()
+        # vLLM reads the answers of ranks in their order up to the first error, and takes those that
+        # it has not read for answers to the next call. So only the last rank raises.
+        if self._rank == self._world_size - 1:
+            raise SyncError(f"weight transfer is not set up: {_listed(problems)}") from error
+
+    def start_weight_update(self) -> None:
+        """Stage the newest version; the model keeps the one that it has."""
+        self._staged = None
+        try:
+            self._staged = self._connected().stage()
+        except Exception:
+            _logger.exception("no version could be staged")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load the version that is staged, if all ranks have staged it."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: SyncCoreUpdateInfo) -> None:
+        """Load a version, and answer the sender."""
+        receiver = self._connected()
+        staged = self._gather(self._staged)
+        if any(version != update_info.version for version in staged):
+            receiver.reject(
+                SyncError(
+                    f"not loaded, as its ranks have staged the versions {staged} rather than "
+                    f"{update_info.version}"
+                )
+            )
+            return
+        error: Exception | None = None
+        try:
+            receiver.load()
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+        except Exception as raised:
+            _logger.exception("version %d could not be loaded", update_info.version)
+            error = raised
+        problems = self._gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is None and any(problems):
+            error = SyncError(f"loaded here, but not by every rank: {_listed(problems)}")
+        if error is not None:
+            receiver.reject(error)
+            return
+        receiver.confirm()
+
+    def finish_weight_update(self) -> None:
+        """Drop what was staged and not loaded."""
+        self._connected().reject(SyncError("was staged, and not loaded"))
+
+    def shutdown(self) -> None:
+        """Leave the sender."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def _load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Load a whole version, and account for every name.
+
+        Raises:
+            LayoutMismatchError: a name was sent that vLLM did not load, or a parameter of vLLM's
+                model was not sent.
+        """
+        sent: list[str] = []
+
+        def moved() -> Iterable[tuple[str, Tensor]]:
+            for name, tensor in named:
+                sent.append(name)
+                if not is_tied(name, self.model):
+                    yield name, tensor.to(self.device)
+
+        with torch.no_grad():
+            initialize_layerwise_reload(self.model)
+            try:
+                loaded = self.model.load_weights(moved())
+            finally:
+                # Also puts back what vLLM computes with, should loading fail.
+                finalize_layerwise_reload(self.model, self.model_config)
+        check_names(sent, loaded, self.model, quantized=self.model_config.quantization is not None)
+
+    @property
+    def _world_size(self) -> int:
+        return int(self.parallel_config.world_size_across_dp)
+
+    @property
+    def _rank(self) -> int:
+        parallel = self.parallel_config
+        return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+
+    def _connected(self) -> Receiver:
+        if self._receiver is None:
+            raise SyncError("this engine has no sender yet; type target.connect(sender)")
+        return self._receiver
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        if self._world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self._world_size
+        torch.distributed.all_gather_object(values, value, group=get_world_group().cpu_group)
+        return values
+
+
+def _read(texts: Any, world_size: int) -> list[Address]:
+    if not isinstance(texts, list) or len(texts) != world_size:
+        raise AddressError(
+            f"this engine has {world_size} ranks, and needs an address for each; type "
+            "Sender(…, num_workers=target.num_workers)"
+        )
+    addresses = [Address.from_json(text) for text in texts]
+    if any(address.partial for address in addresses):
+        raise AddressError(
+            "vLLM loads whole versions; make the Sender without partial=True, and without layers "
+            "that leave out tensors"
+        )
+    return addresses
+
+
+def _listed(problems: list[str | None]) -> str:
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)

@@ -1,0 +1,320 @@
+"""The trainer's side: brings versions of a sender into vLLM engines."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+from sync_core import (
+    Delivery,
+    OptionError,
+    PendingSend,
+    Sender,
+    SendReport,
+    SyncError,
+    WorkerError,
+)
+from sync_core.checks import check_seconds
+from sync_plugin_vllm.clients import Client, Pause, client_for
+
+State: TypeAlias = Literal["unconnected", "current", "behind", "bad"]
+
+#: The label of what an engine generates after it has loaded a part of a version.
+BAD = "bad"
+
+#: Kinds of answers of ranks whose weights are as they were.
+_UNTOUCHED = ("apply", "corruption")
+#: What resuming an engine may take after the deadline, in seconds; estimate.
+_RESUMING = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """An engine as the trainer knows it.
+
+    Args:
+        name: its URL, or the kind of object that it is.
+        worker_ids: its ranks, by their ids in the sender.
+        state: ``"unconnected"``, no rank is connected to the sender; ``"current"``, all ranks have
+            the newest version, or none was sent yet; ``"behind"``, all keep an older one;
+            ``"bad"``, a rank may hold parts of a version, or ranks hold different ones.
+        version: the version that it generates with; 0 for the weights that it was started with,
+            None while it is bad.
+        pause_seconds: how long it was paused for the last update.
+        error: why the last update failed, or None.
+    """
+
+    name: str
+    worker_ids: tuple[int, ...] = ()
+    state: State = "unconnected"
+    version: int | None = 0
+    pause_seconds: float = 0.0
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Engine:
+    """An engine, and the thread of what it was asked last."""
+
+    client: Client
+    status: EngineStatus
+    paused: bool = False
+    thread: threading.Thread | None = None
+    failure: Exception | None = None
+
+    def set(self, **changes: Any) -> None:
+        """Change the status."""
+        self.status = replace(self.status, **changes)
+
+
+class VllmTarget:
+    """Sends versions of a `Sender` into vLLM engines.
+
+    Each rank of each engine is a worker of the sender. A send packs the weights once, and drives
+    all engines at the same time: each stages the version, is paused, loads it, and is resumed.
+
+    Args:
+        engines: a ``vllm.LLM`` in this process, a Ray actor with its methods, or the URL of
+            ``vllm serve``; or several of them. Each was given
+            ``weight_transfer_config=WeightTransferConfig(backend="sync_core")``.
+        pause: what becomes of requests that a server is working on: ``"keep"``, they continue with
+            the new weights, and vLLM attributes each token to the version that made it;
+            ``"wait"``, they end first; ``"abort"``, they end at once.
+        timeout: deadline of every call, in seconds; a send has one for all its steps.
+
+    Raises:
+        OptionError: that is not an engine.
+        SyncError: an engine cannot be reached.
+
+    Example:
+        A trainer that sends to a server and to an engine in its own process::
+
+            target = VllmTarget(["http://localhost:8000", llm])
+            sender = Sender("dist", model, num_workers=target.num_workers, strategy="checkpoint")
+            target.connect(sender)
+            report = target.send()
+    """
+
+    def __init__(self, engines: Any, *, pause: Pause = "keep", timeout: float = 60.0) -> None:
+        if pause not in ("keep", "wait", "abort"):
+            raise OptionError(f"pause must be 'keep', 'wait' or 'abort', not {pause!r}")
+        self._pause = pause
+        self._timeout = check_seconds(timeout)
+        self._sender: Sender | None = None
+        self._engines: list[_Engine] = []
+        self._sending = threading.Lock()
+        several = engines if isinstance(engines, list | tuple) else [engines]
+        for engine in several:
+            client = client_for(engine)
+            first = self.num_workers
+            ids = tuple(range(first, first + client.world_size(self._timeout)))
+            self._engines.append(_Engine(client, EngineStatus(client.name, ids)))
+
+    @property
+    def num_workers(self) -> int:
+        """The ranks of all engines: how many workers the sender needs."""
+        return sum(len(engine.status.worker_ids) for engine in self._engines)
+
+    @property
+    def engines(self) -> tuple[EngineStatus, ...]:
+        """The status of each engine, in the order in which they were given."""
+        return tuple(engine.status for engine in self._engines)
+
+    def connect(self, sender: Sender) -> None:
+        """Connect every rank of every engine to a sender, which has a worker for each.
+
+        Raises:
+            OptionError: the sender has other workers.
+            SyncError: an engine refused; the others are connected.
+        """
+        ids = tuple(range(self.num_workers))
+        if sender.all_worker_ids() != ids:
+            raise OptionError(
+                f"the engines have {len(ids)} ranks, and the sender has the workers "
+                f"{sender.all_worker_ids()}; type Sender(…, num_workers=target.num_workers)"
+            )
+        self._sender = sender
+        self._connect(self._engines)
+
+    def add(self, engine: Any) -> tuple[int, ...]:
+        """Connect an engine that joins later; it has the weights that are sent next.
+
+        Returns:
+            The ids of its workers in the sender.
+
+        Raises:
+            SyncError: it refused, or cannot be reached; nothing was added.
+        """
+        sender = self._connected()
+        client = client_for(engine)
+        ids = tuple(sender.add_worker() for _ in range(client.world_size(self._timeout)))
+        added = _Engine(client, EngineStatus(client.name, ids))
+        self._engines.append(added)
+        try:
+            self._connect([added])
+        except BaseException:
+            self.remove(len(self._engines) - 1)
+            raise
+        return ids
+
+    def remove(self, index: int) -> None:
+        """Forget an engine, such as one that has died.
+
+        Args:
+            index: its position in `engines`.
+        """
+        sender = self._connected()
+        removed = self._engines.pop(index)
+        for worker_id in set(removed.status.worker_ids) & {*sender.all_worker_ids()}:
+            sender.remove_worker(worker_id)
+
+    def send(self, weights: Any = None, *, timeout: float | None = None) -> SendReport:
+        """Send a version into all engines, and wait until they generate with it.
+
+        Args:
+            weights: see `Sender.send`.
+            timeout: deadline of all of it, in seconds; None for the target's.
+
+        Returns:
+            A result for each rank; `engines` has one for each engine.
+
+        Raises:
+            SendError: some ranks failed; the other engines have the version. An engine that is
+                ``"bad"`` now makes no tokens before a send has healed it, where it can be paused.
+            SyncError: an engine has the version, and failed afterwards; or none is connected.
+        """
+        sender = self._connected()
+        seconds = self._timeout if timeout is None else check_seconds(timeout)
+        deadline = time.monotonic() + seconds
+        with self._sending:
+            pending = sender.send_async(weights, timeout=seconds)
+            for engine in self._engines:
+                if not self._begin(engine, partial(self._update, engine, pending, deadline)):
+                    _fail(engine, pending, engine.failure)
+            try:
+                report = pending.wait()
+            except BaseException as error:
+                pending.interrupt(error)
+                raise
+            finally:
+                self._join(self._engines, deadline)
+            _raise_first(self._engines)
+            return report
+
+    def _connect(self, engines: Sequence[_Engine]) -> None:
+        deadline = time.monotonic() + self._timeout
+        for engine in engines:
+            self._begin(engine, partial(self._init, engine, deadline))
+        self._join(engines, deadline)
+        _raise_first(engines)
+
+    def _init(self, engine: _Engine, deadline: float) -> None:
+        sender = self._connected()
+        addresses = [sender.address(i).to_json() for i in engine.status.worker_ids]
+        engine.client.init(addresses, _left(deadline))
+        engine.set(state="current" if not sender.version else "behind", error=None)
+
+    def _update(self, engine: _Engine, pending: PendingSend, deadline: float) -> None:
+        """Bring one version into one engine."""
+        client, version = engine.client, pending.version
+        deliveries = [
+            pending.deliveries[i] for i in engine.status.worker_ids if i in pending.deliveries
+        ]
+        began, loading = time.perf_counter(), False
+        try:
+            if len(deliveries) < len(engine.status.worker_ids):
+                raise SyncError("the sender has dropped some of its ranks; type target.remove(…)")
+            client.start(_left(deadline))
+            began = time.perf_counter()
+            if not engine.paused:
+                engine.paused = True
+                client.pause(self._pause, _left(deadline))
+            loading = True
+            client.update(version, _left(deadline))
+            for delivery in deliveries:
+                delivery.wait(_left(deadline))
+            client.finish(_left(deadline))
+        except Exception as error:
+            _fail(engine, pending, error)
+        state = _state_after(deliveries, loading=loading)
+        failed = [delivery.error for delivery in deliveries if delivery.error is not None]
+        engine.set(state=state, error=failed[0] if failed else None)
+        if state == "current":
+            engine.set(version=version)
+            client.label(str(version), _left(deadline))
+        elif state == "bad":
+            engine.set(version=None)
+            client.label(BAD, _left(deadline))
+        if state != "bad" and engine.paused:
+            # Late as well: an engine with whole weights must not stay paused.
+            client.resume(max(_left(deadline), _RESUMING))
+            engine.paused = False
+        engine.set(pause_seconds=time.perf_counter() - began)
+
+    def _begin(self, engine: _Engine, work: Callable[[], None]) -> bool:
+        """Start the next work of an engine in a thread; not while it still does the one before."""
+        if engine.thread is not None and engine.thread.is_alive():
+            engine.failure = SyncError("still does what it was asked before")
+            return False
+        engine.failure = None
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                engine.failure = error
+
+        engine.thread = threading.Thread(target=run, name="sync-vllm", daemon=True)
+        engine.thread.start()
+        return True
+
+    def _join(self, engines: Sequence[_Engine], deadline: float) -> None:
+        for engine in engines:
+            assert engine.thread is not None
+            engine.thread.join(_left(deadline))
+            if engine.thread.is_alive():
+                engine.failure = TimeoutError("did not do in time as it was asked")
+            if engine.failure is not None:
+                engine.set(error=engine.failure)
+
+    def _connected(self) -> Sender:
+        if self._sender is None:
+            raise SyncError("the engines have no sender yet; type target.connect(sender)")
+        return self._sender
+
+
+def _fail(engine: _Engine, pending: PendingSend, reason: object) -> None:
+    """End the deliveries to an engine that will not answer."""
+    for worker_id in engine.status.worker_ids:
+        if worker_id in pending.deliveries:
+            error = WorkerError(worker_id, f"{engine.status.name}: {reason}")
+            pending.deliveries[worker_id].fail(error)
+
+
+def _state_after(deliveries: Sequence[Delivery], *, loading: bool) -> State:
+    """The state of an engine from what its ranks have answered.
+
+    Args:
+        deliveries: of a version, one for each rank; they have ended, or it is too late.
+        loading: whether the ranks were asked to load it.
+    """
+    if all(delivery.ended and delivery.error is None for delivery in deliveries):
+        return "current"
+    refused = [d.answer is not None and d.answer.failure in _UNTOUCHED for d in deliveries]
+    return "behind" if all(refused) or not loading else "bad"
+
+
+def _left(deadline: float) -> float:
+    """Seconds until a deadline; never 0, which may stand for no deadline at all."""
+    return max(0.001, deadline - time.monotonic())
+
+
+def _raise_first(engines: Sequence[_Engine]) -> None:
+    failures = {e.status.name: e.failure for e in engines if e.failure is not None}
+    if failures:
+        text = "; ".join(f"{name}: {failure}" for name, failure in failures.items())
+        raise SyncError(text) from next(iter(failures.values()))

@@ -1,0 +1,101 @@
+"""`Address.to_json` and `Address.from_json`."""
+
+import base64
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sync_core import Address, Receiver, Sender
+from sync_core.errors import AddressError, PluginNotFoundError
+from sync_plugin_std.rename import Rename
+
+
+def _sender(scheme: str, tmp_path: Path, **options: Any) -> Sender:
+    if scheme == "file":
+        options["directory"] = str(tmp_path)
+    return Sender(scheme, torch.nn.Linear(2, 1), num_workers=2, timeout=20, **options)
+
+
+@pytest.mark.parametrize("scheme", ["none", "thread", "shm", "file", "dist"])
+def test_an_address_comes_back_as_it_was(scheme: str, tmp_path: Path) -> None:
+    with _sender(scheme, tmp_path, layers=["bf16"]) as sender:
+        address = sender.address(1)
+        again = Address.from_json(address.to_json())
+    assert again == address
+    assert again.token == address.token
+    assert again.layout.digest == address.layout.digest
+
+
+@pytest.mark.parametrize("scheme", ["shm", "file", "dist"])
+def test_a_receiver_is_made_from_json(scheme: str, tmp_path: Path) -> None:
+    copy = torch.nn.Linear(2, 1)
+    with (
+        _sender(scheme, tmp_path, layers=["bf16"]) as sender,
+        Receiver(Address.from_json(sender.address(0).to_json()), copy) as receiver,
+    ):
+        pending = sender.send_async(worker_ids=0)
+        assert receiver.receive(20) == 1
+        assert pending.wait().updated == (0,)
+
+
+def test_what_has_no_json_form_says_so(tmp_path: Path) -> None:
+    with _sender("mp", tmp_path) as sender, pytest.raises(AddressError, match="PipeEnd"):
+        sender.address(0).to_json()
+    layer = Rename({"bias": "shift"})
+    with (
+        _sender("shm", tmp_path, layers=[layer]) as sender,
+        pytest.raises(AddressError, match="by their installed names"),
+    ):
+        sender.address(0).to_json()
+
+
+@pytest.fixture(scope="module")
+def written() -> dict[str, Any]:
+    with Sender("dist", torch.nn.Linear(2, 1), num_workers=1, layers=["bf16"]) as sender:
+        content: dict[str, Any] = json.loads(sender.address(0).to_json())
+        return content
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+
+
+@given(data=st.data())
+def test_a_changed_address_is_refused_or_is_valid(written: dict[str, Any], data: Any) -> None:
+    name = data.draw(st.sampled_from(sorted(written)))
+    value = data.draw(ANYTHING)
+    try:
+        address = Address.from_json(json.dumps(written | {name: value}))
+    except (AddressError, PluginNotFoundError):
+        return
+    assert json.loads(address.to_json())[name] == value
+
+
+@pytest.mark.parametrize("missing", ["token", "endpoint", "headers", "layouts", "sync_address"])
+def test_an_address_needs_every_entry(written: dict[str, Any], missing: str) -> None:
+    with pytest.raises(AddressError):
+        Address.from_json(json.dumps({k: v for k, v in written.items() if k != missing}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        base64.b64encode(pickle.dumps({"sync_address": 1})).decode(),
+        pickle.dumps({"sync_address": 1}),
+        "[" * 100_000,
+        "{}",
+        "",
+    ],
+)
+def test_other_texts_are_refused(text: Any) -> None:
+    with pytest.raises(AddressError, match="not an address in JSON"):
+        Address.from_json(text)
