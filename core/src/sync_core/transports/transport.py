@@ -86,6 +86,7 @@ class Answer:
         clock: which clock that is, as `sync_core._util.clock_id` says it; None for one
             that is not known to be shared, and for a worker that reports no time.
         digest: of the model after the commit, where the sender asks for it: ``verify="readback"``.
+        request: what the worker wants of a sharded sender, with an error: it has committed nothing.
 
     Example:
         >>> answer = Answer(version=3, commit_seconds=0.25)
@@ -103,6 +104,7 @@ class Answer:
     answered_at: float | None = None
     clock: str | None = None
     digest: str | None = None
+    request: str | None = None
 
     @classmethod
     def refusal(
@@ -186,6 +188,7 @@ _FITS: Mapping[str, Callable[[object], bool]] = {
     "answered_at": _is_moment,
     "clock": _is_text,
     "digest": _is_text,
+    "request": _is_text,
 }
 
 
