@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -33,10 +33,8 @@ SHAPES = st.lists(st.integers(1, 6), max_size=3).map(tuple)
 @st.composite
 def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
     """Regions that make up a tensor: each dimension is cut, some pieces may be empty."""
-    cuts = [
-        sorted([0, size, *draw(st.lists(st.integers(0, size), max_size=3))]) for size in shape
-    ]
-    return list(product(*[list(zip(cut, cut[1:], strict=False)) for cut in cuts]))
+    cuts = [sorted([0, size, *draw(st.lists(st.integers(0, size), max_size=3))]) for size in shape]
+    return list(product(*[list(pairwise(cut)) for cut in cuts]))
 
 
 @st.composite
@@ -51,10 +49,8 @@ def problems(draw: st.DrawFn) -> tuple[dict[str, list[tuple[int, Region]]], dict
     held, wanted = {}, {}
     for i in range(draw(st.integers(1, 3))):
         shape = draw(SHAPES)
-        entries = []
-        for region in draw(grids(shape)):
-            for rank in draw(st.sets(st.integers(0, 5), min_size=1, max_size=3)):
-                entries.append((rank, region))
+        ranks = st.sets(st.integers(0, 5), min_size=1, max_size=3)
+        entries = [(rank, region) for region in draw(grids(shape)) for rank in draw(ranks)]
         held[f"t{i}"] = draw(st.permutations(entries))
         wanted[f"t{i}"] = draw(regions(shape))
     return held, wanted, draw(st.integers(0, 5))
@@ -88,8 +84,9 @@ def test_torch_plans_the_same_once_its_duplicates_are_left_out(problem: object) 
 
 
 def torch_plan(boxes: list[Region], want: Region) -> set[Region]:
-    create = getattr(planner_helpers, "create_read_items_for_chunk_list", None) or getattr(
-        planner_helpers, "_create_read_items_for_chunk_list"
+    create = (
+        getattr(planner_helpers, "create_read_items_for_chunk_list", None)
+        or planner_helpers._create_read_items_for_chunk_list
     )
     shape = [max(box[axis][1] for box in boxes) for axis in range(len(want))]
     stored = TensorStorageMetadata(
@@ -143,7 +140,7 @@ def test_regions_that_overlap_are_refused_and_named() -> None:
 
 
 def test_a_tensor_that_no_rank_holds_is_named() -> None:
-    with pytest.raises(LayoutMismatchError, match="'head.weight' is held by no rank"):
+    with pytest.raises(LayoutMismatchError, match=r"'head\.weight' is held by no rank"):
         plan({}, {"head.weight": ((0, 2),)})
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from sync_core import Ranks, Receiver, Sender, join_addresses
+from sync_core import Ranks, Receiver, Sender, gather_reports, join_addresses
 from sync_core.models import Region
 from sync_core.shards import local
 
@@ -140,7 +140,7 @@ def double(model: nn.Module) -> None:
             tensor.mul_(2)
 
 
-def run_case(trainer: str, worker: str, scheme: str, shard_worker: Any) -> int:
+def run_case(trainer: str, worker: str, scheme: str, shard_worker: Any, trainers: Any) -> int:
     """Send two versions, and compare; return the number of tensors that were compared."""
     rank = distributed.get_rank()
     size, make = TRAINER_KINDS[trainer]
@@ -169,6 +169,10 @@ def run_case(trainer: str, worker: str, scheme: str, shard_worker: Any) -> int:
                 report = sender.send(version=step)
                 assert report.version == step
                 assert report.updated == tuple(range(num_workers)), report
+                if size == TRAINERS:
+                    merged = gather_reports(report, trainers)
+                    assert (merged is None) == (rank > 0)
+                    assert merged is None or merged.updated == report.updated
             distributed.barrier()
         return 0
     if TRAINERS <= rank < TRAINERS + num_workers:
@@ -204,9 +208,12 @@ def main(rank: int, port: int, results: Any) -> None:
     try:
         with world(rank, port):
             shard_worker = fsdp([4, 5, 6])
+            trainers = distributed.new_group(list(range(TRAINERS)))
             for number, (trainer, worker) in enumerate(CASES):
                 scheme = ("shm", "dist")[number % 2]
-                found[f"{trainer} to {worker}"] = run_case(trainer, worker, scheme, shard_worker)
+                found[f"{trainer} to {worker}"] = run_case(
+                    trainer, worker, scheme, shard_worker, trainers
+                )
             found["fallback"] = compare_fallback(rank)
     except BaseException:
         found["error"] = traceback.format_exc()

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from sync_core.sending.worker_state import WorkerState, WorkerStatus
     from sync_core.shards.local import Ranks
     from sync_core.shards.receiver import join_addresses
+    from sync_core.shards.reports import gather_reports
     from sync_core.transports.transport import Answer, Delivery, ReceiverTransport, SenderTransport
     from sync_core.weights.layout import Layout, TensorSpec
     from sync_core.weights.payload import Payload, Update
@@ -98,6 +99,7 @@ _MODULES = {
     "sync_core.sending.worker_state": ("WorkerState", "WorkerStatus"),
     "sync_core.shards.local": ("Ranks",),
     "sync_core.shards.receiver": ("join_addresses",),
+    "sync_core.shards.reports": ("gather_reports",),
     "sync_core.transports.transport": (
         "Answer",
         "Delivery",
@@ -158,6 +160,7 @@ __all__ = [
     "WorkerStatus",
     "WorkerTimeoutError",
     "__version__",
+    "gather_reports",
     "hookimpl",
     "join_addresses",
 ]

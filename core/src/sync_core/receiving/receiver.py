@@ -38,7 +38,7 @@ from sync_core.receiving.background import BackgroundReceiver
 from sync_core.receiving.exclusive import Exclusive, Lease, vacate
 from sync_core.receiving.getter import address_of
 from sync_core.registry import Plugin
-from sync_core.shards.plan import Region
+from sync_core.shards.local import Regions
 from sync_core.shards.receiver import JoinedScheme, join
 from sync_core.stack import Defaults, Load, Stack
 from sync_core.transports.transport import Answer, ReceiverTransport
@@ -79,8 +79,7 @@ class Receiver(CollectorReference):
             where reference counts, some of them private to torch, show that nothing else holds
             the tensors' memory; False never moves anything.
         regions: of plain tensors that are a part of a whole tensor, by name, which part: for each
-            dimension the first index, and the one after the last. Only with an address of
-            `join_addresses`.
+            dimension ``(start, stop)``. Only with an address of `join_addresses`.
 
     Raises:
         AddressError: not an address, or one that cannot be reached from here.
@@ -101,7 +100,7 @@ class Receiver(CollectorReference):
         on_commit: Callable[[int], object] | None = None,
         load: Load | None = None,
         consolidate: bool = True,
-        regions: Mapping[str, Region] | None = None,
+        regions: Regions | None = None,
     ) -> None:
         if not isinstance(address, Address):
             raise AddressError(f"{address!r} is not an address; type sender.address(worker_id)")

@@ -28,8 +28,7 @@ from sync_core.sending.pending import PendingSend, tell
 from sync_core.sending.pipeline import Pipeline, Source, Terms
 from sync_core.sending.updater import Updater
 from sync_core.sending.worker_state import WorkerStatus
-from sync_core.shards.local import LocalShards, Ranks
-from sync_core.shards.plan import Region
+from sync_core.shards.local import LocalShards, Ranks, Regions
 from sync_core.shards.sender import ShardedScheme, check_shardable, split_layers
 from sync_core.stack import PushCounter
 from sync_core.verify import Verify
@@ -75,8 +74,8 @@ class Sender(Updater):
             a sender and sends the parts that it holds, without a collective; each worker takes
             what it needs from all: see `join_addresses`. Modules are read by their `state_dict`.
         regions: with ``ranks``, for plain tensors of which this rank has only a part, by name,
-            which one: for each dimension of the whole tensor the first index, and the one after
-            the last.
+            which one: for each dimension of the whole tensor ``(start, stop)``, or ``(start, stop,
+            size)``, as layers that rename, fuse or split tensors need.
         zero_copy: let the workers' parameters be views of what arrives; they are read-only then,
             and after a write to one in place, where that is possible at all, `receive` raises.
         partial: accept weights that lack some of the model's tensors; these count as unchanged.
@@ -131,7 +130,7 @@ class Sender(Updater):
         partial: bool = False,
         gather: bool = False,
         ranks: Ranks | None = None,
-        regions: Mapping[str, Region] | None = None,
+        regions: Regions | None = None,
         on_failure: OnFailure = "raise",
         group: WorkerGroup | None = None,
         on_restart: Callable[[Any, Address], object] | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -15,6 +15,9 @@ from sync_core.models.extract import named_tensors
 from sync_core.models.multi_model import refers
 from sync_core.models.wrappers import check_flat
 from sync_core.shards.plan import Region, inside, shape_of, whole, write_region
+
+#: Regions of plain tensors by name, as users give them; see `read_region`.
+Regions: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def is_distributed(value: object) -> bool:
     return isinstance(value, kind)
 
 
-def shards_of(model: Any, regions: Mapping[str, Region] | None = None) -> dict[str, Shard]:
+def shards_of(model: Any, regions: Regions | None = None) -> dict[str, Shard]:
     """The shards that a model has on this rank, by name.
 
     Modules are read by their `state_dict`, since the parameters of a module under FSDP2 are whole
@@ -118,7 +121,8 @@ def shards_of(model: Any, regions: Mapping[str, Region] | None = None) -> dict[s
 
     Args:
         model: a module, or a mapping of tensors; distributed tensors, and plain ones.
-        regions: of plain tensors, those of which this rank has only a part.
+        regions: of plain tensors, those of which this rank has only a part: for each dimension of
+            the whole tensor ``(start, stop)`` or ``(start, stop, size)``.
 
     Raises:
         ModelError: the model cannot be read, or a region is not as large as its tensor.
@@ -138,8 +142,8 @@ def shards_of(model: Any, regions: Mapping[str, Region] | None = None) -> dict[s
                 raise ModelError(f"{name!r} cannot be sent: {error}") from error
             found[name] = Shard(tensor.to_local(), region, tuple(tensor.shape))  # type: ignore[attr-defined]
         elif name in regions:
-            region = check_region(name, regions[name], tensor)
-            found[name] = Shard(tensor, region, None)
+            region, shape = read_region(name, regions[name], tensor)
+            found[name] = Shard(tensor, region, shape)
         else:
             found[name] = Shard(tensor, whole(tensor.shape), tuple(tensor.shape))
     return found
@@ -151,22 +155,43 @@ def _named(model: Any) -> dict[str, Tensor]:
     return named_tensors(model, "state_dict")
 
 
-def check_region(name: str, region: Sequence[Sequence[int]], tensor: Tensor) -> Region:
-    """The region, if it is as large as the tensor that is said to hold it.
+def read_region(
+    name: str, given: Sequence[Sequence[int]], tensor: Tensor
+) -> tuple[Region, tuple[int, ...] | None]:
+    """The region of a plain tensor as a user gave it, and the shape of the whole tensor.
+
+    Args:
+        name: the tensor's, for messages.
+        given: for each dimension ``(start, stop)`` or ``(start, stop, size)``.
+        tensor: what is in the region.
+
+    Returns:
+        The region, and the shape where all sizes were given; else None.
 
     Raises:
-        ModelError: it is not; both are in the message.
+        ModelError: it is not as large as the tensor; both are in the message.
+
+    Example:
+        >>> read_region("weight", ((2, 4, 8), (0, 3, 3)), torch.zeros(2, 3))
+        (((2, 4), (0, 3)), (8, 3))
     """
-    checked = tuple((int(start), int(stop)) for start, stop in region)
-    if any(start < 0 or stop < start for start, stop in checked):
-        raise ModelError(f"the region {write_region(checked)} of {name!r} is not one of a tensor")
-    if shape_of(checked) != tuple(tensor.shape):
+    if any(len(bounds) not in (2, 3) for bounds in given):
         raise ModelError(
-            f"the region {write_region(checked)} of {name!r} has the shape "
-            f"{list(shape_of(checked))}, and its tensor {list(tensor.shape)}; give for each "
-            "dimension of the whole tensor the first index and the one after the last"
+            f"the region of {name!r} is {given!r}; give (start, stop), or (start, stop, size), for "
+            "each dimension of the whole tensor"
         )
-    return checked
+    region = tuple((int(bounds[0]), int(bounds[1])) for bounds in given)
+    sizes = tuple(int(bounds[2]) for bounds in given if len(bounds) == 3)
+    shape = sizes if len(sizes) == len(region) else None
+    ends = shape or tuple(stop for _, stop in region)
+    if any(not 0 <= start <= stop <= end for (start, stop), end in zip(region, ends, strict=True)):
+        raise ModelError(f"the region {given!r} of {name!r} is not one of a tensor")
+    if shape_of(region) != tuple(tensor.shape):
+        raise ModelError(
+            f"the region {write_region(region)} of {name!r} has the shape "
+            f"{list(shape_of(region))}, and its tensor {list(tensor.shape)}"
+        )
+    return region, shape
 
 
 class LocalShards:
@@ -176,7 +201,7 @@ class LocalShards:
         regions: see `shards_of`.
     """
 
-    def __init__(self, regions: Mapping[str, Region] | None) -> None:
+    def __init__(self, regions: Regions | None) -> None:
         self._regions = regions
         #: Without their tensors, by name; empty before the first reading.
         self.places: dict[str, tuple[Region, tuple[int, ...] | None]] = {}
@@ -208,7 +233,7 @@ class RegionViews(Mapping[str, Tensor]):
     def __init__(
         self,
         model: Any,
-        regions: Mapping[str, Region] | None,
+        regions: Regions | None,
         pieces: Mapping[str, tuple[str, Region]],
     ) -> None:
         self._model = model

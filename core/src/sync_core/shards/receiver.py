@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from sync_core.errors import (
     SyncError,
 )
 from sync_core.hooks import TransportContext, hookimpl
-from sync_core.shards.local import RegionViews
+from sync_core.shards.local import Regions, RegionViews
 from sync_core.shards.plan import Region, plan, shape_of, write_region
 from sync_core.shards.request import Holding, Request, ShardEndpoint
 from sync_core.shards.sender import inner_stack
@@ -166,9 +166,7 @@ def _check_ranks(addresses: Sequence[Address]) -> None:
         raise AddressError(f"addresses of ranks {ranks} do not join, as {what}")
 
 
-def join(
-    address: Address, model: Any, regions: Mapping[str, Region] | None
-) -> tuple[Address, RegionViews]:
+def join(address: Address, model: Any, regions: Regions | None) -> tuple[Address, RegionViews]:
     """Plan what a worker takes from each rank, and return what its receiver works with.
 
     Args:
@@ -311,8 +309,10 @@ class JoinedReceiver(ReceiverTransport):
             self._since = self._since or time.monotonic()
             for end in behind:
                 end.overtake(self._newest())
-                if not end.stage(max(0.0, deadline - time.monotonic())):
-                    return False
+            # All are looked at, so that those which are behind can be named.
+            staged = [end.stage(max(0.0, deadline - time.monotonic())) for end in behind]
+            if not all(staged):
+                return False
         return False
 
     def _newest(self) -> int:

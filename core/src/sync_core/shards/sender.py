@@ -20,7 +20,6 @@ from sync_core import registry
 from sync_core.checks import check_layers
 from sync_core.errors import (
     AddressError,
-    ApplyError,
     ModelError,
     OptionError,
     PayloadError,
@@ -153,8 +152,9 @@ def _holding(layout: Layout, shards: LocalShards, ranks: Ranks, layers: Sequence
         for tensor in held:
             if tensor.shape is None:
                 raise OptionError(
-                    f"the shape of the whole tensor {tensor.name!r} is not known on this rank, "
-                    "which layers that rename, fuse or split need; give distributed tensors"
+                    f"the shape of the whole tensor {tensor.name!r} is not known on this rank, and "
+                    "layers that rename, fuse or split need it; give its regions as (start, stop, "
+                    "size)"
                 )
         kinds = [(tensor.name, tensor.dtype, tensor.shape or ()) for tensor in held]
         made_of = chained(layers, Layout(Layout.of_kinds(kinds).specs, layout.aliases))
@@ -170,14 +170,11 @@ class _Member:
             where that was taken.
         request: what it wants of this rank; None before it has answered.
         waited: whether a send has waited for it in vain.
-        moved: whether it has refused something after a send had ended: another receiver, which
-            wants other regions, may have come in its place.
     """
 
     asked: Delivery | None = None
     request: Request | None = None
     waited: bool = False
-    moved: bool = False
 
 
 class ShardedSender(SenderTransport):
@@ -258,14 +255,10 @@ class ShardedSender(SenderTransport):
         question = (torch.zeros(1, dtype=torch.uint8),)
         payload = Payload(self._next_number(0), _ASK_LAYOUT, question)
         for worker_id, delivery in self._inner.send(payload, worker_ids).items():
-            member = self._members[worker_id]
-            member.asked, member.moved = delivery, False
+            self._members[worker_id].asked = delivery
 
     def _must_be_asked(self, member: _Member) -> bool:
-        if member.moved:
-            member.request, member.waited = None, False
-            return True
-        # Where a question has ended without a request, its worker was lost.
+        """Return whether a question has ended without a request, as its worker was lost."""
         asked = member.asked
         return (
             member.request is None
@@ -287,10 +280,10 @@ class ShardedSender(SenderTransport):
                     member.request, member.asked = request, None
 
     def _request_in(self, asked: Delivery) -> Request | None:
-        if asked.answer is None or asked.answer.request is None:
+        if asked.latest is None or asked.latest.request is None:
             return None
         try:
-            return Request.from_text(asked.answer.request, self._holding.tensors)
+            return Request.from_text(asked.latest.request, self._holding.tensors)
         except PayloadError as error:
             _log.warning("worker %d asks for what there is not: %s", asked.worker_id, error)
             return None
@@ -363,16 +356,13 @@ def _forward(
     delivery: Delivery, member: _Member, inner: Delivery, error: WorkerError | None
 ) -> None:
     """Report the outcome of an inner delivery, under the sender's version."""
-    late = delivery.ended
-    answer = inner.answer
-    if error is None:
-        # What came after the end has no answer of its own.
-        delivery.acknowledge(
-            None if answer is None or inner.error else replace(answer, version=delivery.version)
-        )
-        return
+    answer = inner.latest
     if answer is not None and answer.request is not None:
+        # Another receiver, which wants other regions, has come in the worker's place.
         member.asked, member.request = inner, None
-    elif late and isinstance(error, ApplyError):
-        member.moved = True
-    delivery.fail(error)
+    if answer is not None and (error is None or answer.error is not None):
+        delivery.acknowledge(replace(answer, version=delivery.version))
+    elif error is not None:
+        delivery.fail(error)
+    else:
+        delivery.acknowledge()

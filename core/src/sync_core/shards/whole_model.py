@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sync_core.errors import LayoutMismatchError
-from sync_core.shards.local import shards_of
+from sync_core.shards.local import Regions, shards_of
 from sync_core.shards.plan import Region, intersect, shape_of, shifted, size_of, whole
 from sync_core.shards.request import HeldTensor, Holding, RegionSource
 from sync_core.weights.layout import Layout, place_of
@@ -200,7 +200,7 @@ def _traced(
 
 
 def wanted_regions(
-    model: Any, regions: Mapping[str, Region] | None, trainer: WholeModel, *, cast: bool
+    model: Any, regions: Regions | None, trainer: WholeModel, *, cast: bool
 ) -> dict[str, Region]:
     """The regions that a model wants, tied tensors once."""
     shards = shards_of(model, regions)

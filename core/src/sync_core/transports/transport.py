@@ -213,6 +213,8 @@ class Delivery:
         self.nbytes = nbytes
         self.error: WorkerError | None = None
         self.answer: Answer | None = None
+        #: The last answer, also one that came after the end.
+        self.latest: Answer | None = None
         self.ended_at: float | None = None
         #: Return a clause about a late worker, for the report.
         self.remark = ""
@@ -295,6 +297,7 @@ class Delivery:
         with self._lock:
             if error is None:
                 error = self._check(self, answer)
+            self.latest = answer or self.latest
             if not self._has_ended:
                 self.error, self.answer = error, answer
                 self.ended_at = time.perf_counter()
