@@ -107,6 +107,8 @@ LAYER_CAPABILITIES = MappingProxyType(
         "cast": "floating-point tensors may travel in another dtype than the worker's model has",
         "partial": "updates may lack tensors that the workers have already: see Update.base",
         "held": "with ``partial``: workers have those from the start, which a digest proves",
+        "regions": "tensors are renamed, fused and cut, and nothing else: its ``region_sources()`` "
+        "tells how, and is used instead of its hook where the model is spread over ranks",
     }
 )
 

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from sync_core.models.match import check_match
     from sync_core.models.paths import resolve
     from sync_core.receiving.multi_model import receive_together
+    from sync_core.shards.plan import Region
+    from sync_core.shards.request import RegionSource
 
 
 _MODULES = {
@@ -18,8 +20,19 @@ _MODULES = {
     "sync_core.models.match": ("check_match",),
     "sync_core.models.paths": ("resolve",),
     "sync_core.receiving.multi_model": ("receive_together",),
+    "sync_core.shards.plan": ("Region",),
+    "sync_core.shards.request": ("RegionSource",),
 }
 
-__all__ = ["Binding", "check_match", "consolidate", "named_tensors", "receive_together", "resolve"]
+__all__ = [
+    "Binding",
+    "Region",
+    "RegionSource",
+    "check_match",
+    "consolidate",
+    "named_tensors",
+    "receive_together",
+    "resolve",
+]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES)

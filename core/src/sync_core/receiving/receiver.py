@@ -21,6 +21,7 @@ from sync_core.errors import (
     AddressError,
     ClosedError,
     ModelError,
+    OptionError,
     ReadbackError,
     SenderLostError,
     SyncError,
@@ -38,6 +39,8 @@ from sync_core.receiving.background import BackgroundReceiver
 from sync_core.receiving.exclusive import Exclusive, Lease, vacate
 from sync_core.receiving.getter import address_of
 from sync_core.registry import Plugin
+from sync_core.shards.local import Regions
+from sync_core.shards.receiver import JoinedScheme, join
 from sync_core.stack import Defaults, Load, Stack
 from sync_core.transports.transport import Answer, ReceiverTransport
 from sync_core.verify import Verification
@@ -76,6 +79,8 @@ class Receiver(CollectorReference):
             into one block of memory, in which later versions take one copy. That is done only
             where reference counts, some of them private to torch, show that nothing else holds
             the tensors' memory; False never moves anything.
+        regions: of plain tensors that are a part of a whole tensor, by name, which part: for each
+            dimension ``(start, stop)``. Only with an address of `join_addresses`.
 
     Raises:
         AddressError: not an address, or one that cannot be reached from here.
@@ -96,6 +101,7 @@ class Receiver(CollectorReference):
         on_commit: Callable[[int], object] | None = None,
         load: Load | None = None,
         consolidate: bool = True,
+        regions: Regions | None = None,
     ) -> None:
         if not isinstance(address, Address):
             raise AddressError(f"{address!r} is not an address; type sender.address(worker_id)")
@@ -103,6 +109,10 @@ class Receiver(CollectorReference):
             check_function(on_commit, "on_commit")
         if load is not None:
             check_function(load, "load")
+        if isinstance(address.scheme, JoinedScheme):
+            address, model = join(address, model, regions)
+        elif regions is not None:
+            raise OptionError("regions= needs an address that join_addresses([…]) has returned")
         self._address = address
         self._context = context
         self._load = load

@@ -27,7 +27,7 @@ from sync_core.layers import (
 )
 from sync_core.left_out import LeftOut
 from sync_core.models.binding import Binding
-from sync_core.models.extract import Strategy, check_strategy, gathered, named_tensors
+from sync_core.models.extract import Strategy, check_strategy, named_tensors
 from sync_core.models.match import conform
 from sync_core.models.multi_model import look_up, names_of, refers, same
 from sync_core.models.shared_model_check import check_same
@@ -49,7 +49,7 @@ class Source:
         context: the object in which string references are looked up.
         strategy: how a module is read.
         partial: whether weights given by hand may lack some of the model's tensors.
-        gather: whether tensors that are spread over ranks are gathered, which is a collective.
+        collect: reads a model that is spread over ranks; None for models that are not.
         moves_nothing: how to name the scheme in a message, if workers act with the model itself:
             weights given by hand must be those that it has.
     """
@@ -60,7 +60,7 @@ class Source:
         strategy: Strategy,
         *,
         partial: bool,
-        gather: bool = False,
+        collect: Callable[[Any], dict[str, Tensor]] | None = None,
         moves_nothing: str | None = None,
     ) -> None:
         self.model: Any = None
@@ -70,7 +70,7 @@ class Source:
         self._context = context
         self._strategy = strategy
         self._partial = partial
-        self._gather = gather
+        self._collect = collect
         self._moves_nothing = moves_nothing
         self._own: Binding | None = None
         self._given: Binding | None = None
@@ -132,8 +132,8 @@ class Source:
                 raise ModelError(f"{weights!r} is looked up in a context: Sender(…, context=…)")
             weights = look_up(weights, self._context)
         self.found = weights if own or _holds_modules(weights) else None
-        if self._gather:
-            return self._lay_out(gathered(weights))
+        if self._collect is not None:
+            return self._lay_out(self._collect(weights))
         if own:
             self._own = _bound(self._own, weights, self._strategy)
             return self._own.read()

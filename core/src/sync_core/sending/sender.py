@@ -16,7 +16,7 @@ from sync_core.address import Address
 from sync_core.checks import check_count, check_function, check_seconds
 from sync_core.errors import ClosedError, OptionError, PendingSendError
 from sync_core.increments import Increments
-from sync_core.models.extract import Strategy
+from sync_core.models.extract import Strategy, gathered
 from sync_core.models.multi_model import either
 from sync_core.models.paths import resolve
 from sync_core.models.shared_model_check import register_owner
@@ -28,6 +28,8 @@ from sync_core.sending.pipeline import Pipeline, Source, Terms
 from sync_core.sending.status import StatusEndpoint
 from sync_core.sending.updater import Updater
 from sync_core.sending.worker_state import WorkerStatus
+from sync_core.shards.local import LocalShards, Ranks, Regions
+from sync_core.shards.sender import ShardedScheme, check_shardable, split_layers
 from sync_core.stack import PushCounter
 from sync_core.verify import Verify
 from sync_core.weights.payload import Update
@@ -68,6 +70,12 @@ class Sender(Updater):
             every send. Every rank makes a sender of the model and calls `send`: the one whose
             workers are updated, and the others with ``num_workers=0``. It costs each rank the
             memory of the whole model while it sends, and one all-gather of it.
+        ranks: the place of this process among those that hold the model together. Each rank makes
+            a sender and sends the parts that it holds, without a collective; each worker takes
+            what it needs from all: see `join_addresses`. Modules are read by their `state_dict`.
+        regions: with ``ranks``, for plain tensors of which this rank has only a part, by name,
+            which one: for each dimension of the whole tensor ``(start, stop)``, or ``(start, stop,
+            size)``, as layers that rename, fuse or split tensors need.
         zero_copy: let the workers' parameters be views of what arrives; they are read-only then,
             and after a write to one in place, where that is possible at all, `receive` raises.
         partial: accept weights that lack some of the model's tensors; these count as unchanged.
@@ -124,6 +132,8 @@ class Sender(Updater):
         zero_copy: bool = False,
         partial: bool = False,
         gather: bool = False,
+        ranks: Ranks | None = None,
+        regions: Regions | None = None,
         on_failure: OnFailure = "raise",
         group: WorkerGroup | None = None,
         on_restart: Callable[[Any, Address], object] | None = None,
@@ -138,6 +148,21 @@ class Sender(Updater):
         timeout = check_seconds(timeout)
         if on_report is not None:
             check_function(on_report, "on_report")
+        collect = gathered if gather else None
+        if ranks is not None or regions is not None:
+            ranks = check_shardable(
+                ranks,
+                gather=gather,
+                partial=partial,
+                zero_copy=zero_copy,
+                verify=verify,
+                on_failure=on_failure,
+                workers=workers,
+                context=context,
+            )
+            shards = LocalShards(regions)
+            regrouping, layers = split_layers(layers)
+            scheme, collect = ShardedScheme(scheme, ranks, shards, regrouping), shards.read
         self.model_id = model_id
         self._terms = Terms(
             scheme=scheme,
@@ -164,7 +189,7 @@ class Sender(Updater):
             context,
             strategy,
             partial=partial,
-            gather=gather,
+            collect=collect,
             moves_nothing=self._pipeline.moves_nothing,
         )
         if self._pipeline.moves_nothing is not None:
@@ -282,6 +307,7 @@ class Sender(Updater):
         *,
         timeout: float | None = None,
         weights_dict: Mapping[str, Any] | None = None,
+        version: int | None = None,
     ) -> SendReport:
         """Send the weights as a new version, and wait until every worker has committed it.
 
@@ -291,16 +317,19 @@ class Sender(Updater):
             worker_ids: one worker or several; None for all. No ids: nothing is sent.
             timeout: deadline in seconds; None for the sender's.
             weights_dict: the weights of several models by name, instead of ``weights``.
+            version: the version's number, such as the trainer's step; None for the next one. With
+                ``ranks``, all ranks must give the same.
 
         Raises:
             SendError: some workers failed; the others have the new version.
             PendingSendError: another send is pending.
             LayoutMismatchError: the weights do not fit the model; nothing was sent.
             UnknownWorkerError: no such worker; nothing was sent.
+            ValueError: the version is not newer than the last one; nothing was sent.
         """
         if weights_dict is not None:
             weights = either(weights, weights_dict)
-        pending = self._start(weights, worker_ids, timeout)
+        pending = self._start(weights, worker_ids, timeout, version=version)
         try:
             return pending.wait()
         except BaseException as error:
@@ -314,13 +343,14 @@ class Sender(Updater):
         *,
         timeout: float | None = None,
         weights_dict: Mapping[str, Any] | None = None,
+        version: int | None = None,
     ) -> PendingSend:
         """Like `send`, but do not wait. The weights were read when this returns.
 
         Raises:
             SendError: the scheme's transport raised; the error is chained. For others see `send`.
         """
-        return self._start(either(weights, weights_dict), worker_ids, timeout)
+        return self._start(either(weights, weights_dict), worker_ids, timeout, version=version)
 
     def count_push(self, worker_ids: int | Iterable[int] | None = None) -> tuple[int, ...]:
         """Count a push to workers, and return those that no `skip_update` hook holds back.
@@ -341,6 +371,7 @@ class Sender(Updater):
         timeout: float | None,
         *,
         counted: bool = False,
+        version: int | None = None,
     ) -> PendingSend:
         started = time.perf_counter()
         seconds = self._terms.timeout if timeout is None else check_seconds(timeout)
@@ -349,6 +380,7 @@ class Sender(Updater):
             addressed = self._members.ids
             if worker_ids is not None:
                 addressed = normalize(worker_ids, addressed)
+            version = self._next_version(version)
             update = self._source.read(given)
             if self._pipeline.transport is None:
                 self._open(update, given)
@@ -356,17 +388,17 @@ class Sender(Updater):
             if self._pipeline.skips and not counted:
                 due = self._cadence.due(addressed, self._version)
             if self._pipeline.increments:
-                update = self._complete(given, update, due)
+                update = self._complete(given, update, due, version)
             if due:
                 if self._pipeline.prepares:
                     update = self._pipeline.prepare(
                         update,
-                        self._version + 1,
+                        version,
                         due,
                         self._source.found,
                         bind(self._members.acknowledged, due),
                     )
-                self._version += 1
+                self._version = version
             prepared = time.perf_counter()
             packing = Stopwatch()
             deliveries = self._pipeline.send(update, self._version, due, packing) if due else {}
@@ -521,16 +553,25 @@ class Sender(Updater):
             )
         return resolve(self._context, handle)
 
-    def _complete(self, given: Any, update: Update, due: tuple[int, ...]) -> Update:
+    def _next_version(self, given: int | None) -> int:
+        """The number of the version that is to be sent."""
+        if given is None:
+            return self._version + 1
+        version = check_count(given, "version")
+        if version <= self._version:
+            raise ValueError(f"version is {version}, and version {self._version} was sent already")
+        return version
+
+    def _complete(self, given: Any, update: Update, due: tuple[int, ...], version: int) -> Update:
         """Add what the workers lack to a partial update."""
         layout = self._source.layout
         if layout is None:
             return update
         if given is None and update.layout is layout:
-            self._increments.record(None, layout, {}, self._version + 1)
+            self._increments.record(None, layout, {}, version)
             return update
         own = self._source.own_tensors()
-        self._increments.record(update, layout, own, self._version + 1)
+        self._increments.record(update, layout, own, version)
         if update.layout is layout:
             return update
         held = self._members.acknowledged(due)

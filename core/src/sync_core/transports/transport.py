@@ -86,6 +86,7 @@ class Answer:
         clock: which clock that is, as `sync_core._util.clock_id` says it; None for one
             that is not known to be shared, and for a worker that reports no time.
         digest: of the model after the commit, where the sender asks for it: ``verify="readback"``.
+        request: what the worker wants of a sharded sender, with an error: it has committed nothing.
 
     Example:
         >>> answer = Answer(version=3, commit_seconds=0.25)
@@ -103,6 +104,7 @@ class Answer:
     answered_at: float | None = None
     clock: str | None = None
     digest: str | None = None
+    request: str | None = None
 
     @classmethod
     def refusal(
@@ -186,6 +188,7 @@ _FITS: Mapping[str, Callable[[object], bool]] = {
     "answered_at": _is_moment,
     "clock": _is_text,
     "digest": _is_text,
+    "request": _is_text,
 }
 
 
@@ -212,6 +215,8 @@ class Delivery:
         self.answer: Answer | None = None
         #: Whether it has ended, and when (`time.perf_counter`).
         self.ended = False
+        #: The last answer, also one that came after the end.
+        self.latest: Answer | None = None
         self.ended_at: float | None = None
         #: Return a clause about a late worker, for the report.
         self.remark = ""
@@ -289,6 +294,7 @@ class Delivery:
         with self._lock:
             if error is None and self._check is not None:
                 error = self._check(self, answer)
+            self.latest = answer or self.latest
             if not self.ended:
                 self.error, self.answer = error, answer
                 self.ended_at = time.perf_counter()

@@ -88,12 +88,17 @@ _MAX_RANK = 64
 CHECKSUMS = "__checksums__"
 #: The name of the tensor that holds the base of an update; see `sync_core.increments`.
 BASE = "__base__"
+#: The name of the tensor that makes a payload of a sharded sender a question: which regions does
+#: the worker want? See `sync_core.shards`.
+ASK = "__shards_wanted__"
+#: The name of the tensor that holds the version of a sharded sender.
+SHARD_VERSION = "__shards_version__"
 _METADATA = "__metadata__"
 
 
 def is_reserved(name: str) -> bool:
     """Return whether the format has its own use for a tensor's name."""
-    return name in (_METADATA, CHECKSUMS, BASE) or name.startswith(_FILLER)
+    return name in (_METADATA, CHECKSUMS, BASE, ASK, SHARD_VERSION) or name.startswith(_FILLER)
 
 
 def has_place(dtype: torch.dtype) -> bool:
@@ -247,6 +252,16 @@ class Layout:
                 continue
             entries.append((name, tensor.dtype, tuple(tensor.shape)))
         return cls(_place(entries), tuple(aliases))
+
+    @classmethod
+    def of_kinds(cls, kinds: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> Layout:
+        """The layout of tensors of which name, dtype and shape are known.
+
+        Example:
+            >>> Layout.of_kinds([("weight", torch.float32, (2, 3))]).body_nbytes
+            24
+        """
+        return cls(_place(kinds))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Layout:
         """The layout of other tensors under the same names: a cast, a slice, a delta."""

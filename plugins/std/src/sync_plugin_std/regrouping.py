@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from abc import abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sync_core import BindContext, Layout, ModelError, Update, hookimpl
+from sync_core.models import RegionSource
 
 _SHOWN = 8
 
@@ -48,6 +49,7 @@ class _Regrouping:
     it.
     """
 
+    capabilities = frozenset({"regions"})
     _known: tuple[Layout, Layout, list[_Source]] | None = None
 
     @abstractmethod
@@ -62,6 +64,20 @@ class _Regrouping:
         """A layer with a plan of its own, for one sender."""
         del context
         return copy.copy(self)
+
+    def region_sources(self, layout: Layout) -> dict[str, list[RegionSource]]:
+        """Return, by the name of each tensor that is sent, the regions that it is made of.
+
+        Args:
+            layout: of the trainer's tensors, where each rank has a part of them.
+
+        Raises:
+            ModelError: a tensor is transposed, and so is no region of another.
+        """
+        return {
+            name: list(_regions(name, source, layout))
+            for name, source in self._regroup(layout).items()
+        }
 
     @hookimpl(wrapper=True)
     def prepare_weights(self) -> Generator[None, Update, Update]:
@@ -260,6 +276,21 @@ class Transpose(_Regrouping):
         if unused:
             raise ModelError(f"the layer Transpose finds no tensor for {sorted(unused)}")
         return found
+
+
+def _regions(name: str, source: _Source, layout: Layout) -> Iterator[RegionSource]:
+    if source.transposed:
+        raise ModelError(f"{name!r} is transposed, which is not possible with ranks=")
+    row = 0
+    for position in source.positions:
+        spec = layout.specs[position]
+        region = tuple((0, size) for size in spec.shape)
+        if source.rows is not None:
+            first, count = source.rows
+            region = ((first, first + count), *region[1:])
+        start = (row, *[0] * (len(region) - 1)) if region else ()
+        yield RegionSource(spec.name, region, start)
+        row += region[0][1] - region[0][0] if region else 0
 
 
 def _add(found: dict[str, _Source], name: str, source: _Source) -> None:

@@ -1,0 +1,368 @@
+"""The trainer's side of sharding: sends each worker the parts of this rank's shard that it wants.
+
+It is made of the scheme's own transport, which need not know of shards: every payload is one of
+that transport's versions, and holds the regions that some workers have asked for. Workers that ask
+for the same regions share a payload, so that it is packed, or put, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from sync_core import registry
+from sync_core.checks import check_layers
+from sync_core.errors import (
+    AddressError,
+    ModelError,
+    OptionError,
+    PayloadError,
+    TransportError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+from sync_core.hooks import TransportContext, hookimpl
+from sync_core.registry import Plugin
+from sync_core.shards.local import LocalShards, Ranks
+from sync_core.shards.plan import inside, shape_of
+from sync_core.shards.request import HeldTensor, Holding, Request, ShardEndpoint
+from sync_core.shards.whole_model import chained
+from sync_core.stack import Defaults, Stack
+from sync_core.transports.transport import (
+    Delivery,
+    Notice,
+    ReceiverTransport,
+    SenderTransport,
+    wait_for_each,
+)
+from sync_core.weights.layout import ASK, Layout
+from sync_core.weights.payload import Payload
+
+_log = logging.getLogger("sync_core")
+_ASK_LAYOUT = Layout.of_kinds([(ASK, torch.uint8, (1,))])
+# What a transport that is made of others can still do, if they can.
+_KEPT_CAPABILITIES = frozenset(
+    {"background", "broadcast", "cross_host", "cross_process", "late_join", "pull"}
+)
+# How many versions of the inner transport a late answer may be about.
+_KEPT = 64
+
+
+def split_layers(layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the layers that work on whole tensors by their regions alone, and the others."""
+    check_layers(layers)
+    found = [(layer, registry.find(registry.LAYERS, layer)) for layer in layers]
+    regrouping = [p.object for _, p in found if _regroups(p)]
+    return regrouping, [layer for layer, p in found if not _regroups(p)]
+
+
+def _regroups(layer: Plugin) -> bool:
+    return "regions" in getattr(layer.object, "capabilities", ())
+
+
+def check_shardable(ranks: Ranks | None, **arguments: Any) -> Ranks:
+    """Return the ranks; raise `OptionError` for arguments that cannot be given with them."""
+    if not isinstance(ranks, Ranks):
+        raise OptionError(f"ranks is {ranks!r}; on each rank, give ranks=Ranks(rank, size)")
+    for name, value in arguments.items():
+        if value is not None and value is not False and value != "raise":
+            raise OptionError(f"ranks= and {name}={value!r} cannot be given together")
+    return ranks
+
+
+def inner_stack(scheme: Any) -> tuple[Plugin, Stack]:
+    """A scheme, and what makes its transports."""
+    backend = registry.find(registry.SCHEMES, scheme)
+    return backend, Stack(Defaults("tensordict"), backend)
+
+
+class ShardedScheme:
+    """A scheme whose transports are made of another scheme's, for one rank of a trainer.
+
+    Args:
+        inner: the name of the other scheme, or a plugin object.
+        ranks: the rank, and how many there are.
+        shards: reads the rank's shards; None in a process that has only the address.
+        layers: those that rename, fuse and cut tensors; see the capability ``regions`` of layers.
+
+    Raises:
+        OptionError: with the other scheme nothing travels.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        ranks: Ranks,
+        shards: LocalShards | None = None,
+        layers: Sequence[Any] = (),
+    ) -> None:
+        self.inner = inner
+        self.ranks = ranks
+        self._shards = shards
+        self._layers = layers
+        backend, self._stack = inner_stack(inner)
+        if "same_object" in backend.capabilities:
+            raise OptionError(
+                f"{backend.describe()} moves nothing, so that ranks= is of no use; type "
+                "scheme='shm' or 'dist'"
+            )
+        self.name = backend.name
+        self.capabilities = backend.capabilities & _KEPT_CAPABILITIES
+
+    def __reduce__(self) -> tuple[object, tuple[Any, Ranks]]:
+        return ShardedScheme, (self.inner, self.ranks)
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        """The sender's side; a receiver needs the addresses of all ranks."""
+        if context.side == "receiver":
+            raise AddressError(
+                f"this is the address of rank {self.ranks.rank} of {self.ranks.size}; join it with "
+                "those of the other ranks: Receiver(join_addresses([…]), model)"
+            )
+        assert self._shards is not None
+        assert context.layout is not None
+        if context.workers:
+            raise OptionError(
+                "ranks= needs workers that connect by addresses; give num_workers, not workers"
+            )
+        holding = _holding(context.layout, self._shards, self.ranks, self._layers)
+        return ShardedSender(context, self.name, self._stack, holding)
+
+
+def _holding(layout: Layout, shards: LocalShards, ranks: Ranks, layers: Sequence[Any]) -> Holding:
+    """What this rank holds, as the layers have changed it."""
+    held = []
+    for spec in layout.specs:
+        region, shape = shards.places.get(spec.name, (None, None))
+        if region is None or shape_of(region) != spec.shape:
+            raise ModelError(
+                f"a layer changes names or shapes, and has made {spec}; with ranks=, layers may "
+                "change dtypes and values, and rename, fuse or split tensors"
+            )
+        held.append(HeldTensor(spec.name, spec.dtype, region, shape))
+    made_of = None
+    if layers:
+        for tensor in held:
+            if tensor.shape is None:
+                raise OptionError(
+                    f"the shape of the whole tensor {tensor.name!r} is not known on this rank, and "
+                    "layers that rename, fuse or split need it; give its regions as (start, stop, "
+                    "size)"
+                )
+        kinds = [(tensor.name, tensor.dtype, tensor.shape or ()) for tensor in held]
+        made_of = chained(layers, Layout(Layout.of_kinds(kinds).specs, layout.aliases))
+    return Holding(ranks, tuple(held), layout.aliases, made_of)
+
+
+@dataclass(eq=False)
+class _Member:
+    """One worker.
+
+    Args:
+        asked: the delivery of the payload that it answers, or has answered, by a request; None
+            where that was taken.
+        request: what it wants of this rank; None before it has answered.
+        waited: whether a send has waited for it in vain.
+    """
+
+    asked: Delivery | None = None
+    request: Request | None = None
+    waited: bool = False
+
+
+class ShardedSender(SenderTransport):
+    """Sends each worker the regions of this rank's shard that it asks for.
+
+    The first send waits for the workers' requests: for an eighth of the deadline before any worker
+    is sent something, and for half of it before those that have said nothing count as failed.
+
+    Args:
+        context: what the sender gave to `create_transport`.
+        scheme: the name of the scheme.
+        stack: makes the scheme's own transport.
+        holding: what this rank holds.
+    """
+
+    def __init__(
+        self, context: TransportContext, scheme: str, stack: Stack, holding: Holding
+    ) -> None:
+        self._timeout = context.timeout
+        self._notify = context.notify
+        self._holding = holding
+        self._number = 0
+        # The sender's versions, by those of the inner transport, for late answers.
+        self._versions: dict[int, int] = {}
+        self._layouts: dict[Request, Layout] = {}
+        self._members = {worker_id: _Member() for worker_id in context.worker_ids}
+        self._inner_of: dict[Delivery, Delivery] = {}
+        self._inner = stack.create_sender_transport(
+            replace(context, scheme=scheme, layout=_ASK_LAYOUT, models=(), notify=self._hear)
+        )
+        self._ask(tuple(self._members))
+
+    def address(self, worker_id: int) -> ShardEndpoint:
+        """Return where this rank is reached, and what it holds."""
+        return ShardEndpoint(self._inner.address(worker_id), self._holding)
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        """Send each group of workers that want the same what they want."""
+        started = time.monotonic()
+        self._inner_of = {outer: d for outer, d in self._inner_of.items() if not d.ended}
+        self._ask([i for i in worker_ids if self._must_be_asked(self._members[i])])
+        deliveries: dict[int, Delivery] = {}
+        left = list(worker_ids)
+        for share in (8, 2):
+            self._learn(left, started + self._timeout / share)
+            deliveries |= self._send_to_known(left, payload)
+            left = [worker_id for worker_id in left if worker_id not in deliveries]
+        deliveries |= {worker_id: self._absent(worker_id, payload) for worker_id in left}
+        return {worker_id: deliveries[worker_id] for worker_id in worker_ids}
+
+    def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
+        """Wait as the inner transport does."""
+        deadline = time.monotonic() + timeout
+        pairs = [(each, self._inner_of[each]) for each in deliveries if each in self._inner_of]
+        self._inner.wait([inner for _, inner in pairs], timeout)
+        wait_for_each(deliveries, max(0.0, deadline - time.monotonic()))
+        for outer, inner in pairs:
+            outer.remark = inner.remark
+
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more worker, and ask what it wants."""
+        self._inner.add_worker(worker_id, worker)
+        self._members[worker_id] = _Member()
+        self._ask((worker_id,))
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Stop serving a worker."""
+        del self._members[worker_id]
+        self._inner.remove_worker(worker_id)
+
+    def close(self) -> None:
+        """Close the inner transport."""
+        self._inner.close()
+
+    def _ask(self, worker_ids: Sequence[int]) -> None:
+        if not worker_ids:
+            return
+        question = (torch.zeros(1, dtype=torch.uint8),)
+        payload = Payload(self._next_number(0), _ASK_LAYOUT, question)
+        for worker_id, delivery in self._inner.send(payload, worker_ids).items():
+            self._members[worker_id].asked = delivery
+
+    def _must_be_asked(self, member: _Member) -> bool:
+        """Return whether a question has ended without a request, as its worker was lost."""
+        asked = member.asked
+        return (
+            member.request is None
+            and asked is not None
+            and asked.ended
+            and self._request_in(asked) is None
+        )
+
+    def _learn(self, worker_ids: Sequence[int], deadline: float) -> None:
+        """Take the workers' requests; of those that never had one, wait for it."""
+        members = [self._members[worker_id] for worker_id in worker_ids]
+        awaited = [m.asked for m in members if m.request is None and m.asked and not m.waited]
+        if awaited:
+            self._inner.wait(awaited, max(0.0, deadline - time.monotonic()))
+        for member in members:
+            if member.asked is not None and member.asked.ended:
+                request = self._request_in(member.asked)
+                if request is not None:
+                    member.request, member.asked = request, None
+
+    def _request_in(self, asked: Delivery) -> Request | None:
+        if asked.latest is None or asked.latest.request is None:
+            return None
+        try:
+            return Request.from_text(asked.latest.request, self._holding.tensors)
+        except PayloadError as error:
+            _log.warning("worker %d asks for what there is not: %s", asked.worker_id, error)
+            return None
+
+    def _send_to_known(self, worker_ids: Sequence[int], payload: Payload) -> dict[int, Delivery]:
+        groups: dict[Request, list[int]] = {}
+        for worker_id in worker_ids:
+            request = self._members[worker_id].request
+            if request is not None:
+                groups.setdefault(request, []).append(worker_id)
+        deliveries: dict[int, Delivery] = {}
+        for request, members in groups.items():
+            deliveries |= self._send_to(members, request, payload)
+        return deliveries
+
+    def _send_to(
+        self, worker_ids: Sequence[int], request: Request, payload: Payload
+    ) -> dict[int, Delivery]:
+        layout = self._layouts.get(request)
+        if layout is None:
+            layout = self._layouts[request] = request.layout(self._holding.tensors)
+        tensors, held = payload.tensors, self._holding.tensors
+        parts = [tensors[i][inside(region, held[i].region)] for i, region in request.regions]
+        parts.append(torch.tensor([payload.version]))
+        number = self._next_number(payload.version)
+        deliveries = {i: Delivery(i, payload.version, layout.nbytes) for i in worker_ids}
+        try:
+            inner = self._inner.send(
+                Payload(number, layout, parts, packing=payload.packing), worker_ids
+            )
+        except Exception as error:
+            message = f"version {payload.version} could not be sent: {error!r}"
+            for worker_id, delivery in deliveries.items():
+                failure = TransportError(worker_id, message)
+                failure.__cause__ = error
+                delivery.fail(failure)
+            return deliveries
+        for worker_id, delivery in deliveries.items():
+            self._inner_of[delivery] = inner[worker_id]
+            inner[worker_id].watch(partial(_forward, delivery, self._members[worker_id]))
+        return deliveries
+
+    def _absent(self, worker_id: int, payload: Payload) -> Delivery:
+        self._members[worker_id].waited = True
+        delivery = Delivery(worker_id, payload.version, 0)
+        delivery.fail(
+            WorkerTimeoutError(
+                worker_id,
+                f"has not said what it wants of rank {self._holding.ranks.rank} within "
+                f"{self._timeout / 2:g} s; has it made a Receiver(join_addresses([…]), model)?",
+            )
+        )
+        return delivery
+
+    def _hear(self, worker_id: int, notice: Notice) -> None:
+        """Take what the inner transport knows of a worker, under the sender's version."""
+        if notice.kind != "acknowledged":
+            self._notify(worker_id, notice)
+        elif version := self._versions.get(notice.version):
+            self._notify(worker_id, replace(notice, version=version))
+
+    def _next_number(self, version: int) -> int:
+        self._number += 1
+        self._versions[self._number] = version
+        self._versions.pop(self._number - _KEPT, None)
+        return self._number
+
+
+def _forward(
+    delivery: Delivery, member: _Member, inner: Delivery, error: WorkerError | None
+) -> None:
+    """Report the outcome of an inner delivery, under the sender's version."""
+    answer = inner.latest
+    if answer is not None and answer.request is not None:
+        # Another receiver, which wants other regions, has come in the worker's place.
+        member.asked, member.request = inner, None
+    if answer is not None and (error is None or answer.error is not None):
+        delivery.acknowledge(replace(answer, version=delivery.version))
+    elif error is not None:
+        delivery.fail(error)
+    else:
+        delivery.acknowledge()

@@ -1,0 +1,249 @@
+"""The whole tensors of a trainer, put together from what its ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sync_core.errors import LayoutMismatchError
+from sync_core.shards.local import Regions, shards_of
+from sync_core.shards.plan import Region, intersect, shape_of, shifted, size_of, whole
+from sync_core.shards.request import HeldTensor, Holding, RegionSource
+from sync_core.weights.layout import Layout, place_of
+
+_SHOWN = 8
+
+
+class WholeModel:
+    """The whole tensors that the ranks of a trainer hold together, as workers name them.
+
+    Args:
+        holdings: what each rank holds, in the order of the ranks.
+
+    Raises:
+        LayoutMismatchError: the ranks do not agree on a tensor.
+    """
+
+    def __init__(self, holdings: Sequence[Holding]) -> None:
+        problems: list[str] = []
+        #: For each of the trainer's tensors, the ranks that hold a region of it.
+        self._held: dict[str, list[tuple[int, Region]]] = {}
+        self._kinds: dict[str, HeldTensor] = {}
+        #: The positions of tensors on each rank, by name.
+        self.positions: list[dict[str, int]] = []
+        self._tied: dict[str, str] = {}
+        for rank, holding in enumerate(holdings):
+            self.positions.append({t.name: i for i, t in enumerate(holding.tensors)})
+            owners = dict(holding.aliases)
+            for tensor in holding.tensors:
+                self._held.setdefault(tensor.name, []).append((rank, tensor.region))
+                problems += self._add(tensor, rank)
+            for alias, owner in owners.items():
+                self._tied.setdefault(alias, owner)
+        # Tied on some ranks; on those where their shards are empty, nothing shows that.
+        for alias, owner in self._tied.items():
+            if alias not in self._held:
+                self._held[alias], self._kinds[alias] = self._held[owner], self._kinds[owner]
+                for positions in self.positions:
+                    if owner in positions:
+                        positions[alias] = positions[owner]
+            else:
+                self._complete(alias, owner)
+        if problems:
+            raise LayoutMismatchError(
+                "the ranks of the trainer hold different models:\n  "
+                + "\n  ".join(problems[:_SHOWN])
+            )
+        made_of = holdings[0].made_of
+        self._sources = made_of or {
+            name: (RegionSource(name, whole(self.shape(name)), (0,) * len(self.shape(name))),)
+            for name in self._held
+        }
+        kinds = [
+            (name, self._dtype(name, sources), whole_shape(sources))
+            for name, sources in self._sources.items()
+        ]
+        #: Names, dtypes and whole shapes of the tensors that workers have.
+        self.layout = Layout.of_kinds(kinds)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one of the trainer's whole tensors."""
+        shape = self._kinds[name].shape
+        if shape is not None:
+            return shape
+        regions = [region for _, region in self._held[name]]
+        return tuple(max(stop for _, stop in bounds) for bounds in zip(*regions, strict=True))
+
+    def has_tied(self, name: str, other: str) -> bool:
+        """Return whether two of the workers' tensors are one of the trainer's."""
+        mine, theirs = (
+            [(self._tied.get(s.name, s.name), s.region, s.start) for s in self._sources[each]]
+            for each in (name, other)
+        )
+        return mine == theirs
+
+    def held(self, name: str) -> list[tuple[int, Region]]:
+        """The ranks that hold regions of a worker's tensor, in that tensor's coordinates."""
+        found = []
+        for source in self._sources[name]:
+            offset = [
+                to - start for to, (start, _) in zip(source.start, source.region, strict=True)
+            ]
+            for rank, region in self._held[source.name]:
+                common = intersect(region, source.region)
+                if common is not None and size_of(common):
+                    found.append((rank, shifted(common, offset)))
+        return found
+
+    def origin(self, name: str, region: Region) -> Iterator[tuple[str, Region, Region]]:
+        """The trainer's tensors that a region of a worker's tensor comes from.
+
+        Yields the name, the region of that tensor, and the same in the worker's coordinates.
+        """
+        for source in self._sources[name]:
+            back = [start - to for to, (start, _) in zip(source.start, source.region, strict=True)]
+            offset = [-n for n in back]
+            common = intersect(shifted(region, back), source.region)
+            if common is not None:
+                yield source.name, common, shifted(common, offset)
+
+    def _dtype(self, name: str, sources: Sequence[RegionSource]) -> torch.dtype:
+        dtypes = {source.name: self._kinds[source.name].dtype for source in sources}
+        if len(set(dtypes.values())) > 1:
+            raise LayoutMismatchError(f"{name!r} would be made of different dtypes: {dtypes}")
+        return next(iter(dtypes.values()))
+
+    def _add(self, tensor: HeldTensor, rank: int) -> list[str]:
+        known = self._kinds.setdefault(tensor.name, tensor)
+        if known.dtype != tensor.dtype or len(known.region) != len(tensor.region):
+            first = self._held[tensor.name][0][0]
+            kinds = f"{_kind(known)} on rank {first} and {_kind(tensor)} on rank {rank}"
+            return [f"{tensor.name!r} is {kinds}"]
+        if known.shape is None:
+            self._kinds[tensor.name] = tensor
+        elif tensor.shape is not None and tensor.shape != known.shape:
+            first = self._held[tensor.name][0][0]
+            shapes = f"{list(known.shape)} on rank {first} and {list(tensor.shape)} on rank {rank}"
+            return [f"{tensor.name!r} is as a whole {shapes}"]
+        return []
+
+    def _complete(self, alias: str, owner: str) -> None:
+        """Add the ranks that hold a tied tensor under the name of the other."""
+        ranks = {rank for rank, _ in self._held[alias]}
+        for rank, region in self._held[owner]:
+            if rank not in ranks:
+                self._held[alias].append((rank, region))
+                self.positions[rank][alias] = self.positions[rank][owner]
+
+
+def _kind(tensor: HeldTensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of {len(tensor.region)} dimensions"
+
+
+def whole_shape(sources: Sequence[RegionSource]) -> tuple[int, ...]:
+    """The shape of the tensor that regions make up."""
+    ends = [
+        [start + size for start, size in zip(source.start, shape_of(source.region), strict=True)]
+        for source in sources
+    ]
+    return tuple(max(bounds) for bounds in zip(*ends, strict=True))
+
+
+def chained(layers: Sequence[Any], layout: Layout) -> Mapping[str, tuple[RegionSource, ...]] | None:
+    """The tensors that layers make of regions of others, one layer after the other.
+
+    Args:
+        layers: with `region_sources`; see the capability ``regions``.
+        layout: of the trainer's whole tensors.
+
+    Returns:
+        Each tensor's name, with the regions of the trainer's tensors that it is made of; None
+        without layers.
+    """
+    made_of: dict[str, tuple[RegionSource, ...]] | None = None
+    for layer in layers:
+        found = layer.region_sources(layout)
+        if made_of is None:
+            made_of = {name: tuple(sources) for name, sources in found.items()}
+        else:
+            before = made_of
+            made_of = {
+                name: tuple(part for source in sources for part in _traced(source, before))
+                for name, sources in found.items()
+            }
+        layout = Layout.of_kinds(
+            (name, layout.specs[layout.index[sources[0].name]].dtype, whole_shape(sources))
+            for name, sources in found.items()
+        )
+    return made_of
+
+
+def _traced(
+    source: RegionSource, before: Mapping[str, Sequence[RegionSource]]
+) -> Iterator[RegionSource]:
+    """A region of a tensor that is itself made of regions, as regions of those."""
+    for part in before[source.name]:
+        there = tuple(
+            (start, start + size)
+            for start, size in zip(part.start, shape_of(part.region), strict=True)
+        )
+        common = intersect(there, source.region)
+        if common is not None:
+            back = [r[0] - s for r, s in zip(part.region, part.start, strict=True)]
+            start = tuple(
+                to + c[0] - r[0]
+                for to, c, r in zip(source.start, common, source.region, strict=True)
+            )
+            yield RegionSource(part.name, shifted(common, back), start)
+
+
+def wanted_regions(
+    model: Any, regions: Regions | None, trainer: WholeModel, *, cast: bool
+) -> dict[str, Region]:
+    """The regions that a model wants, tied tensors once."""
+    shards = shards_of(model, regions)
+    theirs = trainer.layout
+    problems = [
+        f"{name!r} is in the weights, not in the model"
+        for name in theirs.names
+        if name not in shards
+    ]
+    wanted: dict[str, Region] = {}
+    owners: dict[object, str] = {}
+    for name, shard in shards.items():
+        if name not in theirs.index:
+            problems.append(f"{name!r} is in the model, not in the weights")
+            continue
+        spec = theirs.specs[theirs.index[name]]
+        floats = spec.dtype.is_floating_point and shard.tensor.dtype.is_floating_point
+        castable = cast and floats
+        if spec.dtype != shard.tensor.dtype and not castable:
+            advice = (
+                '; a layer that casts allows that: Sender(…, layers=["bf16"])' if floats else ""
+            )
+            kinds = f"{spec.dtype} in the weights and {shard.tensor.dtype} in the model"
+            problems.append(f"{name!r} is {kinds}{advice}")
+        if shard.shape is not None and shard.shape != spec.shape:
+            problems.append(
+                f"{name!r} is {list(spec.shape)} in the weights and {list(shard.shape)} in the "
+                "model; a part of a tensor needs its region: Receiver(…, regions={…})"
+            )
+            continue
+        owner = owners.setdefault(place_of(shard.tensor), name)
+        if owner != name:
+            if not trainer.has_tied(name, owner):
+                problems.append(
+                    f"{name!r} and {owner!r} are one tensor in the model and two in the weights"
+                )
+        elif size_of(shard.region):
+            wanted[name] = shard.region
+    if problems:
+        shown = problems[:_SHOWN]
+        if len(problems) > _SHOWN:
+            shown.append(f"… and {len(problems) - _SHOWN} more")
+        raise LayoutMismatchError(
+            "the weights do not fit the model; nothing was written:\n  " + "\n  ".join(shown)
+        )
+    return wanted
