@@ -86,14 +86,17 @@ _TOO_LARGE = 1 << 63
 _MAX_RANK = 64
 #: The name of the tensor in which checksums travel; see `sync_core.verify`.
 CHECKSUMS = "__checksums__"
-#: The name of the tensor that holds the base of an update; see `sync_core.increments`.
+#: The name of the tensor that holds the base of an update; see `sync_core.increments.partial`.
 BASE = "__base__"
+#: The name of the tensor that holds an increment, or describes a whole version; see
+#: `sync_core.increments`.
+INCREMENT = "__increment__"
 _METADATA = "__metadata__"
 
 
 def is_reserved(name: str) -> bool:
     """Return whether the format has its own use for a tensor's name."""
-    return name in (_METADATA, CHECKSUMS, BASE) or name.startswith(_FILLER)
+    return name in (_METADATA, CHECKSUMS, BASE, INCREMENT) or name.startswith(_FILLER)
 
 
 def has_place(dtype: torch.dtype) -> bool:

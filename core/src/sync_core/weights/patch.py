@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sync_core.errors import CorruptionError, OptionError, PayloadError
+from sync_core.errors import OptionError, PayloadError
 from sync_core.weights.block import Block
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import ALIGNMENT, Layout
@@ -66,7 +66,8 @@ class Patch:
     Example:
         >>> body = np.zeros(64, np.uint16)
         >>> body[[3, 9]] = 7
-        >>> patch = Patch.since(1, 2, "0" * 64, np.array([3, 9]), body)
+        >>> gaps = shorten(np.array([3, 9]), unit=2)
+        >>> patch = Patch(1, 2, "0" * 64, checksum(body), 64, gaps, body[[3, 9]])
         >>> other = np.zeros(64, np.uint16)
         >>> Patch.from_tensor(patch.to_tensor()).apply(other)
         >>> other.nonzero()
@@ -81,35 +82,17 @@ class Patch:
     gaps: Units
     values: Units
 
-    @classmethod
-    def since(
-        cls, base: int, version: int, digest: str, positions: NDArray[np.int64], body: Units
-    ) -> Patch:
-        """Return the patch that brings the values of a body at some positions.
-
-        Args:
-            base: see the class.
-            version: see the class.
-            digest: see the class.
-            positions: ascending, each once.
-            body: of ``version``.
-        """
-        gaps = shorten(positions, body.itemsize)
-        return cls(base, version, digest, checksum(body), len(body), gaps, body[positions_of(gaps)])
-
-    @classmethod
-    def whole(cls, version: int, digest: str, body: Units) -> Patch:
-        """Return the description of a whole version, which has no positions."""
-        none = np.empty(0, np.uint8), np.empty(0, body.dtype)
-        return cls(0, version, digest, checksum(body), len(body), *none)
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes when it travels and is not compressed."""
+        return HEADER_NBYTES + self.values.nbytes + self.gaps.nbytes
 
     def apply(self, body: Units) -> None:
         """Write the values into a body of any version from ``base`` on.
 
         Raises:
-            PayloadError: the body has another size, or a position is outside of it; nothing was
-                written.
-            CorruptionError: the result has another checksum; the body is worthless.
+            PayloadError: the body has another size, or a position is outside of it, and nothing
+                was written; or the result has another checksum, and is worthless.
         """
         self.check_fits(body)
         positions = positions_of(self.gaps)
@@ -127,13 +110,12 @@ class Patch:
             )
 
     def check_result(self, body: Units) -> None:
-        """Raise `CorruptionError` where the body has another checksum, as far as can be known."""
+        """Raise `PayloadError` where the body has another checksum, as far as can be known."""
         found = None if self.checksum is None else checksum(body)
         if found is not None and found != self.checksum:
-            raise CorruptionError(
-                -1,
+            raise PayloadError(
                 f"version {self.version} has the checksum {found:016x} here and "
-                f"{self.checksum:016x} at the sender",
+                f"{self.checksum:016x} at the sender"
             )
 
     def to_tensor(self, compress: Compression | None = None) -> Tensor:
@@ -283,10 +265,6 @@ class Comparer:
 
     def _stretches(self, payload: Payload) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """The bytes of a payload's body in their order, each stretch with its offset."""
-        bodies = payload.bodies
-        if len(bodies) == 1 and _is_direct(bodies[0]):
-            yield 0, bodies[0].numpy()
-            return
         tensors = payload.tensors
         for group, block in zip(self._groups, self._blocks, strict=True):
             some = tensors[group.first : group.last]
