@@ -165,7 +165,7 @@ class History:
 
     def since(self, base: int) -> Patch | None:
         """Return what changed after a version; None where a whole version is shorter, or needed."""
-        if not self._oldest <= base <= self.version:
+        if not base or not self._oldest <= base <= self.version:
             return None
         every = [c.gaps for c in self._changes if c.version > base and c.gaps is not None]
         if len(every) == 1:

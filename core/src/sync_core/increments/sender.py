@@ -293,10 +293,14 @@ class IncrementalSender(SenderTransport):
         with self._lock:
             if error is not None and outgoing is not None and outgoing.inner is not delivery:
                 return  # another one brings the version now
+            lacks = isinstance(error, IncrementError | CorruptionError)
             if worker is not None and error is None:
                 worker.held = max(worker.held, version)
-            elif worker is not None and isinstance(error, IncrementError | CorruptionError):
-                worker.held = 0
+            elif worker is not None and lacks:
+                worker.held, lacks = 0, worker.held > 0
+        if lacks:
+            # As another receiver would, which has taken its place.
+            self._notify(delivery.worker_id, Notice("connected"))
         again = isinstance(error, IncrementError) and not whole
         if again and worker is not None and worker.wanted == version and self._request(worker):
             return
