@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests soak chaos long-life demo docs dist format install clean
+.PHONY: help test check tests soak chaos increments long-life demo docs dist format install clean
 
 help:
 	@echo "make test                        every check and every test"
@@ -17,6 +17,7 @@ help:
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
 	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
 	@echo "make chaos [ARGS=]               every fault on every scheme; writes docs/reliability.md"
+	@echo "make increments [ARGS=]          1,000 random orders of sends and faults with increments"
 	@echo "make long-life [ARGS=]           100,000 sends by each scheme: does anything grow?"
 	@echo "make docs                        these pages and the reference, into docs/_build"
 	@echo "make dist [ARGS=]                build each distribution into dist/, and try it in an empty environment"
@@ -40,6 +41,9 @@ soak: $(INSTALLED)
 
 chaos: $(INSTALLED)
 	$(BIN)/python tests/chaos/guard.py tests/chaos/chaos.py $(ARGS)
+
+increments: $(INSTALLED)
+	$(BIN)/python tests/chaos/guard.py tests/chaos/increments.py $(ARGS)
 
 long-life: $(INSTALLED)
 	$(BIN)/python tests/chaos/guard.py tests/chaos/long_life.py $(ARGS)

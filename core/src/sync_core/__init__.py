@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         TransportContext,
         hookimpl,
     )
+    from sync_core.increments.options import Increments
     from sync_core.receiving.receiver import Receiver
     from sync_core.report import Reporter, SendReport, WorkerResult
     from sync_core.sending.failure_policy import WorkerFailure
@@ -90,6 +91,7 @@ _MODULES = {
         "TransportContext",
         "hookimpl",
     ),
+    "sync_core.increments.options": ("Increments",),
     "sync_core.receiving.receiver": ("Receiver",),
     "sync_core.report": ("Reporter", "SendReport", "WorkerResult"),
     "sync_core.sending.failure_policy": ("WorkerFailure",),
@@ -122,6 +124,7 @@ __all__ = [
     "ClosedError",
     "CorruptionError",
     "Delivery",
+    "Increments",
     "Layout",
     "LayoutMismatchError",
     "MembershipEvent",

@@ -46,6 +46,7 @@ class Address:
         layout: the layout that the receiver's model must have, but for ``cast``: that of the
             trainer's model as the layers have changed it that no receiver undoes.
         source_layout: the layout of the trainer's model, before any layer changes it.
+        increments: whether versions may come as increments.
     """
 
     scheme: Any
@@ -64,6 +65,7 @@ class Address:
     timeout: float
     layout: Layout = field(repr=False)
     source_layout: Layout = field(repr=False)
+    increments: bool = False
 
     def transport_context(self, scheme: str, timeout: float) -> TransportContext:
         """Return what the receiver's transport is made from."""

@@ -14,6 +14,7 @@ __all__ = [
     "ClosedError",
     "CorruptionError",
     "HookResultError",
+    "IncrementError",
     "LayoutMismatchError",
     "LoadError",
     "ModelError",
@@ -171,6 +172,13 @@ class CorruptionError(ApplyError):
     """Weights changed on their way: a checksum did not match; the worker keeps the version it had.
 
     Only raised where the sender was given ``verify=``.
+    """
+
+
+class IncrementError(WorkerError):
+    """The worker could not use an increment: it lacks the base, or the result has other bits.
+
+    It keeps the version it had, and is sent the whole version in the same send.
     """
 
 

@@ -36,6 +36,9 @@ class WorkerResult:
             wait for the last two if they were so before it began.
         returned: True when the worker has come back from quarantine: it has committed the newest
             version since the last report.
+        base: the version on which the increment that brought this one builds; 0 where it came
+            whole.
+        changed: the share of the version's elements that travelled: 1 where it came whole.
 
     A worker's times are 0 where the scheme brings no answers back, and where it failed.
 
@@ -56,6 +59,8 @@ class WorkerResult:
     deliver_seconds: float | None = None
     acknowledge_seconds: float = 0.0
     pause_seconds: float = 0.0
+    base: int = 0
+    changed: float = 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for JSON; ``error`` is its message."""

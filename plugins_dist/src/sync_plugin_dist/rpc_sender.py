@@ -70,7 +70,7 @@ class RpcReceiver(CalledReceiver):
         """Fetch the version and commit it."""
         del content
         deadline = time.monotonic() + request.timeout
-        while receiver.version < request.version:
+        while receiver.delivered < request.version:
             left = deadline - time.monotonic()
             if left < 0:
                 raise TimeoutError(f"version {request.version} did not come")

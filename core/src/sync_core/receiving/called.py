@@ -45,7 +45,7 @@ class CalledReceiver:
 
     def commit(self, receiver: Receiver, request: DeliveryRequest, content: Any) -> None:
         """Commit the version that was brought, unless the model has it."""
-        if receiver.version < request.version:
+        if receiver.delivered < request.version:
             self.inbox.put(self.unpack(request, content))
             receiver.receive(0)
 

@@ -27,7 +27,8 @@ from sync_core.errors import (
     SyncError,
 )
 from sync_core.hooks import BindContext, implemented
-from sync_core.increments import BaseLayer, check_base
+from sync_core.increments.partial import BaseLayer, check_base
+from sync_core.increments.receiver import IncrementalReceiver
 from sync_core.layers import bind, with_layout
 from sync_core.left_out import LeftOut
 from sync_core.models.binding import Binding
@@ -133,6 +134,11 @@ class Receiver(CollectorReference):
         )
         staged = background and "background" in self._backend.capabilities
         self._transport = BackgroundReceiver(transport) if staged else transport
+        self._increments: IncrementalReceiver | None = None
+        if address.increments:
+            # The outer one: what it hands on lies in memory that the next version is made in.
+            self._increments = IncrementalReceiver(self._transport, address.worker_id)
+            self._transport = self._increments
         self._reasons: list[str] = []
         self._leave = weakref.finalize(
             self, _leave, self._transport, self._lease, self._reasons, os.getpid()
@@ -150,13 +156,13 @@ class Receiver(CollectorReference):
             address.strategy, consolidate=self._consolidate, load=self._load
         )
         self._same_object = "same_object" in self._backend.capabilities
-        self._increments = address.partial and not self._same_object
-        inner = (self._left_out(),) if self._increments else ()
+        self._partial = address.partial and not self._same_object
+        inner = (self._left_out(),) if self._partial else ()
         self._verification = Verification(
             address.verify, self._backend, (*inner, *layers), address.strategy
         )
         layers_used = self._verification.layers
-        if self._increments:
+        if self._partial:
             base = Plugin(registry.LAYERS, "base", BaseLayer())
             layers_used = (*layers_used, base)
         self._stack = Stack(defaults, self._backend, layers_used)
@@ -240,6 +246,15 @@ class Receiver(CollectorReference):
     def version(self) -> int:
         """The version that the model has; 0 before the first commit."""
         return self._version
+
+    @property
+    def delivered(self) -> int:
+        """The number under which the transport brought what the model has.
+
+        It is `version`, but where the sender has ``increments=``, whose transport may be given
+        two payloads for one version.
+        """
+        return self._version if self._increments is None else self._increments.delivered
 
     @property
     def refused(self) -> int:
@@ -337,7 +352,7 @@ class Receiver(CollectorReference):
         if payload.version <= self._version:
             payload.release()
             return False
-        if not self._increments:
+        if not self._partial:
             return True
         self._staged, self._loaded = payload, False
         try:

@@ -279,6 +279,8 @@ class PendingSend:
             deliver_seconds=deliver,
             acknowledge_seconds=acknowledge,
             pause_seconds=answer.pause_seconds,
+            base=delivery.base,
+            changed=delivery.changed,
         )
 
     def _transit(self, answer: Answer, ended: float) -> tuple[float | None, float]:

@@ -17,7 +17,9 @@ from sync_core.address import Address
 from sync_core.checks import check_layers
 from sync_core.errors import ModelError, OptionError, SyncError, TransportError
 from sync_core.hooks import HOOKS, BindContext, SendContext, TransportContext, implemented
-from sync_core.increments import BaseLayer
+from sync_core.increments.options import Increments, check_of_use
+from sync_core.increments.partial import BaseLayer
+from sync_core.increments.sender import IncrementalSender
 from sync_core.layers import (
     bind,
     declares,
@@ -180,6 +182,7 @@ class Terms:
     partial: bool
     verify: Verify | None
     timeout: float
+    increments: Increments | None = None
     cast: bool = False
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
@@ -188,6 +191,8 @@ class Terms:
         check_strategy(self.strategy)
         if self.zero_copy and (self.partial or self.strategy != "tensordict"):
             raise OptionError("zero_copy needs whole updates and strategy='tensordict'")
+        if self.zero_copy and self.increments is not None:
+            raise OptionError("zero_copy has workers read whole versions; leave out increments=")
 
     def address_maker(self, **known: Any) -> Callable[..., Address]:
         """Makes addresses from a worker's id and its endpoint; ``known`` are the other fields."""
@@ -203,6 +208,7 @@ class Terms:
             cast=self.cast,
             verify=self.verify,
             timeout=self.timeout,
+            increments=self.increments is not None,
             **known,
         )
 
@@ -235,6 +241,8 @@ class Pipeline:
         self._backend = registry.find(registry.SCHEMES, terms.scheme)
         if terms.zero_copy and "zero_copy" not in self._backend.capabilities:
             raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
+        if terms.increments is not None:
+            check_of_use(self._backend)
         found = [registry.find(registry.LAYERS, layer) for layer in terms.layers]
         #: The layers that are called with every report.
         self.reporters = [one.object for one in found if isinstance(one.object, Reporter)]
@@ -259,6 +267,8 @@ class Pipeline:
         used = self._verification.layers
         #: Whether workers may get less than the whole model.
         self.increments = terms.partial and self.moves_nothing is None
+        #: Whether the transport leaves out what workers have, so that updates are to be whole.
+        self.packs_increments = terms.increments is not None
         if self._terms.partial and self.moves_nothing is None:
             used = (*used, Plugin(registry.LAYERS, "base", BaseLayer()))
         self._defaults = Defaults(terms.strategy)
@@ -315,18 +325,23 @@ class Pipeline:
             layout=next(compress(layouts, undone)),
             source_layout=update.layout,
         )
-        self.transport = self.stack.create_sender_transport(
-            self._terms.context(
-                self._backend.name,
-                models=names_of(model),
-                worker_ids=members.ids,
-                workers=tuple(workers),
-                layout=layouts[-1],
-                make_address=self._make_address,
-                notify=members.notify,
-            )
+        make = partial(
+            self._create_transport,
+            models=names_of(model),
+            worker_ids=members.ids,
+            workers=tuple(workers),
+            make_address=self._make_address,
         )
+        if self._terms.increments is None:
+            self.transport = make(layout=layouts[-1], notify=members.notify)
+        else:
+            self.transport = IncrementalSender(
+                make, layouts[-1], members.ids, self._terms.increments, members.notify
+            )
         self._close = release_with(self, self.transport.close)
+
+    def _create_transport(self, **known: Any) -> SenderTransport:
+        return self.stack.create_sender_transport(self._terms.context(self._backend.name, **known))
 
     def address(self, worker_id: int) -> Address:
         """The address of a worker.

@@ -15,7 +15,8 @@ from sync_core._util import Stopwatch, release_with
 from sync_core.address import Address
 from sync_core.checks import check_count, check_function, check_seconds
 from sync_core.errors import ClosedError, OptionError, PendingSendError
-from sync_core.increments import Increments
+from sync_core.increments.options import Increments
+from sync_core.increments.partial import TensorVersions
 from sync_core.models.extract import Strategy, gathered
 from sync_core.models.multi_model import either
 from sync_core.models.paths import resolve
@@ -83,6 +84,10 @@ class Sender(Updater):
             missed, also gets what it lacks, all tensors if need be: from ``model``, or from a
             copy that is kept of weights given by hand that are not the model's own. A worker that
             joins gets its first version with the next `send`.
+        increments: send each worker only what it lacks, as positions that changed and their
+            values, where that takes fewer bytes: True, or `Increments` with options. For workers
+            on other machines, and stores. Sender and workers each keep one more copy of the model
+            in memory.
         on_failure: what is done about a worker that failed, after the others were updated:
             ``"raise"`` a `SendError`; ``"drop"`` it; ``"quarantine"``, do not wait for it for a
             time that doubles, though it gets every version, until it has committed the newest;
@@ -131,6 +136,7 @@ class Sender(Updater):
         strategy: Strategy = "tensordict",
         zero_copy: bool = False,
         partial: bool = False,
+        increments: Increments | bool = False,
         gather: bool = False,
         ranks: Ranks | None = None,
         regions: Regions | None = None,
@@ -174,6 +180,7 @@ class Sender(Updater):
             partial=partial,
             verify=verify,
             timeout=timeout,
+            increments=Increments.of(increments),
         )
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)
         self._handles = dict(enumerate(workers or ()))
@@ -194,7 +201,7 @@ class Sender(Updater):
         )
         if self._pipeline.moves_nothing is not None:
             register_owner(self._terms.token, self._source)
-        self._increments = Increments()
+        self._tensor_versions = TensorVersions()
         self._cadence = PushCounter(self._pipeline.stack, model_id)
         self._version = check_count(version, "version", least=0)
         self._starting = threading.Lock()
@@ -568,14 +575,15 @@ class Sender(Updater):
         if layout is None:
             return update
         if given is None and update.layout is layout:
-            self._increments.record(None, layout, {}, version)
+            self._tensor_versions.record(None, layout, {}, version)
             return update
         own = self._source.own_tensors()
-        self._increments.record(update, layout, own, version)
+        self._tensor_versions.record(update, layout, own, version)
         if update.layout is layout:
             return update
         held = self._members.acknowledged(due)
-        return self._increments.since(min(held.values(), default=0), layout, own)
+        base = 0 if self._pipeline.packs_increments else min(held.values(), default=0)
+        return self._tensor_versions.since(base, layout, own)
 
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
         report = self._finish(report, waited=waited)

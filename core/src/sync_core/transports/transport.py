@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from sync_core.errors import (
     ApplyError,
     CorruptionError,
+    IncrementError,
     LoadError,
     ReadbackError,
     WorkerError,
@@ -49,12 +50,14 @@ def unheard(worker_id: int, notice: Notice) -> None:
 # What went wrong, as it is called in a message, and what the sender raises for it.
 _FAILURES: Mapping[str, type[WorkerError]] = {
     "corruption": CorruptionError,
+    "increment": IncrementError,
     "readback": ReadbackError,
     "load": LoadError,
     "apply": ApplyError,
     "late": ApplyError,
 }
 _OUTCOMES = {
+    "increment": "could not use the increment to version {}, and keeps the version it had",
     "readback": "could not apply version {}; its model is known bad",
     "load": "could not load version {}; its model may hold parts of it, and is known bad",
     "late": "has version {}, and something raised after that was loaded",
@@ -73,9 +76,9 @@ class Answer:
     Args:
         version: the version.
         error: why it was not committed; None when it was.
-        failure: the kind of that error: ``"apply"``, ``"corruption"``, ``"readback"``,
-            ``"load"``, or ``"late"`` when the model has the version, and a layer or ``on_commit``
-            raised after it was loaded.
+        failure: the kind of that error: ``"apply"``, ``"corruption"``, ``"increment"``,
+            ``"readback"``, ``"load"``, or ``"late"`` when the model has the version, and a layer or
+            ``on_commit`` raised after it was loaded.
         stage_seconds: from the moment at which the worker's transport knew of the version to
             the one at which it had all of it; 0 where the transport does not measure that.
         commit_seconds: what loading it into the model took.
@@ -200,6 +203,10 @@ class Delivery:
         version: the version.
         nbytes: the size of what is delivered, in bytes.
 
+    Attributes:
+        base: the version that an increment builds on; 0 for a whole version.
+        changed: the share of the version that it brings.
+
     Example:
         >>> delivery = Delivery(worker_id=0, version=3, nbytes=1024)
         >>> delivery.acknowledge()
@@ -211,6 +218,8 @@ class Delivery:
         self.worker_id = worker_id
         self.version = version
         self.nbytes = nbytes
+        self.base = 0
+        self.changed = 1.0
         self.error: WorkerError | None = None
         self.answer: Answer | None = None
         #: Whether it has ended, and when (`time.perf_counter`).

@@ -86,19 +86,22 @@ _TOO_LARGE = 1 << 63
 _MAX_RANK = 64
 #: The name of the tensor in which checksums travel; see `sync_core.verify`.
 CHECKSUMS = "__checksums__"
-#: The name of the tensor that holds the base of an update; see `sync_core.increments`.
+#: The name of the tensor that holds the base of an update; see `sync_core.increments.partial`.
 BASE = "__base__"
 #: The name of the tensor that makes a payload of a sharded sender a question: which regions does
 #: the worker want? See `sync_core.shards`.
 ASK = "__shards_wanted__"
 #: The name of the tensor that holds the version of a sharded sender.
 SHARD_VERSION = "__shards_version__"
+#: The name of the tensor that holds an increment, or describes a whole version; see
+#: `sync_core.increments`.
+INCREMENT = "__increment__"
 _METADATA = "__metadata__"
 
 
 def is_reserved(name: str) -> bool:
     """Return whether the format has its own use for a tensor's name."""
-    return name in (_METADATA, CHECKSUMS, BASE, ASK, SHARD_VERSION) or name.startswith(_FILLER)
+    return name in (_METADATA, CHECKSUMS, BASE, INCREMENT, ASK, SHARD_VERSION) or name.startswith(_FILLER)
 
 
 def has_place(dtype: torch.dtype) -> bool:

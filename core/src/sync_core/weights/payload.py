@@ -113,6 +113,7 @@ class Payload:
             where it does not tell.
         stage_seconds: (receiver) how long the version took to come from then on.
         packing: (sender) how long `pack` took, all its calls together.
+        base: (sender) the version that this increment builds on; 0 for a whole version.
 
     Example:
         >>> layout = Layout.of({"bias": torch.ones(3)})
@@ -128,6 +129,7 @@ class Payload:
     known_at: float | None = None
     stage_seconds: float = 0.0
     packing: Stopwatch = field(default_factory=Stopwatch, compare=False)
+    base: int = 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -27,7 +27,7 @@ from sync_core.weights.payload import Payload, Update
 _WORDS = 5
 
 
-class Increments:
+class TensorVersions:
     """The version in which each tensor last changed, and the values that are not the model's.
 
     Values are read from the registered model when they are sent. Weights given by hand that do not

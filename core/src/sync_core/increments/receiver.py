@@ -1,0 +1,147 @@
+"""The receiver's side of incremental versions: makes whole versions of what arrives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from sync_core.errors import CorruptionError, IncrementError, PayloadError, SyncError
+from sync_core.increments.history import Packed, described
+from sync_core.transports.transport import Answer, ReceiverTransport
+from sync_core.weights.layout import INCREMENT, Layout
+from sync_core.weights.patch import Patch
+from sync_core.weights.payload import Payload
+
+# Of answers after which the model may hold anything.
+_BAD = ("load", "readback")
+
+
+class IncrementalReceiver(ReceiverTransport):
+    """Keeps the newest version in memory of its own, and applies increments to it.
+
+    What it hands on is a whole version, good until the next `receive`. A version that cannot be
+    made whole is refused, and the sender sends it again.
+
+    Args:
+        transport: what receives; owned from now on.
+        worker_id: the worker, for messages.
+    """
+
+    def __init__(self, transport: ReceiverTransport, worker_id: int) -> None:
+        self._transport = transport
+        self._worker_id = worker_id
+        self._kept: Packed | None = None
+        self._version = 0
+        # The number under which the transport brought what was handed on last.
+        self._number = 0
+        # The version that the model has, and the number of its delivery.
+        self._committed = 0
+        self.delivered = 0
+
+    def receive(self, timeout: float) -> Payload | None:
+        """Return the newest version, whole; refuse what cannot be made whole, and wait for more."""
+        deadline = time.monotonic() + timeout
+        while True:
+            payload = self._transport.receive(max(0.0, deadline - time.monotonic()))
+            if payload is None:
+                return None
+            try:
+                whole = self._make_whole(payload)
+            except SyncError as error:
+                self._transport.acknowledge(Answer.refusal(payload.version, error))
+                continue
+            finally:
+                payload.release()
+            if whole.version == self._committed:
+                # The model has it already: the sender could not know.
+                self.delivered = payload.version
+                self._transport.acknowledge(Answer(version=payload.version))
+                continue
+            self._number = payload.version
+            return whole
+
+    def acknowledge(self, answer: Answer) -> None:
+        """Answer under the number that the sender's transport knows."""
+        if answer.version == self._version and answer.version != self._committed:
+            if answer.error is None or answer.failure == "late":
+                self._committed, self.delivered = answer.version, self._number
+            elif answer.failure in _BAD:
+                self._committed = 0
+        self._transport.acknowledge(replace(answer, version=self._number))
+
+    def wake(self) -> None:
+        """Wake the transport."""
+        self._transport.wake()
+
+    def on_arrival(self, callback: Callable[[], None]) -> bool:
+        """Let the transport call the function."""
+        return self._transport.on_arrival(callback)
+
+    def leave(self, reason: str) -> None:
+        """Notify the sender."""
+        self._transport.leave(reason)
+
+    def close(self) -> None:
+        """Close the transport, and release the memory."""
+        self._transport.close()
+        self._kept = None
+
+    def _make_whole(self, payload: Payload) -> Payload:
+        specs = payload.layout.specs
+        if not specs or (specs[-1].name, specs[-1].dtype) != (INCREMENT, torch.uint8):
+            raise PayloadError(f"version {payload.version} came without its description")
+        if len(specs) == 1:
+            try:
+                patch = Patch.from_tensor(payload.tensors[0])
+                kept = self._apply(patch)
+            except PayloadError as error:
+                raise IncrementError(self._worker_id, str(error)) from error
+        else:
+            patch = Patch.from_tensor(payload.tensors[-1])
+            kept = self._copy(patch, payload)
+        self._kept, self._version = kept, patch.version
+        tensors = kept.block.views(described(kept.layout))[:-1]
+        return Payload(
+            patch.version,
+            kept.layout,
+            tensors,
+            known_at=payload.known_at,
+            stage_seconds=payload.stage_seconds,
+        )
+
+    def _apply(self, patch: Patch) -> Packed:
+        """Apply an increment to what is kept."""
+        kept, held = self._kept, self._version
+        if kept is None or not patch.base <= held <= patch.version:
+            raise PayloadError(
+                f"it brings what changed since version {patch.base}, and version {held} is here"
+            )
+        if kept.layout.digest != patch.digest:
+            raise PayloadError("the layout has changed")
+        # What is interrupted from here on is neither version.
+        self._kept, self._version = None, 0
+        patch.apply(kept.body)
+        return kept
+
+    def _copy(self, patch: Patch, payload: Payload) -> Packed:
+        """Copy a whole version."""
+        kept, self._kept, self._version = self._kept, None, 0
+        layout = _without_description(payload.layout)
+        if kept is None or kept.layout != layout:
+            kept = Packed.allocate(layout)
+        kept.pack(Payload(patch.version, layout, payload.tensors[:-1]))
+        patch.check_fits(kept.body)
+        try:
+            patch.check_result(kept.body)
+        except PayloadError as error:
+            raise CorruptionError(self._worker_id, str(error)) from error
+        return kept
+
+
+@lru_cache(maxsize=16)
+def _without_description(layout: Layout) -> Layout:
+    return Layout(layout.specs[:-1], layout.aliases)

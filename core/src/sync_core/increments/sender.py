@@ -1,0 +1,410 @@
+"""The sender's side of incremental versions: between the sender and its scheme's transport.
+
+A version comes here whole, after all layers. What goes on to the transport is a payload of bytes
+like any other: the version with a description of itself, or an increment. Workers that can use
+the same increment share it. Each payload has a number of its own, since the transport may be given
+two for one version; the version's own number travels inside.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from sync_core._util import Stopwatch
+from sync_core.errors import (
+    CorruptionError,
+    IncrementError,
+    SyncError,
+    TransportError,
+    WorkerError,
+)
+from sync_core.increments.history import History, described
+from sync_core.increments.options import Increments
+from sync_core.transports.transport import Answer, Delivery, Notice, SenderTransport
+from sync_core.weights.layout import INCREMENT, Layout, TensorSpec
+from sync_core.weights.patch import Compression, Patch
+from sync_core.weights.payload import Payload
+
+_log = logging.getLogger("sync_core")
+# How long closing waits for a version that is being sent again, in seconds.
+_PATIENCE = 1.0
+# The payloads whose numbers are kept, for answers that come late.
+_NUMBERS = 1024
+
+
+class MakeTransport(Protocol):
+    """Makes the scheme's transport, for payloads of a layout."""
+
+    def __call__(
+        self, *, layout: Layout, notify: Callable[[int, Notice], None]
+    ) -> SenderTransport: ...
+
+
+class _Outgoing(Delivery):
+    """A version on its way to a worker, by one payload or two."""
+
+    def __init__(self, worker_id: int, version: int) -> None:
+        self.inner: Delivery | None = None
+        super().__init__(worker_id, version, 0)
+
+    @property
+    def remark(self) -> str:
+        """What the transport says of a late worker."""
+        return "" if self.inner is None else self.inner.remark
+
+    @remark.setter
+    def remark(self, remark: str) -> None:
+        if self.inner is not None:
+            self.inner.remark = remark
+
+    def carry_by(self, inner: Delivery, base: int, changed: float) -> None:
+        """Let a delivery of the transport bring the version, or bring it again."""
+        self.inner = inner
+        self.nbytes += inner.nbytes
+        self.base, self.changed = base, changed
+
+
+@dataclass(eq=False)
+class _Worker:
+    """What is known of a worker.
+
+    Args:
+        worker_id: its id.
+        held: the newest version that it holds completely; 0 for none.
+        wanted: the newest version meant for it; 0 for none.
+        whole: whether the transport has that version for it in a form that needs no base.
+        outgoing: the delivery of that version, where a send is to know of it.
+    """
+
+    worker_id: int
+    held: int = 0
+    wanted: int = 0
+    whole: bool = True
+    outgoing: _Outgoing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One payload of a version, its workers, and the share of the version that it brings."""
+
+    payload: Payload
+    worker_ids: Sequence[int]
+    changed: float
+
+
+class IncrementalSender(SenderTransport):
+    """Sends each worker what it lacks, by the scheme's transport.
+
+    Args:
+        make: makes that transport.
+        layout: of the versions.
+        worker_ids: the workers.
+        options: see `sync_core.Increments`.
+        notify: see `TransportContext`.
+    """
+
+    def __init__(
+        self,
+        make: MakeTransport,
+        layout: Layout,
+        worker_ids: Sequence[int],
+        options: Increments,
+        notify: Callable[[int, Notice], None],
+    ) -> None:
+        self._options = options
+        self._notify = notify
+        self._history = History(options.below)
+        self._numbers: dict[int, int] = {}
+        self._number = 0
+        self._last_whole = 0
+        # Held while the transport's methods are called, and the history is used.
+        self._calling = threading.Lock()
+        # For what is known of workers; no other lock is taken with it.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._workers = {i: _Worker(i) for i in worker_ids}
+        # The newest version that went to all, and whether the transport has that whole.
+        self._for_all, self._for_all_whole = 0, False
+        self._requests: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._transport = make(layout=described(layout), notify=self._heard)
+
+    def address(self, worker_id: int) -> Any:
+        """Return the transport's endpoint."""
+        return self._transport.address(worker_id)
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        """Send an increment to workers that can use it, and the whole version to the others."""
+        version = payload.version
+        outgoing = {i: _Outgoing(i, version) for i in worker_ids}
+        with self._calling:
+            with self._lock:
+                to_all = self._workers.keys() <= outgoing.keys()
+            self._history.record(payload, keep=not to_all)
+            with self._lock:
+                workers = {i: self._workers[i] for i in worker_ids if i in self._workers}
+                for worker_id, worker in workers.items():
+                    worker.wanted, worker.outgoing = version, outgoing[worker_id]
+                held = {i: workers[i].held if i in workers else 0 for i in worker_ids}
+            parts = self._divide(version, held)
+            for number, part in enumerate(parts):
+                try:
+                    self._hand_over(part, outgoing, payload.packing)
+                except Exception as error:
+                    if not number:
+                        raise
+                    # Other workers have been sent the version.
+                    for worker_id in part.worker_ids:
+                        message = f"version {version} could not be sent: {error!r}"
+                        self._fail(outgoing[worker_id], TransportError(worker_id, message))
+            if to_all:
+                self._for_all = version
+                self._for_all_whole = len(parts) == 1 and not parts[0].payload.base
+            self._forget()
+        return dict(outgoing)
+
+    def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
+        """Wait by the transport, also for what is sent again."""
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            with self._lock:
+                under_way = {d: getattr(d, "inner", None) for d in deliveries if not d.ended}
+            if not under_way or left <= 0:
+                return
+            if inner := [each for each in under_way.values() if each is not None]:
+                self._transport.wait(inner, left)
+            with self._lock:
+                left = deadline - time.monotonic()
+                self._changed.wait_for(partial(_got_on, under_way), max(0.0, left))
+
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more worker, which gets the newest version that went to all, whole."""
+        with self._calling:
+            with self._lock:
+                added = _Worker(worker_id, wanted=self._for_all, whole=self._for_all_whole)
+                self._workers[worker_id] = added
+            try:
+                self._transport.add_worker(worker_id, worker)
+            except BaseException:
+                with self._lock:
+                    del self._workers[worker_id]
+                raise
+        self._request(added)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Forget a worker."""
+        with self._calling:
+            with self._lock:
+                worker = self._workers.pop(worker_id)
+            self._transport.remove_worker(worker_id)
+        if worker.outgoing is not None:
+            self._fail(worker.outgoing, WorkerError(worker_id, "was removed from the sender"))
+
+    def close(self) -> None:
+        """Close the transport, then end the thread."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+            outgoing = [worker.outgoing for worker in self._workers.values()]
+        self._requests.put(None)
+        self._transport.close()
+        for each in outgoing:
+            if each is not None:
+                self._fail(each, WorkerError(each.worker_id, "the sender was closed"))
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_PATIENCE)
+
+    def _divide(self, version: int, held: Mapping[int, int]) -> list[_Part]:
+        """Return the payloads of a version, each with its workers."""
+        patch = self._best_increment(version, sorted({*held.values()} - {0}))
+        some = () if patch is None else [i for i, have in held.items() if have >= patch.base]
+        others = [i for i in held if i not in some]
+        parts = []
+        if others:
+            whole = self._history.at(version)
+            assert whole is not None
+            parts.append(_Part(whole, others, 1.0))
+        if patch is None:
+            self._last_whole = version
+        else:
+            increment = _travelling(patch, self._options.compress)
+            parts.append(_Part(increment, some, len(patch.gaps) / max(1, patch.size)))
+        return parts
+
+    def _best_increment(self, version: int, held: Sequence[int]) -> Patch | None:
+        """Return the increment that most workers can use, if there is one."""
+        every = self._options.whole_every
+        if every is not None and version - self._last_whole >= every:
+            return None
+        return next(filter(None, map(self._history.since, held)), None)
+
+    def _hand_over(
+        self, part: _Part, outgoing: Mapping[int, _Outgoing], packing: Stopwatch
+    ) -> None:
+        """Give the transport one payload under the next number."""
+        version, whole = part.payload.version, not part.payload.base
+        self._number = max(self._number + 1, version)
+        self._numbers[self._number] = version
+        if len(self._numbers) > _NUMBERS:
+            del self._numbers[next(iter(self._numbers))]
+        with self._lock:
+            workers = {i: self._workers[i] for i in part.worker_ids if i in self._workers}
+            for worker in workers.values():
+                worker.whole = whole
+        payload = replace(part.payload, version=self._number, packing=packing)
+        try:
+            deliveries = self._transport.send(payload, part.worker_ids)
+        except BaseException:
+            with self._lock:
+                for worker in workers.values():
+                    worker.whole = False
+            raise
+        for worker_id, delivery in deliveries.items():
+            carried = outgoing.get(worker_id)
+            with self._lock:
+                if carried is not None:
+                    carried.carry_by(delivery, part.payload.base, part.changed)
+                self._changed.notify_all()
+            known = workers.get(worker_id)
+            delivery.watch(partial(self._answered, known, carried, version=version, whole=whole))
+
+    def _answered(
+        self,
+        worker: _Worker | None,
+        outgoing: _Outgoing | None,
+        delivery: Delivery,
+        error: WorkerError | None,
+        *,
+        version: int,
+        whole: bool,
+    ) -> None:
+        """A delivery of the transport has ended, or had another outcome later."""
+        with self._lock:
+            if error is not None and outgoing is not None and outgoing.inner is not delivery:
+                return  # another one brings the version now
+            lacks = isinstance(error, IncrementError | CorruptionError)
+            if worker is not None and error is None:
+                worker.held = max(worker.held, version)
+            elif worker is not None and lacks:
+                worker.held, lacks = 0, worker.held > 0
+        if lacks:
+            # As another receiver would, which has taken its place.
+            self._notify(delivery.worker_id, Notice("connected"))
+        again = isinstance(error, IncrementError) and not whole
+        if again and worker is not None and worker.wanted == version and self._request(worker):
+            return
+        if outgoing is None:
+            if error is None:
+                self._notify(delivery.worker_id, Notice("acknowledged", version))
+            return
+        answer = delivery.answer
+        if answer is not None and error is delivery.error:
+            self._acknowledge(outgoing, replace(answer, version=version))
+        elif error is None:
+            self._acknowledge(outgoing, None)
+        else:
+            self._fail(outgoing, error)
+
+    def _acknowledge(self, outgoing: _Outgoing, answer: Answer | None) -> None:
+        outgoing.acknowledge(answer)
+        with self._lock:
+            self._changed.notify_all()
+
+    def _fail(self, outgoing: _Outgoing, error: WorkerError) -> None:
+        outgoing.fail(error)
+        with self._lock:
+            self._changed.notify_all()
+
+    def _heard(self, worker_id: int, notice: Notice) -> None:
+        """The transport knows something of a worker."""
+        with self._lock:
+            worker = self._workers.get(worker_id)
+            if notice.kind == "connected" and worker is not None:
+                worker.held = 0
+            elif notice.kind == "acknowledged":
+                version = self._numbers.get(notice.version)
+                if version is None:
+                    return
+                notice = replace(notice, version=version)
+                if worker is not None:
+                    worker.held = max(worker.held, version)
+        self._notify(worker_id, notice)
+        if notice.kind == "connected" and worker is not None:
+            self._request(worker)
+
+    def _request(self, worker: _Worker) -> bool:
+        """Have a worker sent what it wants whole, unless the transport has that for it already."""
+        with self._lock:
+            if not self._lacks_whole(worker):
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="sync-increments", daemon=True
+                )
+                self._thread.start()
+        self._requests.put(worker)
+        return True
+
+    def _lacks_whole(self, worker: _Worker) -> bool:
+        served = self._workers.get(worker.worker_id) is worker and not self._closed
+        return served and bool(worker.wanted) and not worker.whole
+
+    def _serve(self) -> None:
+        while (worker := self._requests.get()) is not None:
+            try:
+                with self._calling:
+                    self._send_again(worker)
+            except Exception as error:
+                _log.exception("worker %d could not be sent a whole version", worker.worker_id)
+                message = f"could not be sent version {worker.wanted} again: {error!r}"
+                if worker.outgoing is not None:
+                    self._fail(worker.outgoing, WorkerError(worker.worker_id, message))
+
+    def _send_again(self, worker: _Worker) -> None:
+        """Send a worker what it wants whole."""
+        with self._lock:
+            if not self._lacks_whole(worker):
+                return
+            version, outgoing = worker.wanted, worker.outgoing
+            if outgoing is not None:
+                outgoing.inner = None
+            alone = len(self._workers) == 1
+        whole = self._history.at(version)
+        if whole is None:
+            raise SyncError(f"what version {version} had is not kept any more")
+        carried = {} if outgoing is None else {worker.worker_id: outgoing}
+        self._hand_over(_Part(whole, [worker.worker_id], 1.0), carried, Stopwatch())
+        if alone:
+            self._for_all_whole = version == self._for_all
+
+    def _forget(self) -> None:
+        """Forget what no worker needs any more."""
+        with self._lock:
+            workers = list(self._workers.values())
+        newest = self._history.version
+        held = min((worker.held for worker in workers if worker.held), default=newest)
+        wanted = [worker.wanted for worker in workers if worker.wanted]
+        if self._for_all:
+            wanted.append(self._for_all)
+        self._history.forget(held, min(wanted, default=newest))
+
+
+def _travelling(patch: Patch, compress: Compression | None) -> Payload:
+    tensor = patch.to_tensor(compress)
+    layout = Layout((TensorSpec(INCREMENT, torch.uint8, tuple(tensor.shape), 0),))
+    return Payload(patch.version, layout, (tensor,), base=patch.base)
+
+
+def _got_on(under_way: Mapping[Delivery, Delivery | None]) -> bool:
+    return any(d.ended or getattr(d, "inner", None) is not i for d, i in under_way.items())
