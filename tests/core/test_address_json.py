@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sync_core import Address, Receiver, Sender
 from sync_core.errors import AddressError, PluginNotFoundError
-from sync_plugin_std.rename import Rename
+from sync_plugin_std import Rename
 
 
 def _sender(scheme: str, tmp_path: Path, **options: Any) -> Sender:

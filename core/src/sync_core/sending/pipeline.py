@@ -90,7 +90,7 @@ class Source:
             LayoutMismatchError: a name, dtype or shape differs from the layout.
         """
         own = self._own
-        if weights is None and own is not None and own.model is self.model and not self._gather:
+        if weights is None and own is not None and own.model is self.model:
             # The same object as before: neither a reference, nor several models.
             self.found = self.model
             update = own.read()

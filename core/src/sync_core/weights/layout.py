@@ -97,11 +97,12 @@ SHARD_VERSION = "__shards_version__"
 #: `sync_core.increments`.
 INCREMENT = "__increment__"
 _METADATA = "__metadata__"
+_RESERVED = frozenset({_METADATA, CHECKSUMS, BASE, INCREMENT, ASK, SHARD_VERSION})
 
 
 def is_reserved(name: str) -> bool:
     """Return whether the format has its own use for a tensor's name."""
-    return name in (_METADATA, CHECKSUMS, BASE, INCREMENT, ASK, SHARD_VERSION) or name.startswith(_FILLER)
+    return name in _RESERVED or name.startswith(_FILLER)
 
 
 def has_place(dtype: torch.dtype) -> bool:
