@@ -3,6 +3,7 @@
 import base64
 import json
 import pickle
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def test_an_address_comes_back_as_it_was(scheme: str, tmp_path: Path) -> None:
     assert again.layout.digest == address.layout.digest
 
 
+def test_every_field_travels(written: dict[str, Any]) -> None:
+    names = {field.name for field in fields(Address)}
+    assert written.keys() - {"headers", "sync_address"} == names
+
+
 @pytest.mark.parametrize("scheme", ["shm", "file", "dist"])
 def test_a_receiver_is_made_from_json(scheme: str, tmp_path: Path) -> None:
     copy = torch.nn.Linear(2, 1)
@@ -47,7 +53,7 @@ def test_a_receiver_is_made_from_json(scheme: str, tmp_path: Path) -> None:
 def test_what_has_no_json_form_says_so(tmp_path: Path) -> None:
     with _sender("mp", tmp_path) as sender, pytest.raises(AddressError, match="PipeEnd"):
         sender.address(0).to_json()
-    layer = Rename({"bias": "shift"})
+    layer = Rename({"bias": "shift", "*": "*"})
     with (
         _sender("shm", tmp_path, layers=[layer]) as sender,
         pytest.raises(AddressError, match="by their installed names"),

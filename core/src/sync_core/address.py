@@ -206,7 +206,9 @@ def _read_endpoint(scheme: str, value: Any) -> Any:
         raise AddressError(str(error)) from error
 
 
-def _read_layout(header: str) -> Layout:
+def _read_layout(header: object) -> Layout:
+    if not isinstance(header, str):
+        raise TypeError(f"a layout is a text, not {header!r:.80}")
     data = header.encode()
     return Layout.from_header(len(data).to_bytes(8, "little") + data)
 
@@ -259,6 +261,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "zero_copy": _is_flag,
     "partial": _is_flag,
     "cast": _is_flag,
+    "increments": _is_flag,
     "verify": lambda value: value is None or value in get_args(Verify),
     "timeout": lambda value: type(value) in (int, float) and 0 < value < math.inf,
 }
