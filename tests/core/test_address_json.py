@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sync_core import Address, Receiver, Sender
 from sync_core.errors import AddressError, PluginNotFoundError
-from sync_plugin_std import Rename
+from sync_plugin_std import Zstd
 
 
 def _sender(scheme: str, tmp_path: Path, **options: Any) -> Sender:
@@ -53,7 +53,7 @@ def test_a_receiver_is_made_from_json(scheme: str, tmp_path: Path) -> None:
 def test_what_has_no_json_form_says_so(tmp_path: Path) -> None:
     with _sender("mp", tmp_path) as sender, pytest.raises(AddressError, match="PipeEnd"):
         sender.address(0).to_json()
-    layer = Rename({"bias": "shift", "*": "*"})
+    layer = Zstd()
     with (
         _sender("shm", tmp_path, layers=[layer]) as sender,
         pytest.raises(AddressError, match="by their installed names"),

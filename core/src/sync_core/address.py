@@ -152,9 +152,12 @@ class Address:
         content = _parse(text)
         try:
             layouts = [_read_layout(header) for header in content.pop("headers")]
-            chosen = [content.pop("layout"), content.pop("source_layout"), *content.pop("layouts")]
+            indices = content.pop("layouts")
+            chosen = [content.pop("layout"), content.pop("source_layout"), *indices]
             endpoint = content.pop("endpoint")
-            if not all(type(index) is int and 0 <= index < len(layouts) for index in chosen):
+            if type(indices) is not list or not all(
+                type(index) is int and 0 <= index < len(layouts) for index in chosen
+            ):
                 raise AddressError("an address names a layout that is not in it")
             layout, source_layout, *before = (layouts[index] for index in chosen)
         except (KeyError, TypeError, PayloadError) as error:
