@@ -225,7 +225,8 @@ def test_resuming_after_an_update_gives_no_warning() -> None:
             next(made)
 
 
-def test_a_change_after_a_resume_gives_a_warning() -> None:
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_change_after_a_resume_gives_a_warning(updated: bool) -> None:
     policy = Scale()
     with collector(policy) as made:
         policy.set(1.0)
@@ -233,6 +234,8 @@ def test_a_change_after_a_resume_gives_a_warning() -> None:
         next(made)
         state = made.state_dict()
     with collector(policy) as made:
+        if updated:
+            made.update_policy_weights_()
         made.load_state_dict(state)
         next(made)
         policy.set(2.0)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -403,6 +404,31 @@ def test_a_commit_in_the_middle_of_a_batch(scheme: str, workers: str) -> None:
     assert versions == sorted(versions)
     assert set(versions) == {0, 1}
     assert values(batch, "action") == versions
+
+
+@pytest.mark.parametrize(("scheme", "workers"), [("thread", "thread"), ("shm", "process")])
+def test_weights_that_come_with_the_last_step_of_a_batch(
+    scheme: str, workers: str, tmp_path: Path
+) -> None:
+    steps, may_end = tmp_path / "steps", tmp_path / "may_end"
+
+    class Waits(CountingEnv):
+        def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+            if self._steps.item() == 1:
+                steps.touch()
+                _until(may_end.exists)
+            return super().step(tensordict)
+
+    options: dict[str, Any] = {"scheme": scheme, "workers": workers, "num_workers": 1}
+    with Collector(lambda: Waits(100), Scale(), frames_per_batch=1, **options) as collector:
+        next(collector)
+        _until(steps.exists)
+        pending = collector.update_policy_weights_(blocking=False)
+        assert isinstance(pending, PendingSend)
+        may_end.touch()
+        # No other batch is asked for, in which the worker would look for weights.
+        assert pending.wait().updated == (0,)
+        assert [next(collector)["policy_version"].item() for _ in range(2)] == [0, 1]
 
 
 def test_a_sender_that_is_lost_costs_no_batch() -> None:

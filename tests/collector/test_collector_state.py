@@ -223,6 +223,21 @@ def test_weights_and_versions() -> None:
         assert [batch["policy_version"].item() for batch in seen] == [4] * 3
 
 
+def test_versions_do_not_fall_where_an_older_state_is_loaded() -> None:
+    with collector(CountingEnv, Scale(), frames_per_batch=1) as made:
+        made.update_policy_weights_(Scale(1.0))
+        state = saved(made)
+        for weight in (2.0, 3.0):
+            made.update_policy_weights_(Scale(weight))
+        made.load_state_dict(state)
+        seen = [next(made)]
+        assert (made.stats().version, made.stats().lag) == (3, 2)
+        assert made.update_policy_weights_(Scale(4.0)).version == 4
+        seen.append(next(made))
+    assert [batch["action"].item() for batch in seen] == [1.0, 4.0]
+    assert [batch["policy_version"].item() for batch in seen] == [1, 4]
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_reports_have_the_version_that_frames_have(several: bool) -> None:
     class Refuses:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,25 +13,14 @@ from torch import Tensor
 
 from sync_collector.envs.arrays import ArrayEnv, Arrays, as_array, entry, put_row
 from sync_collector.envs.normal import no_flags, outcome_of, spread
-from sync_collector.loops import BetweenSteps, Steps
+from sync_collector.loops import BetweenSteps, Leaves, Steps, copy_of, leaves_of, recorded_of, stack
 from sync_collector.policies import TensorDictPolicy, TensorPolicy
-from sync_collector.stacking import Leaves, copy_of, leaves_of, recorded_of, stack
 
 Rows: TypeAlias = Mapping[Any, np.ndarray[Any, Any]]
 
 
-class Chooser(Protocol):
-    """Chooses actions, and keeps values to record beside the observations, by step."""
-
-    root: list[Leaves]
-    next: list[Leaves]
-
-    def choose(self, t: int) -> Tensor:
-        """The action for the observations in row ``t``; choosing again replaces it."""
-
-
 class RandomChooser:
-    """Lets the environment choose."""
+    """Lets the environment choose; a chooser keeps values to record beside what is seen."""
 
     def __init__(self, env: ArrayEnv) -> None:
         self.root: list[Leaves] = []
@@ -113,6 +102,9 @@ class TensorDictChooser:
         if "action" not in made:
             raise KeyError("the policy set no 'action' in the TensorDict")
         return made["action"].detach().cpu()
+
+
+Chooser: TypeAlias = RandomChooser | TensorChooser | TensorDictChooser
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from sync_collector.auto_update import AutoUpdate, StaleWatch
 from sync_collector.background import BackgroundCollection
 from sync_collector.batch_requests import BatchRequests, RandomFrames
 from sync_collector.collector_worker import CollectorWorker
-from sync_collector.delivery import LET_END, BatchDelivery, CollectorStats
+from sync_collector.delivery import LET_END, BatchDelivery, CollectorStats, Output, ReplayBuffer
 from sync_collector.model_weights import ModelWeights
 from sync_collector.models_elsewhere import ModelsElsewhere
 from sync_collector.options import (
@@ -33,7 +33,6 @@ from sync_collector.options import (
     per_worker,
     refresh_interval,
 )
-from sync_collector.output import Output, ReplayBuffer
 from sync_collector.policy_module import module_of
 from sync_collector.relay import Relay
 from sync_collector.rollout import RolloutOptions
@@ -455,7 +454,7 @@ class Collector:
         """Get models from senders elsewhere, as the worker that this collector is to them.
 
         Weights received, before every batch and by `receive_weights`, are passed on to this
-        collector's own workers, and is acknowledged when they have committed it. A model that only
+        collector's own workers, and are acknowledged when these have committed them. A model that only
         the workers have, such as a policy of ``policy_factory``, is received into a copy of its
         tensors.
 
@@ -641,8 +640,8 @@ class Collector:
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the workers' environments, one after the other, and begin their episodes again.
 
-        Each worker gets the seed that the one before it returned. Batches made before and
-        was not taken yet is dropped: no frame that comes is older than the seed. With the same
+        Each worker gets the seed that the one before it returned. Batches that were made before and
+        not taken yet are dropped: no frame that comes is older than the seed. With the same
         seed and the same weights, each worker makes the same batches. Workers with a process of
         their own seed its whole random state. Others share this process's: seed that yourself
         (``torch.manual_seed``) for a policy that draws from it. Several threads draw in no settled
@@ -677,10 +676,11 @@ class Collector:
         return self._at_rest(self._state.save, whole_batches=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, here or in another process.
+        """Continue from what `state_dict` gave, here or in another process.
 
-        Batches that were made before and not taken yet are dropped. They act with the
-        weights that they had, until the next update.
+        Batches that were made before and not taken yet are dropped. Workers act with the weights
+        that they had, until the next update. Versions only grow: a collector that is ahead of the
+        state continues from its own.
 
         Args:
             state_dict: the state, of a collector with as many workers, whose batches have as many

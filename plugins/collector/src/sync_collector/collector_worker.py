@@ -13,8 +13,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from sync_collector.envs.protocol import closed_on_error
-from sync_collector.random_state import seed_process
-from sync_collector.rollout import BatchRequest, Rollout
+from sync_collector.rollout import BatchRequest, Rollout, seed_process
 from sync_collector.worker_models import WorkerModels
 from sync_collector.worker_spec import WorkerSpec, detached_copy
 from sync_core import Address

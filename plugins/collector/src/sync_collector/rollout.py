@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType
@@ -18,10 +20,9 @@ from sync_collector.envs.arrays import speaks_arrays
 from sync_collector.envs.limit import limit_frames
 from sync_collector.envs.normal import Conventions
 from sync_collector.envs.protocol import Env, close_env, load_env, save_env, seed_env
-from sync_collector.loops import BetweenSteps, Loop, Steps, TensorDictLoop
+from sync_collector.loops import BetweenSteps, Steps, TensorDictLoop
 from sync_collector.policies import TensorDictPolicy, TensorPolicy, acting, adapt
 from sync_collector.policy_module import initialise, is_lazy
-from sync_collector.random_state import random_state, seed_process, set_random_state
 from sync_collector.trajectories import TrajectoryIds
 from sync_core.workers import release_with
 
@@ -110,7 +111,7 @@ class Rollout:
         self._options = options
         self._ids = TrajectoryIds(seat)
         self._steps = math.ceil(options.frames_per_batch / max(1, env.batch_size.numel()))
-        self._loop: Loop = ArrayLoop(env) if speaks_arrays(env) else TensorDictLoop(env)
+        self._loop = ArrayLoop(env) if speaks_arrays(env) else TensorDictLoop(env)
         # Kept because Ctrl-C comes to a worker that works in the driver's thread: the steps that no
         # batch was made of yet, and how trajectories were numbered before them; and the batch that
         # may not have been delivered, with the number of its order.
@@ -240,3 +241,29 @@ class Rollout:
         """Begin the next batch with a reset and new trajectories."""
         self._loop.restart()
         self._ids.restart()
+
+
+def seed_process(seed: int) -> None:
+    """Seed the random state of this process."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (environments and policies may still draw from it)
+    random.seed(seed)
+
+
+def random_state() -> dict[str, Any]:
+    """The random state of this process, to continue from later."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
+        "numpy": np.random.get_state(),  # noqa: NPY002
+        "random": random.getstate(),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go on from a random state."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    random.setstate(state["random"])

@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TypeAlias
 
 from tensordict import TensorDictBase, stack
 
 from sync_collector.batch_requests import BatchRequests, TakenBatch
 from sync_collector.worker_pool import WorkerPool
-
-
-class Schedule(Protocol):
-    """Gives one batch after the other."""
-
-    #: The worker from which on others are looked at; 0 if none comes before another.
-    turn: int
-
-    def next_batch(self, wanted: int | None) -> TakenBatch:
-        """Take the next batch, which `BatchRequests.in_hand` keeps.
-
-        Args:
-            wanted: how many more frames can be of use, this batch's included; None for any number.
-
-        Raises:
-            WorkerError: a worker failed, or is late.
-        """
-
-    def go_on(self, wanted: int | None) -> None:
-        """Let workers begin other batches while the one in hand is handed over.
-
-        Args:
-            wanted: how many more frames can be of use, this batch's excluded; None for any number.
-        """
-
-    def frames_per_batch(self) -> int | None:
-        """The frames of a batch; None if batches differ."""
 
 
 class Synchronous:
@@ -48,6 +21,7 @@ class Synchronous:
     def __init__(self, pool: WorkerPool, requests: BatchRequests) -> None:
         self._pool = pool
         self._requests = requests
+        #: No worker comes before another.
         self.turn = 0
 
     def next_batch(self, wanted: int | None) -> TakenBatch:
@@ -87,10 +61,14 @@ class FirstReady:
     def __init__(self, pool: WorkerPool, requests: BatchRequests) -> None:
         self._pool = pool
         self._requests = requests
+        #: The worker from which on others are asked.
         self.turn = 0
 
     def next_batch(self, wanted: int | None) -> TakenBatch:
-        """Take the batch that is ready first.
+        """Take the batch that is ready first, which `BatchRequests.in_hand` keeps.
+
+        Args:
+            wanted: how many more frames can be of use, this batch's included; None for any number.
 
         Raises:
             StopIteration: no other batch is wanted, and the worker that made one was removed.
@@ -103,7 +81,11 @@ class FirstReady:
         return taken
 
     def go_on(self, wanted: int | None) -> None:
-        """Ask workers that run without the driver for their next batches."""
+        """Ask workers that run without the driver for their next batches.
+
+        Args:
+            wanted: how many more frames can be of use, without the batch in hand.
+        """
         in_hand = self._requests.in_hand
         if in_hand is not None and in_hand.worker_id is not None:
             self.turn = in_hand.worker_id + 1
@@ -123,6 +105,9 @@ class FirstReady:
             if wanted is not None and under_way * min(self._pool.frames) >= wanted:
                 return
             self._requests.ask(worker_id)
+
+
+Schedule: TypeAlias = Synchronous | FirstReady
 
 
 def _check_alike(parts: dict[int, TensorDictBase]) -> None:

@@ -227,7 +227,8 @@ class WorkerPool:
         """
         call = self.call if joins else self.request
         future = call(worker_id, function, *args)
-        return gather({worker_id: future}, self._timeout, what)[0]
+        result: Result = gather({worker_id: future}, self._timeout, what)[0]
+        return result
 
     def add(self, group_options: Mapping[str, Any] | None = None, **changes: Any) -> int:
         """Start and build one more worker; its id, never used before.

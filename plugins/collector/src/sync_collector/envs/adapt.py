@@ -18,11 +18,11 @@ from sync_collector.envs.protocol import (
     following_of,
     load_env,
     optional,
+    random_policy,
     reset_env,
     save_env,
     seed_env,
 )
-from sync_collector.envs.random_actions import random_policy
 
 
 def stack_envs(envs: Sequence[Env]) -> Env:
