@@ -326,7 +326,7 @@ class Sender(Updater):
                 skipped,
                 started=started,
                 timeout=seconds,
-                wait=self._pipeline.transport.wait,
+                wait=self._pipeline.opened.wait,
                 scheme=self._pipeline.scheme,
                 model_id=self.model_id,
                 finish=self._end,

@@ -364,11 +364,7 @@ class Publisher:
         wanted = {self._newest_for_all, self._reserved}
         for place in self._places.values():
             wanted.add(place.wanted)
-        unwanted = []
-        for slot in self.slots:
-            if not slot.readers and slot not in wanted:
-                unwanted.append(slot)
-        return unwanted
+        return [slot for slot in self.slots if not slot.readers and slot not in wanted]
 
     def _replaced_by_what_goes_to(self, worker_ids: Sequence[int]) -> list[Slot]:
         """The slots that no worker may ask for any more once these have a newer version."""
