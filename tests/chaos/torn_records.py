@@ -1,6 +1,6 @@
 """Reads of a control page in tight loops, while another process writes to it as fast as it can.
 
-    python tests/chaos/torn_records.py                    # 10 million reads, a tenth of them in order
+    python tests/chaos/torn_records.py                    # 10 million reads, and a million in order
     python tests/chaos/torn_records.py --reads 100000
 
 ``unordered`` breaks the protocol: the reader takes no event, and so sees records that are being
@@ -152,16 +152,21 @@ def main() -> None:
     parser.add_argument("--reads", type=int, default=10_000_000, help="of the unordered kind")
     arguments = parser.parse_args()
     wrong = False
-    print("| kind | reads | whole | torn, found by the checksum | torn, not found |")
-    print("| --- | ---: | ---: | ---: | ---: |")
+    _say("| kind | reads | whole | torn, found by the checksum | torn, not found |")
+    _say("| --- | ---: | ---: | ---: | ---: |")
     for kind, reads in (
         ("unordered", arguments.reads),
         ("ordered", max(1, arguments.reads // _ORDERED_SHARE)),
     ):
         seen = hunt(kind, reads)
         wrong |= bool(seen.torn) or (kind == "ordered" and bool(seen.found))
-        print(f"| {kind} | {seen.reads:,} | {seen.whole:,} | {seen.found:,} | {seen.torn:,} |")
+        _say(f"| {kind} | {seen.reads:,} | {seen.whole:,} | {seen.found:,} | {seen.torn:,} |")
     sys.exit(wrong)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
