@@ -143,6 +143,23 @@ def test_an_error_of_a_call_fails_its_send_and_no_other(
         assert sender.send(linear(2.0)).updated == (0, 1)
 
 
+def test_an_error_of_the_transport_ends_no_thread(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle, errors = Calls._settle, [OSError("no descriptor")]
+
+    def settle_or_raise(transport: Calls, *arguments: Any) -> None:
+        if errors:
+            raise errors.pop()
+        settle(transport, *arguments)
+
+    monkeypatch.setattr(Calls, "_settle", settle_or_raise)
+    with to(agents[:1]) as sender:
+        with pytest.raises(SendError, match="did not confirm"):
+            sender.send(timeout=0.5)
+        assert sender.send(linear(2.0)).updated == (0,)
+
+
 def test_the_newer_of_two_senders_takes_over(agents: list[Agent]) -> None:
     with to(agents) as old:
         old.send()

@@ -437,3 +437,32 @@ def test_an_error_says_which_workers_have_the_version(others: list[str], told: s
         f"version 3 {told}  worker 0: refused$",
         str(SendError(SendReport(3, 0.1, dict(enumerate(results))))),
     )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("scheme", ["thread", "shm", Mailboxes()], ids=str)
+def test_a_worker_that_joins_while_a_send_begins_gets_that_version(scheme: Any) -> None:
+    begun, joins = threading.Event(), threading.Event()
+
+    class Slow:
+        capabilities: frozenset[str] = frozenset()
+
+        @hookimpl(wrapper=True)
+        def prepare_weights(self) -> Generator[None, Update, Update]:
+            update = yield
+            if begun.is_set():
+                joins.set()
+                # It joins now, or waits until the send has begun.
+                adding.join(0.3)
+            return update
+
+    with Sender(scheme, nn.Linear(2, 2), num_workers=0, layers=[Slow()], timeout=10) as sender:
+        sender.add_worker()
+        adding = threading.Thread(target=lambda: joins.wait() and sender.add_worker())
+        adding.start()
+        begun.set()
+        sender.send_async().abandon()
+        adding.join()
+        begun.clear()
+        with Receiver(sender.address(1), nn.Linear(2, 2)) as receiver:
+            assert receiver.receive(10.0) == 1

@@ -121,12 +121,12 @@ def test_an_answer_does_not_give_back_what_was_accepted_meanwhile() -> None:
         Receiver(sender.address(0), copy) as receiver,
     ):
         transport: Any = receiver._transport
-        first = None
+        payloads = []
         for value in (1.0, 2.0):
             sender.send_async(weights_of(value)).abandon()
             # As where a thread stages: it asks for more before the version it has is answered.
-            payload = transport.receive(20)
-            first = first or payload
+            payloads.append(transport.receive(20))
+        first, payload = payloads
         first.release()
         transport.acknowledge(Answer(version=1))
         assert eventually(lambda: readers(sender) == {1: 0, 2: 1})

@@ -13,11 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from sync_core import Layout, Receiver, Sender, SenderLostError, TransportContext
+from sync_core import (
+    Layout,
+    Receiver,
+    ReceiverTransport,
+    Sender,
+    SenderLostError,
+    TransportContext,
+)
 from sync_core.transports import Channel, hello
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.protocol import Endpoint, Transfer
-from sync_plugin_dist.receiver import DistReceiver
+from sync_plugin_dist.receiver import create_receiver
 from sync_plugin_dist.rendezvous import Rendezvous
 
 exploded: list[str] = []
@@ -64,7 +71,7 @@ class FalseSender:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.connections: list[Channel] = []
 
-    def receiver(self, *messages: object) -> DistReceiver:
+    def receiver(self, *messages: object) -> ReceiverTransport:
         thread = threading.Thread(target=self._serve, args=messages)
         thread.start()
         layout = Layout.of({"w": torch.zeros(4)})
@@ -79,7 +86,7 @@ class FalseSender:
             layout=layout,
         )
         try:
-            return DistReceiver(context, DistOptions())
+            return create_receiver(context, DistOptions())
         finally:
             thread.join()
 

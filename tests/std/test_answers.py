@@ -8,9 +8,10 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from torch import nn
 
 from sync_core import (
@@ -97,3 +98,32 @@ def test_a_sender_that_is_closed_ends_the_wait_at_once() -> None:
         threading.Timer(0.2, sender.close).start()
         with pytest.raises(SendError, match="the sender was closed"):
             pending.wait()
+
+
+def test_an_answer_that_comes_after_the_worker_has_asked_for_more() -> None:
+    """As where a thread of the worker stages: the answer is found, and frees nothing newer."""
+    model, copy = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
+    with (
+        Sender("shm", model, num_workers=1, timeout=10.0) as sender,
+        Receiver(sender.address(0), copy) as receiver,
+    ):
+        transport: Any = receiver._transport
+        pending = sender.send_async()
+        first = transport.receive(10.0)
+        assert transport.receive(0.1) is None  # asks for more
+        answer = Answer(version=1)
+        threading.Timer(0.2, lambda: transport.acknowledge(answer)).start()
+        assert pending.wait().updated == (0,)
+        sender.send_async().abandon()
+        second = transport.receive(10.0)
+        assert transport.receive(0.1) is None
+        sending = cast("Any", sender)._pipeline.transport
+        assert eventually(lambda: sending._peers[0].may_answer)
+        held = transport._slots._held.copy()
+        transport._slots._held.clear()  # as it was before the second was accepted
+        transport.acknowledge(answer)
+        transport._slots._held |= held
+        assert eventually(lambda: not sending._peers[0].may_answer)
+        assert [slot.version for slot in sending._publisher.slots if slot.readers] == [2]
+        first.release()
+        second.release()

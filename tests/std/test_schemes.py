@@ -199,7 +199,7 @@ class SharedMemoryCases(KeepsVersions):
     """Of schemes whose slots lie in shared memory."""
 
     # The board and three slots.
-    mapped = 4
+    mapped = 6  # three slots, and a page for each worker
 
     @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
     def test_a_fork_that_closes_a_receiver_in_which_its_parent_waits(self) -> None:

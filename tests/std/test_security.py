@@ -147,9 +147,14 @@ def test_a_worker_for_which_no_descriptor_is_left(
     model, copy = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     with Sender("shm", model, num_workers=1, timeout=10) as sender:
         transport: Any = sender._pipeline.transport
-        attempts: list[None] = []
+        attempts: list[Any] = []
         accept = transport._accept
-        monkeypatch.setattr(transport, "_accept", lambda *a: (attempts.append(None), accept(*a)))
+
+        def accept_and_count(listener: socket.socket) -> None:
+            attempts.append(listener)
+            accept(listener)
+
+        monkeypatch.setattr(transport, "_accept", accept_and_count)
         address = sender.address(0)
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         stranger.settimeout(0.5)

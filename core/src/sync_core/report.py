@@ -114,11 +114,7 @@ class SendReport:
     @property
     def failed(self) -> dict[int, WorkerResult]:
         """The workers that should have the new version and do not."""
-        failed = {}
-        for worker_id, result in self.workers.items():
-            if result.error is not None and result.remedy is None:
-                failed[worker_id] = result
-        return failed
+        return {i: r for i, r in self.workers.items() if r.error is not None and r.remedy is None}
 
     @property
     def dropped(self) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 Control goes over a connection that the worker opens, by TCP or, on the sender's machine, by a unix
 socket. In the latter case the worker reads a version in the slot where it was packed, and all is as
-`sync_core.transports.SharedMemorySender` says. To the others the weights go over process groups that
-the sender opens and names by numbers; it is at rank 0 of each.
+`sync_core.transports.SharedMemorySender` says. To the others the weights go over process groups
+that the sender opens and names by numbers; it is at rank 0 of each.
 
 ========  ======================================  ==============================================
 from      message                                 meaning

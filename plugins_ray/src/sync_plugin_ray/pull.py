@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -17,7 +18,6 @@ from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, Ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sync_core import (
-    CapacityError,
     Delivery,
     Payload,
     SenderTransport,
@@ -31,6 +31,7 @@ from sync_plugin_ray.inbox import hand
 from sync_plugin_ray.mailbox import Event, Mailbox, MailboxEndpoint, MailboxOffer
 from sync_plugin_ray.store import ObjectStore, Publication
 
+_log = logging.getLogger("sync_core")
 # A worker that has not answered for so long is asked whether it still lives.
 _PATIENCE = 0.5
 # Of an object that its owner releases before its borrowers, Ray keeps 0.3 KB in the
@@ -275,7 +276,11 @@ class PullSender(SenderTransport):
                 # of a reference while another one shuts Ray down, so whatever holds any is kept.
                 self._events.put(handle)
                 break
-            handle()
+            try:
+                handle()
+            except Exception:
+                # The thread lives for the other workers.
+                _log.exception("an event of the mailbox could not be handled")
             del handle
         self._end()
 
@@ -400,8 +405,8 @@ class PullSender(SenderTransport):
     def _put_again(self, event: Event, worker: _Worker, publication: Publication) -> None:
         try:
             reason = None if publication.put_again(event.data) else "too often"
-        except CapacityError as error:
-            reason = str(error)
+        except Exception as error:
+            reason = str(error) or repr(error)
         if reason is None:
             with self._lock:
                 worker.handed = None

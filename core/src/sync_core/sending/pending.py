@@ -35,10 +35,7 @@ def log_send(report: SendReport) -> None:
     that each worker has, it is the longest; ``deliver_seconds`` is left out where no worker's clock
     is known to be this one.
     """
-    failures = []
-    for result in report.workers.values():
-        if result.error is not None:
-            failures.append(str(result.error).partition("\n")[0])
+    failures = [str(r.error).partition("\n")[0] for r in report.workers.values() if r.error]
     level = logging.WARNING if failures else logging.INFO
     if not _logger.isEnabledFor(level):
         return

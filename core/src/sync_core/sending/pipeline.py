@@ -349,7 +349,7 @@ class Pipeline:
         Raises:
             ModelError: it is not known yet what will travel.
         """
-        endpoint = self._opened().address(worker_id)
+        endpoint = self.opened.address(worker_id)
         return self._make_address(worker_id=worker_id, endpoint=endpoint)
 
     def prepare(
@@ -378,7 +378,7 @@ class Pipeline:
         Where the transport raises something else than a `SyncError`, every delivery has failed.
         """
         payload = Payload(version, update.layout, update.source, packing=packing)
-        transport = self.transport or self._opened()
+        transport = self.opened
         try:
             deliveries = dict(transport.send(payload, worker_ids))
         except SyncError:
@@ -406,7 +406,13 @@ class Pipeline:
             deliveries[worker_id].fail(error)
         return deliveries
 
-    def _opened(self) -> SenderTransport:
+    @property
+    def opened(self) -> SenderTransport:
+        """The transport.
+
+        Raises:
+            ModelError: it is not known yet what will travel.
+        """
         if self.transport is None:
             raise ModelError("the sender has no model; give it one, or call register_model()")
         return self.transport

@@ -204,7 +204,8 @@ class Sender(Updater):
         self._tensor_versions = TensorVersions()
         self._cadence = PushCounter(self._pipeline.stack, model_id)
         self._version = check_count(version, "version", least=0)
-        self._starting = threading.Lock()
+        # Reentrant, as a layer may add a worker.
+        self._starting = threading.RLock()
         self._pending: PendingSend | None = None
         self._close_members = release_with(self, self._members.close)
         self._closed = False
@@ -416,7 +417,7 @@ class Sender(Updater):
                 skipped,
                 started=started,
                 timeout=seconds,
-                wait=self._pipeline.transport.wait,
+                wait=self._pipeline.opened.wait,
                 scheme=self._pipeline.scheme,
                 model_id=self.model_id,
                 finish=self._end,
@@ -468,18 +469,21 @@ class Sender(Updater):
         """
         self._check_open()
         check_handle(worker, needed=bool(self._handles))
-        worker_id = self._members.next_id if worker_id is None else as_id(worker_id)
-        if worker_id in self._members:
-            raise ValueError(f"there is a worker {worker_id} already")
-        self._members.add(worker_id)
-        if self._pipeline.transport is not None:
-            try:
-                self._pipeline.transport.add_worker(worker_id, self._find_worker(worker))
-            except BaseException:
-                self._members.remove(worker_id)
-                raise
-        if worker is not None:
-            self._handles[worker_id] = worker
+        # Either the send that another thread has begun is for this worker too, or it goes to all
+        # before there is this worker, which then gets it as one that joins late.
+        with self._starting:
+            worker_id = self._members.next_id if worker_id is None else as_id(worker_id)
+            if worker_id in self._members:
+                raise ValueError(f"there is a worker {worker_id} already")
+            self._members.add(worker_id)
+            if self._pipeline.transport is not None:
+                try:
+                    self._pipeline.transport.add_worker(worker_id, self._find_worker(worker))
+                except BaseException:
+                    self._members.remove(worker_id)
+                    raise
+            if worker is not None:
+                self._handles[worker_id] = worker
         return worker_id
 
     def remove_worker(self, worker_id: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -125,6 +126,7 @@ class CalledWorker:
     introduced: bool = False
 
 
+_log = logging.getLogger("sync_core")
 # How long `close` waits for the thread that does it, in seconds.
 _PATIENCE = 5.0
 
@@ -257,17 +259,12 @@ class CallingTransport(SenderTransport):
 
     def _serve(self) -> None:
         while (event := self._events.get()) is not None:
-            worker, version, future = event
-            outcome = self._outcome(worker, version[1], future)
-            with self.lock:
-                worker.busy = False
-                if self.workers.get(worker.worker_id) is worker:
-                    self._settle(worker, version[0], outcome)
-                    again = isinstance(outcome, DeliveryOutcome) and not outcome.known
-                    if again or worker.wanted is not version:
-                        self._call(worker)
-            # Not to be kept until the next one.
-            del event, worker, version, future, outcome
+            try:
+                self._take_result(*event)
+            except Exception:
+                # The thread lives for the other workers.
+                _log.exception("the result of a call into worker %d is lost", event[0].worker_id)
+            del event  # not to be kept until the next one
         with self.lock:
             workers = list(self.workers.values())
             self.workers.clear()
@@ -277,6 +274,21 @@ class CallingTransport(SenderTransport):
             for worker in workers:
                 self._dismiss(worker, "the sender was closed")
         self.closed()
+
+    def _take_result(
+        self, worker: CalledWorker, version: _Version, future: Future[DeliveryOutcome]
+    ) -> None:
+        outcome = self._outcome(worker, version[1], future)
+        with self.lock:
+            worker.busy = False
+            if self.workers.get(worker.worker_id) is not worker:
+                return
+            try:
+                self._settle(worker, version[0], outcome)
+            finally:
+                again = isinstance(outcome, DeliveryOutcome) and not outcome.known
+                if again or worker.wanted is not version:
+                    self._call(worker)
 
     def _call(self, worker: CalledWorker) -> None:
         version = worker.wanted

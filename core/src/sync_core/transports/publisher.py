@@ -186,11 +186,21 @@ class Publisher:
             place.wanted.readers[reader] = name
             return place.wanted
 
-    def give_back(self, reader: object, kept: Sequence[int] = ()) -> None:
-        """The reader reads only the slots ``kept`` from now on."""
+    def give_back(
+        self, reader: object, kept: Sequence[int] = (), *, until: int | None = None
+    ) -> None:
+        """The reader reads only the slots ``kept`` from now on.
+
+        Args:
+            reader: the reader.
+            kept: the indices of these slots.
+            until: the newest version of which it says this; it may read newer ones. None: all.
+        """
         with self.lock:
             freed = False
             for slot in self.slots:
+                if until is not None and slot.version > until:
+                    continue
                 if slot.readers and slot.index not in kept:
                     freed |= slot.readers.pop(reader, None) is not None
             if freed and (self._short_of_slots or len(self.slots) > _USUAL):
@@ -364,11 +374,7 @@ class Publisher:
         wanted = {self._newest_for_all, self._reserved}
         for place in self._places.values():
             wanted.add(place.wanted)
-        unwanted = []
-        for slot in self.slots:
-            if not slot.readers and slot not in wanted:
-                unwanted.append(slot)
-        return unwanted
+        return [slot for slot in self.slots if not slot.readers and slot not in wanted]
 
     def _replaced_by_what_goes_to(self, worker_ids: Sequence[int]) -> list[Slot]:
         """The slots that no worker may ask for any more once these have a newer version."""

@@ -92,11 +92,13 @@ class LocalPeer(Peer):
     Args:
         control: the page and the events; None before it is welcome, and after it has left.
         offered: the slot that it was offered, and has not answered about.
+        may_answer: whether it has asked for more before it has answered, and may yet do so.
         knows: the slots that were announced to it.
     """
 
     control: _Control | None = None
     offered: Slot | None = None
+    may_answer: bool = False
     knows: set[int] = field(default_factory=set)
 
 
@@ -296,7 +298,7 @@ class SharedMemorySender(ServingTransport[PeerT]):
         # One whose event was taken must be acted on.
         with self._publisher.lock:
             for peer in tuple(self._peers.values()):
-                if peer.offered is None:
+                if peer.offered is None and not peer.may_answer:
                     continue
                 try:
                     with uninterrupted():
@@ -319,9 +321,9 @@ class SharedMemorySender(ServingTransport[PeerT]):
         if peer.offered is not None and peer.offered.version <= version:
             peer.offered = None
         peer.seen = max(peer.seen, version)
-        # It may have accepted another one meanwhile, where a thread of its stages.
-        kept = held if peer.offered is None else [*held, peer.offered.index]
-        self._publisher.give_back(peer, kept)
+        # Where a thread of the worker stages, it may have accepted newer ones meanwhile.
+        self._publisher.give_back(peer, held, until=version)
+        peer.may_answer = answer is None
         if answer is not None:
             self._publisher.answer(peer.worker_id, answer, peer)
         if self._publisher.newest(peer.worker_id) > peer.seen:

@@ -245,8 +245,10 @@ class Delivery:
         Args:
             answer: what it said; None where the transport knows of the commit and no more.
         """
-        committed = answer is None or answer.error is None
-        self._end(None if committed else answer.to_error(self.worker_id), answer)
+        error = None
+        if answer is not None and answer.error is not None:
+            error = answer.to_error(self.worker_id)
+        self._end(error, answer)
 
     def settle(self, message: object) -> None:
         """The worker has answered by a message, which `Answer.to_message` made in it.

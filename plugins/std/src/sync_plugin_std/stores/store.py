@@ -16,6 +16,9 @@ from typing import Any
 from sync_core import OptionError
 from sync_core.errors import HookResultError
 
+# How long the end of a pulse waits for a call of the store, in seconds.
+_CLOSING = 10.0
+
 
 class Store(ABC):
     """Keeps bytes under names: a folder, a bucket of an object store, Redis.
@@ -196,7 +199,7 @@ class Pulse:
         """Stop. Ending again is allowed."""
         self._ended.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_CLOSING)
 
     def _run(self) -> None:
         while not self._ended.wait(self._seconds):

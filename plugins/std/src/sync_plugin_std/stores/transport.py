@@ -36,6 +36,8 @@ from sync_plugin_std.stores.store import (
     worker_record,
 )
 
+# How long `close` waits for a call of the store, in seconds.
+_CLOSING = 10.0
 _REMOVED = "was removed from the sender"
 _log = logging.getLogger("sync_core")
 
@@ -262,7 +264,7 @@ class StoreSender(SenderTransport):
             self._changed.notify()
         self._pulse.end()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_CLOSING)
         # First, so that no worker leaves a record after its own was removed.
         self._records.delete(SENDER)
         for worker_id in self._served:
