@@ -225,8 +225,8 @@ def expected(model: Any) -> dict[str, Tensor]:
         )
     }
     for kind in ("weight", "bias"):
-        parts = [named.get(f"{part}.{kind}") for part in ("q_proj", "k_proj")]
-        if None not in parts:
+        parts = [named[name] for part in "qk" if (name := f"{part}_proj.{kind}") in named]
+        if parts:
             named[f"qk.{kind}"] = torch.cat(parts)
     return named
 
