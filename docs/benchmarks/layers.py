@@ -1,6 +1,6 @@
 """Measure what layers save of a language model's bytes, and what they cost where nothing changes.
 
-    python docs/benchmarks/layers.py
+    OMP_NUM_THREADS=1 python docs/benchmarks/layers.py
 
 The language model is a Llama of random weights with LoRA adapters on the projections of queries and
 values. Its receiver is in the same process, over the scheme `shm`. Every way has a sender of its
@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sync_core import Receiver, Sender, SendReport
-from sync_plugin_std import Float8Blocks, Lora, Rename, Select
+from sync_plugin_std import lora, rename, select
 
 _WARM_UP = 2
 
@@ -40,12 +40,17 @@ def main() -> None:
     ways = {
         "whole, float32": _Way(adapted, copy.deepcopy(adapted), []),
         "`bf16`": _Way(adapted, copy.deepcopy(adapted).bfloat16(), ["bf16"]),
-        "`Lora`": _Way(adapted, copy.deepcopy(plain), [Lora("merged")]),
-        "`Lora`, `bf16`": _Way(adapted, copy.deepcopy(plain).bfloat16(), [Lora("merged"), "bf16"]),
-        "`Select(trainable=True)`": _Way(adapted, copy.deepcopy(adapted), [Select(trainable=True)]),
-        "`Float8Blocks`, `bf16`": _Way(plain, None, [Float8Blocks("*_proj.weight"), "bf16"]),
-        '`Select("*.lora_*")`, `bf16`': _Way(
-            adapted, copy.deepcopy(adapted).bfloat16(), [Select("*.lora_*"), "bf16"]
+        "`zstd`": _Way(adapted, copy.deepcopy(adapted), ["zstd"]),
+        "`bf16`, `zstd`": _Way(adapted, copy.deepcopy(adapted).bfloat16(), ["bf16", "zstd"]),
+        "`fp8`, `bf16`": _Way(plain, None, ["fp8", "bf16"]),
+        '`lora("merged")`': _Way(adapted, copy.deepcopy(plain), [lora("merged")]),
+        '`lora("merged")`, `bf16`': _Way(
+            adapted, copy.deepcopy(plain).bfloat16(), [lora("merged"), "bf16"]
+        ),
+        "`select(trainable=True)`": _Way(adapted, copy.deepcopy(adapted), [select(trainable=True)]),
+        '`lora("adapter")`': _Way(adapted, copy.deepcopy(adapted), [lora("adapter")]),
+        '`lora("adapter")`, `bf16`': _Way(
+            adapted, copy.deepcopy(adapted).bfloat16(), [lora("adapter"), "bf16"]
         ),
     }
     print("| model | layers | bytes | share | ms | ratio |\n|---|---|--:|--:|--:|--:|")
@@ -53,7 +58,7 @@ def main() -> None:
     many = {f"layer.{i}": torch.randn(1024) for i in range(2_000)}
     halves = {name: tensor.bfloat16() for name, tensor in many.items()}
     for name, weights, layers in (
-        ("2,000 of 4 KB, float32", many, {"none": [], "`Rename`": [Rename({"*": "*"})]}),
+        ("2,000 of 4 KB, float32", many, {"none": [], "`rename`": [rename({"*": "*"})]}),
         ("2,000 of 2 KB, bfloat16", halves, {"none": [], "`bf16`": ["bf16"]}),
     ):
         modules = {each: (_module(weights), _module(weights)) for each in layers}

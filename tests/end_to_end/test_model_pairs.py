@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,10 +13,11 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
+from ray import cloudpickle
 from torch import Tensor, nn
 
 from sync_core import Receiver, Sender, SendError, SyncError
-from sync_plugin_std import Fuse, Rename, Select
+from sync_plugin_std import fuse, lora, rename, select
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -22,6 +25,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+
+# Ray's actor cannot import this file by name.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SCHEMES = ["thread", "shm", "mp", "dist", "ray"]
 
@@ -95,8 +101,38 @@ def quantized(value: float) -> nn.Module:
     return model
 
 
+def torchao(value: float) -> nn.Module:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = Net(value)
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def adapted(value: float) -> Any:
+    """A model under LoRA; the trainer's has learned something."""
+    from peft import LoraConfig, get_peft_model
+
+    peft = get_peft_model(Net(1.0), LoraConfig(r=2, target_modules=["q_proj", "k_proj"]))
+    for name, parameter in peft.named_parameters():
+        if "lora_B" in name:
+            nn.init.constant_(parameter, value)
+    return peft
+
+
+def merged(source: Any) -> Any:
+    return copy.deepcopy(source).merge_and_unload()
+
+
+def same(source: Any) -> Any:
+    return source
+
+
 class Pair(NamedTuple):
-    """A trainer's model, a worker's, the layers, and what to expect."""
+    """A trainer's model, a worker's, the layers, and what to expect.
+
+    `plain` gives the model that has the values that the worker must have.
+    """
 
     source: Callable[[float], Any]
     target: Callable[[float], Any]
@@ -104,9 +140,12 @@ class Pair(NamedTuple):
     options: dict[str, Any] = {}
     error: str | None = None
     unreadable: bool = False
+    plain: Callable[[Any], Any] = same
 
 
-FUSED = (Fuse({"qk": ("q_proj", "k_proj")}), Rename({"scratch": None, "*": "*"}))
+FUSED = (fuse({"qk": ("q_proj", "k_proj")}), rename({"scratch": None, "*": "*"}))
+MERGED = lora("merged")
+AO = r"before torchao's quantize_\(\)"
 PAIRS = {
     "fp32 to fp32": Pair(untied, untied),
     "fp32 to bf16": Pair(untied, halved, ("bf16",)),
@@ -125,21 +164,44 @@ PAIRS = {
     "fused names in bf16": Pair(untied, lambda _: FusedNet().bfloat16(), ("bf16", *FUSED)),
     "other names": Pair(untied, lambda _: FusedNet(), error="is in the weights, not in the model"),
     "a checkpoint's names": Pair(untied, untied, options={"strategy": "checkpoint"}),
-    "a selection": Pair(frozen, untied, (Select(trainable=True),)),
+    "a selection": Pair(frozen, untied, (select(trainable=True),)),
+    "PEFT to PEFT": Pair(adapted, adapted),
+    "PEFT merged to plain": Pair(adapted, untied, (MERGED,), plain=merged),
+    "PEFT merged to bf16": Pair(adapted, halved, (MERGED, "bf16"), plain=merged),
+    "PEFT to plain": Pair(adapted, untied, error="base_model.model.* not in the model"),
+    "adapter only": Pair(adapted, adapted, (lora("adapter"),)),
+    "adapter only, in bf16": Pair(
+        adapted, lambda value: adapted(value).bfloat16(), (lora("adapter"), "bf16")
+    ),
     "quantized worker": Pair(untied, quantized, error="before it was quantized"),
+    "quantized source": Pair(quantized, untied, error="before it was quantized", unreadable=True),
+    "torchao worker": Pair(untied, torchao, error=AO),
+    "torchao source": Pair(torchao, untied, error=AO, unreadable=True),
     "FSDP1": Pair(flat, untied, error="FULL_STATE_DICT", unreadable=True),
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """Ray, unless other tests have started it in this process."""
-    if ray.is_initialized():
-        yield
-        return
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+class Worker:
+    """An actor with a model, and no code of ours."""
+
+    model: Any = None
+
+    def host(self, make: Callable[[float], Any]) -> None:
+        self.model = make(0.0)
+
+    def values(self) -> dict[str, Tensor]:
+        return values(self.model)
+
+
+@pytest.fixture(scope="module")
+def actor() -> Iterator[Any]:
+    """One actor for all pairs, of Ray as other tests have started it, or of our own."""
+    ours = not ray.is_initialized()
+    if ours:
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield ray.remote(num_cpus=0)(Worker).remote()
+    if ours:
+        ray.shutdown()
 
 
 @contextmanager
@@ -163,22 +225,35 @@ def expected(model: Any) -> dict[str, Tensor]:
         )
     }
     for kind in ("weight", "bias"):
-        named[f"qk.{kind}"] = torch.cat([named[f"{part}.{kind}"] for part in ("q_proj", "k_proj")])
+        parts = [named[name] for part in "qk" if (name := f"{part}_proj.{kind}") in named]
+        if parts:
+            named[f"qk.{kind}"] = torch.cat(parts)
     return named
+
+
+def values(model: Any) -> dict[str, Tensor]:
+    plain = getattr(model, "_orig_mod", model)
+    return {name: p.detach() for name, p in plain.named_parameters(remove_duplicate=False)}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_a_pair(pair: Pair, scheme: str) -> None:
+def test_a_pair(pair: Pair, scheme: str, request: pytest.FixtureRequest) -> None:
     with process_group():
-        if pair.error is not None:
-            refused(pair, scheme, pair.error)
+        source = pair.source(1.0)
+        if pair.unreadable:
+            with pytest.raises(SyncError, match=pair.error):
+                Sender(scheme, source, num_workers=1, layers=pair.layers, **pair.options)
+        elif scheme == "ray":
+            called(pair, source, request.getfixturevalue("actor"))
+        elif pair.error is None:
+            served(pair, source, scheme)
         else:
-            served(pair, scheme)
+            refused(pair.error, source, pair.target(0.0), scheme)
 
 
-def served(pair: Pair, scheme: str) -> None:
-    source, target = pair.source(1.0), pair.target(0.0)
+def served(pair: Pair, source: Any, scheme: str) -> None:
+    target = pair.target(0.0)
     with (
         Sender(scheme, source, num_workers=1, layers=pair.layers, **pair.options) as sender,
         Receiver(sender.address(0), target) as receiver,
@@ -187,24 +262,43 @@ def served(pair: Pair, scheme: str) -> None:
             pending = sender.send_async()
             assert receiver.receive(10) == version
             assert pending.wait().updated == (0,)
-    values = expected(source)
-    plain = getattr(target, "_orig_mod", target)
-    for name, tensor in plain.named_parameters(remove_duplicate=False):
-        assert torch.equal(tensor, values[name].to(tensor.dtype)), name
+    check(pair, source, values(target))
 
 
-def refused(pair: Pair, scheme: str, error: str) -> None:
-    source, target = pair.source(1.0), pair.target(0.0)
-    if pair.unreadable:
-        with pytest.raises(SyncError, match=error):
-            Sender(scheme, source, num_workers=1, layers=pair.layers, **pair.options)
-        return
-    with Sender(scheme, source, num_workers=1, layers=pair.layers, **pair.options) as sender:
+def called(pair: Pair, source: Any, actor: Any) -> None:
+    ray.get(actor.host.remote(pair.target), timeout=30)
+    with Sender(
+        "ray", source, workers=[actor], model_id="model", layers=pair.layers, **pair.options
+    ) as sender:
+        if pair.error is not None:
+            with pytest.raises(SendError, match=pair.error):
+                sender.send()
+            return
+        for _ in range(2):
+            assert sender.send().updated == (0,)
+    check(pair, source, ray.get(actor.values.remote(), timeout=30))
+
+
+def check(pair: Pair, source: Any, found: dict[str, Tensor]) -> None:
+    wanted = expected(pair.plain(source))
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name].to(tensor.dtype)), name
+
+
+@pytest.mark.usefixtures("actor")
+def test_a_receiver_over_ray_refuses_at_once() -> None:
+    pair = PAIRS["other names"]
+    assert pair.error is not None
+    refused(pair.error, pair.source(1.0), pair.target(0.0), "ray")
+
+
+def refused(error: str, source: Any, target: Any, scheme: str) -> None:
+    with Sender(scheme, source, num_workers=1) as sender:
         pending = sender.send_async()
         began = time.monotonic()
         with pytest.raises(SyncError, match=error):
             Receiver(sender.address(0), target)
         with pytest.raises(SendError, match=error):
             pending.wait()
-    # A second on a quiet machine, Ray's actor of the sender aside; the deadline is sixty.
+    # A second on a quiet machine; the deadline is sixty.
     assert time.monotonic() - began < 20

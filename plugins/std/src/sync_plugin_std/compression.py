@@ -81,7 +81,7 @@ class Zstd:
         """
         (content,) = update.tensors
         try:
-            data = zstandard.ZstdDecompressor().decompress(memoryview(content.cpu().numpy()))
+            data = zstandard.ZstdDecompressor().decompress(content.cpu().numpy().data)
         except zstandard.ZstdError as error:
             raise PayloadError(f"the weights cannot be decompressed: {error}") from error
         payload = Payload.from_bytes(bytearray(data), version=0)

@@ -1,4 +1,4 @@
-"""PEFT models of transformers: merged for plain workers, or their adapters alone."""
+"""The layers on tiny models of transformers and PEFT, with tied embeddings and without."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from sync_core import ModelError, ReadbackError, Receiver, Sender, SendError, SendReport
 from sync_core.testing.loopback import Loopback
-from sync_plugin_std import Lora, Select
+from sync_plugin_std import Lora, Select, fp8, fuse, rename, split, transpose
 
 # Of the libraries, when they are imported and when models are made.
 pytestmark = [
@@ -62,6 +62,64 @@ def push(sender: Sender, receiver: Receiver) -> SendReport:
     pending = sender.send_async()
     receiver.receive(0)
     return pending.wait(0)
+
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+CUT = {
+    "qkv_proj": {"q_proj": 16, "k_proj": 8, "v_proj": 8},
+    "gate_up_proj": {"gate_proj": 32, "up_proj": 32},
+}
+STACKS = {
+    "rename": [rename({"*": "engine.*"}), rename({"engine.*": "*"})],
+    "fuse, split": [fuse(FUSED), split(CUT)],
+    "transpose": [transpose("*.down_proj.weight"), transpose("*.down_proj.*")],
+    "select": ["select"],
+    "zstd": ["zstd"],
+    "all": ["select", rename({"*": "engine.*"}), rename({"engine.*": "*"}), "zstd"],
+}
+
+
+@pytest.mark.parametrize("make", [llama, qwen])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+def test_a_worker_has_the_trainers_values(make: Any, dtype: torch.dtype, stack: list[Any]) -> None:
+    source, target = make(0), make(1, dtype)
+    # Frozen but for the last block.
+    for name, parameter in source.named_parameters():
+        parameter.requires_grad_("layers.1." in name)
+    layers = stack if dtype == torch.float32 else [*stack, "bf16"]
+    with Sender(Loopback(), source, num_workers=1, layers=layers) as sender:
+        receiver = Receiver(sender.address(0), target)
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in source.parameters():
+                    if parameter.requires_grad:
+                        parameter.mul_(1.5)
+            push(sender, receiver)
+            wanted, found = source.state_dict(), target.state_dict()
+            assert all(torch.equal(found[name], wanted[name].to(dtype)) for name in found)
+    assert (target.lm_head.weight is target.model.embed_tokens.weight) is (make is qwen)
+
+
+@pytest.mark.parametrize("make", [llama, qwen])
+def test_an_engine_loads_fused_blocks_of_8_bits(make: Any) -> None:
+    source = make(0)
+    layers = [rename({"model.*": "engine.*", "*": "*"}), fuse(FUSED), fp8(), "bf16"]
+    held: dict[str, torch.Tensor] = {}
+    with Sender(Loopback(), source, num_workers=1, layers=layers) as sender:
+        push(sender, Receiver(sender.address(0), load=held.update))
+    weights = source.state_dict()
+    prefix = "layers.0.self_attn"
+    parts = [weights[f"model.{prefix}.{part}.weight"] for part in FUSED["qkv_proj"]]
+    blocks = held[f"engine.{prefix}.qkv_proj.weight"]
+    assert blocks.dtype == torch.float8_e4m3fn
+    scale = held[f"engine.{prefix}.qkv_proj.weight_scale_inv"]
+    torch.testing.assert_close(
+        blocks.float() * scale.float(), torch.cat(parts), rtol=1 / 15, atol=1e-3
+    )
+    embedding = weights["model.embed_tokens.weight"].bfloat16()
+    assert torch.equal(held["engine.embed_tokens.weight"], embedding)
+    assert torch.equal(held["lm_head.weight"], weights["lm_head.weight"].bfloat16())
 
 
 @pytest.mark.parametrize("make", [llama, qwen])
