@@ -22,6 +22,8 @@ import sync_core.testing.faults
 import sync_core.transports
 import sync_core.workers
 import sync_plugin_std.stores
+import sync_plugin_torchrl
+import sync_plugin_trl
 from sync_collector.bench import command as bench_collector
 from sync_core import cli, errors, registry
 from sync_core.cli.doctor import Diagnosis
@@ -46,6 +48,8 @@ PUBLIC = (
     "sync_collector.envs",
     "sync_plugin_std.stores",
     "sync_plugin_ray",
+    "sync_plugin_torchrl",
+    "sync_plugin_trl",
 )
 #: The output of commands with ``--json``: a list of the first, or an object with a list of each.
 PRINTED: Mapping[str, Mapping[str, type]] = {
@@ -87,6 +91,8 @@ def pages() -> dict[str, str]:
         "collector": _exported("Collector", "sync_collector"),
         "environments": _exported("Environments", "sync_collector.envs"),
         "ray": _exported("Actors of Ray", "sync_plugin_ray"),
+        "torchrl": _exported("Schemes in TorchRL", "sync_plugin_torchrl"),
+        "trl": _exported("TRL and transformers", "sync_plugin_trl"),
     }
 
 
