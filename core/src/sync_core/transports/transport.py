@@ -335,7 +335,11 @@ class SenderTransport(ABC):
 
     @abstractmethod
     def address(self, worker_id: int) -> Any:
-        """Return the endpoint by which a worker reaches this transport; it must pickle."""
+        """Return the endpoint by which a worker reaches this transport; it must pickle.
+
+        Addresses have a JSON form too if it consists of strings, numbers, lists and dicts, or is
+        an instance of a dataclass of such values that the scheme declares as ``endpoint_type``.
+        """
 
     @abstractmethod
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:

@@ -5,9 +5,10 @@ vLLM calls `register` in each of its processes, and finds the weight transfer en
 (`sync_plugin_vllm.target`), and does not need vLLM.
 """
 
+from sync_plugin_vllm.clients import EngineError, HttpClient
 from sync_plugin_vllm.target import EngineStatus, VllmTarget
 
-__all__ = ["EngineStatus", "VllmTarget", "register"]
+__all__ = ["EngineError", "EngineStatus", "HttpClient", "VllmTarget", "register"]
 
 
 def register() -> None:

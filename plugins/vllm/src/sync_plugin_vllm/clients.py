@@ -1,4 +1,4 @@
-"""How the trainer calls an engine: in this process, in a Ray actor, or over HTTP."""
+"""Clients of an engine: in this process, in a Ray actor, or over HTTP."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Client(ABC):
 
     @abstractmethod
     def pause(self, mode: Pause, timeout: float) -> None:
-        """Schedule no more tokens, and forget what is cached of others."""
+        """Stop scheduling tokens, and forget the cached prompts."""
 
     @abstractmethod
     def update(self, version: int, timeout: float) -> None:
@@ -51,7 +51,7 @@ class Client(ABC):
 
     @abstractmethod
     def label(self, version: str, timeout: float) -> None:
-        """Attribute what is generated from now on to a version."""
+        """Label the outputs that follow with a version."""
 
     @abstractmethod
     def resume(self, timeout: float) -> None:
@@ -61,8 +61,8 @@ class Client(ABC):
 class LlmClient(Client):
     """An engine in this process: an object with the methods of ``vllm.LLM``.
 
-    Its ``generate`` returns when all requests have ended, so there is nothing to pause; only what
-    it has cached of prompts is forgotten. Calls have no timeout: `VllmTarget` uses a thread.
+    Its ``generate`` returns when all requests have ended, so there is nothing to pause; only its
+    cached prompts are forgotten. Calls have no timeout: `VllmTarget` makes them in a thread.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -123,7 +123,7 @@ class HttpClient(Client):
 
     Args:
         url: such as ``"http://localhost:8000"``.
-        api_key: what it was given as ``--api-key``, if anything.
+        api_key: the ``--api-key`` of the server; None for one without.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:

@@ -14,7 +14,7 @@ raises leaves vLLM's other ranks in a weight update that cannot be finished.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,8 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         Raises:
             AddressError: the addresses are not the JSON of one address for each rank. Nothing was
                 connected.
-            SenderLostError: the sender is gone, or does not know the token of an address.
+            SyncError: the sender is gone, or does not know the token of an address; or the weights
+                have other names than the model takes.
         """
         if self.parallel_config.pipeline_parallel_size > 1:
             raise OptionError(
@@ -90,6 +91,7 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         error: Exception | None = None
         receiver = None
         try:
+            self._check_names(address.layout.names, self._names)
             receiver = Receiver(address, load=self._load, background=True)
         except Exception as raised:
             error = raised
@@ -177,7 +179,17 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             finally:
                 # Also puts back what vLLM computes with, should loading fail.
                 finalize_layerwise_reload(self.model, self.model_config)
-        check_names(sent, loaded, self.model, quantized=self.model_config.quantization is not None)
+        self._check_names(sent, loaded or ())
+
+    def _check_names(self, sent: Iterable[str], taken: Collection[str]) -> None:
+        quantized = self.model_config.quantization is not None
+        check_names(list(sent), taken, self.model, quantized=quantized)
+
+    @property
+    def _names(self) -> frozenset[str]:
+        """All names of the model's tensors."""
+        named = (self.model.named_parameters, self.model.named_buffers)
+        return frozenset(name for each in named for name, _ in each(remove_duplicate=False))
 
     @property
     def _world_size(self) -> int:

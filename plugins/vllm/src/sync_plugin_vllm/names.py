@@ -24,43 +24,36 @@ def is_tied(name: str, model: Any) -> bool:
 
 
 def check_names(
-    sent: Collection[str], loaded: Collection[str] | None, model: Any, *, quantized: bool
+    sent: Collection[str], taken: Collection[str], model: Any, *, quantized: bool
 ) -> None:
-    """Raise unless every name that was sent was loaded, and every parameter was sent.
+    """Raise unless the model takes every name that is sent, and every parameter is sent.
 
     Args:
-        sent: the names that were sent, as in a checkpoint.
-        loaded: what the model's ``load_weights`` has returned: its own names, such as
-            ``model.layers.0.self_attn.qkv_proj.weight``; None where it does not report them.
+        sent: the names that are sent, as in a checkpoint.
+        taken: names of the model, such as ``model.layers.0.self_attn.qkv_proj.weight``: all that
+            it has, before loading; what its ``load_weights`` has returned, afterwards.
         model: vLLM's model.
         quantized: whether the model has parameters, such as scales, that no checkpoint need have.
 
     Raises:
         LayoutMismatchError: the names are in the message.
     """
-    if loaded is None:
-        raise LayoutMismatchError(
-            f"load_weights of {type(model).__name__} does not say what it has loaded, so that "
-            "names cannot be accounted for"
-        )
-    unmatched = [
-        name
-        for name in sent
-        if not is_tied(name, model)
-        and not name.endswith(_COMPUTED)
-        and not _is_dropped(name, model)
-        and not any(candidate in loaded for candidate in _candidates(name, model))
-    ]
-    missing = [] if quantized else [n for n, _ in model.named_parameters() if n not in loaded]
-    # A fused parameter counts as loaded when one of its parts was.
-    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
-        for name in loaded:
-            owner, found, rest = name.rpartition(f"{fused}.")
-            if found:
-                wanted = [f"{owner}{part}.{rest}" for part in parts]
-                given = [n for n in wanted if n in sent]
-                if given and len(given) < len(wanted):
-                    missing += [n for n in wanted if n not in given]
+    parts: dict[str, set[str]] = {}
+    unmatched = []
+    for name in sent:
+        if is_tied(name, model) or name.endswith(_COMPUTED) or _is_dropped(name, model):
+            continue
+        owner = next((found for found in _candidates(name, model) if found in taken), None)
+        if owner is None:
+            unmatched.append(name)
+        else:
+            parts.setdefault(owner, set()).add(name)
+    missing = []
+    for name, _ in model.named_parameters():
+        if name in parts:
+            missing += sorted(_parts_of(name, model) - parts[name])
+        elif not quantized:
+            missing.append(name)
     if not unmatched and not missing:
         return
     problems = []
@@ -70,8 +63,17 @@ def check_names(
         problems.append(f"not sent: {_listed(missing)}")
     raise LayoutMismatchError(
         f"the weights do not fit vLLM's {type(model).__name__}: {'; '.join(problems)}. Send the "
-        'names of its checkpoint: Sender(…, strategy="checkpoint"), or layers that rename'
+        'names of its checkpoint: Sender(…, strategy="checkpoint"), or a layer that renames'
     )
+
+
+def _parts_of(fused: str, model: Any) -> set[str]:
+    """The names of a checkpoint that a fused parameter is made of; none for one that is not."""
+    for owner, parts in getattr(model, "packed_modules_mapping", {}).items():
+        head, found, tail = fused.rpartition(f".{owner}.")
+        if found and len(parts) > 1:
+            return {f"{head}.{part}.{tail}" for part in parts}
+    return set()
 
 
 def _is_dropped(name: str, model: Any) -> bool:

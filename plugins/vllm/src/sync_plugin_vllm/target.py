@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -63,6 +64,8 @@ class _Engine:
     client: Client
     status: EngineStatus
     paused: bool = False
+    #: Whether an update was started, and not finished for all that is known.
+    unfinished: bool = False
     thread: threading.Thread | None = None
     failure: Exception | None = None
 
@@ -228,6 +231,11 @@ class VllmTarget:
         try:
             if len(deliveries) < len(engine.status.worker_ids):
                 raise SyncError("the sender has dropped some of its ranks; type target.remove(…)")
+            if engine.unfinished:
+                # It fails where the engine has not come as far as to start it.
+                with suppress(Exception):
+                    client.finish(_left(deadline))
+            engine.unfinished = True
             client.start(_left(deadline))
             began = time.perf_counter()
             if not engine.paused:
@@ -238,6 +246,7 @@ class VllmTarget:
             for delivery in deliveries:
                 delivery.wait(_left(deadline))
             client.finish(_left(deadline))
+            engine.unfinished = False
         except Exception as error:
             _fail(engine, pending, error)
         state = _state_after(deliveries, loading=loading)

@@ -1,0 +1,31 @@
+"""Engines of a tiny Llama; their tests are left out where vLLM is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tests.engines.engines import Server, make_llama
+
+collect_ignore_glob = [] if find_spec("vllm") else ["test_vllm*.py"]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint that engines are started with."""
+    path = tmp_path_factory.mktemp("llama")
+    make_llama(0).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server, which takes as long to start as the engine in this process."""
+    server = Server(checkpoint, tmp_path_factory.mktemp("server") / "log")
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill()

@@ -1,0 +1,158 @@
+"""A tiny Llama, vLLM engines of it, and the tokens that both make."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: Read by vLLM when it is imported, also in the processes that it starts.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_PLUGINS="sync_core",
+    VLLM_USAGE_SOURCE="tests",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_WORKER_MULTIPROC_METHOD="spawn",
+)
+
+#: How an engine of the tiny Llama is made; more would only take time.
+OPTIONS = dict(
+    skip_tokenizer_init=True,
+    dtype="bfloat16",
+    enforce_eager=True,
+    max_model_len=64,
+    max_num_seqs=2,
+    gpu_memory_utilization=0.1,
+)
+PROMPT = [1, 5, 9, 33, 77, 120]
+NEW_TOKENS = 8
+
+
+def make_llama(seed: int) -> Any:
+    """A Llama of 2 layers with other weights for each seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def change(model: Any) -> None:
+    """Change all weights, as a step of an optimiser would."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def greedy(model: Any) -> list[int]:
+    """The tokens that Hugging Face's own model makes."""
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    tokens: list[int] = ids[0, len(PROMPT) :].tolist()
+    return tokens
+
+
+def generated(llm: Any) -> tuple[list[int], list[str]]:
+    """The tokens that an engine makes, and the versions that it attributes them to."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False)
+    [request] = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    [output] = request.outputs
+    return list(output.token_ids), [span.version for span in output.weight_versions]
+
+
+class Server:
+    """vLLM's server in its own process group; the command ``vllm`` fails with vllm-cpu."""
+
+    def __init__(self, checkpoint: Path, log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        options = [
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in OPTIONS.items()
+            if value is not True
+        ]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "vllm.entrypoints.openai.api_server",
+                    f"--model={checkpoint}",
+                    "--host=127.0.0.1",
+                    f"--port={port}",
+                    "--enforce-eager",
+                    "--tokens-only",
+                    '--weight-transfer-config={"backend": "sync_core"}',
+                    *options,
+                ],
+                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Wait until it answers, or has ended."""
+        while self.process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            except OSError:
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(0.5)
+            else:
+                return
+        raise RuntimeError(f"vllm serve has ended: {self.log.read_text()[-3000:]}")
+
+    def post(self, path: str, body: Any) -> tuple[int, Any]:
+        """The status, and what came back."""
+        request = urllib.request.Request(
+            f"{self.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return reply.status, json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def generated(self) -> tuple[list[int], list[str]]:
+        """See `generated`."""
+        params = {"temperature": 0, "max_tokens": NEW_TOKENS}
+        body = {"token_ids": PROMPT, "sampling_params": params}
+        status, reply = self.post("inference/v1/generate", body)
+        assert status == 200, reply
+        [choice] = reply["choices"]
+        return choice["token_ids"], [span["version"] for span in choice["weight_versions"]]
+
+    def kill(self) -> None:
+        """End it and all that it has started, at once."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)

@@ -1,0 +1,148 @@
+"""`VllmTarget` with engines that have vLLM's calls, and a module of torch as their model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from sync_core import Address, OptionError, Receiver, Sender, SendError, SyncError
+from sync_plugin_vllm import VllmTarget
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class TorchEngine:
+    """An engine of one rank: vLLM's calls, and a `Receiver`."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 1)
+        self.labels: list[str] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.fails_in = ""
+        self.updating = False
+
+    def call(self, name: str) -> None:
+        if self.fails_in == name:
+            raise ConnectionError("no engine is there")
+        assert self.go_on.wait(30)
+
+    def get_world_size(self) -> int:
+        return 1
+
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        [address] = request["init_info"]["addresses"]
+        self.receiver = Receiver(Address.from_json(address), load=self.load)
+
+    def load(self, named: Any) -> None:
+        self.call("load")
+        self.model.load_state_dict(dict(named))
+
+    def start_weight_update(self) -> None:
+        if self.updating:
+            raise RuntimeError("start_weight_update called while an update is active")
+        self.updating = True
+        self.call("start")
+        self.receiver.stage(10)
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        assert self.receiver.staged == request["update_info"]["version"]
+        try:
+            self.receiver.load()
+        except SyncError as error:
+            self.receiver.reject(error)
+        else:
+            self.receiver.confirm()
+
+    def finish_weight_update(self) -> None:
+        if not self.updating:
+            raise RuntimeError("finish_weight_update called without an update")
+        self.updating = False
+        self.receiver.reject(SyncError("not loaded"))
+
+    def update_weight_version(self, version: str) -> None:
+        self.labels.append(version)
+
+    def reset_prefix_cache(self) -> None:
+        self.call("pause")
+
+
+@pytest.fixture
+def engines() -> list[TorchEngine]:
+    return [TorchEngine(), TorchEngine()]
+
+
+def connected(target: VllmTarget, model: Any) -> Sender:
+    sender = Sender("shm", model, num_workers=target.num_workers, timeout=20)
+    target.connect(sender)
+    return sender
+
+
+def test_a_version_comes_into_every_engine(engines: list[TorchEngine]) -> None:
+    model = torch.nn.Linear(2, 1)
+    target = VllmTarget(engines)
+    with connected(target, model):
+        assert target.send().updated == (0, 1)
+    for engine in engines:
+        assert torch.equal(engine.model.weight, model.weight)
+        assert engine.labels == ["1"]
+    assert [status.version for status in target.engines] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("where", "state"), [("start", "behind"), ("pause", "behind"), ("load", "bad")]
+)
+def test_one_fails_and_the_next_send_heals_it(
+    engines: list[TorchEngine], where: str, state: str
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    target = VllmTarget(engines, timeout=20)
+    with connected(target, model):
+        engines[1].fails_in = where
+        began = time.monotonic()
+        with pytest.raises(SendError, match="no engine is there") as raised:
+            target.send()
+        assert time.monotonic() - began < 15  # it does not wait for what will not come
+        assert raised.value.report.updated == (0,)
+        assert [status.state for status in target.engines] == ["current", state]
+        assert engines[1].labels == (["bad"] if state == "bad" else [])
+
+        engines[1].fails_in = ""
+        assert target.send().updated == (0, 1)
+        assert [status.state for status in target.engines] == ["current", "current"]
+        assert engines[1].labels[-1] == "2"
+
+
+def test_one_that_hangs_is_given_up_at_the_deadline(engines: list[TorchEngine]) -> None:
+    model = torch.nn.Linear(2, 1)
+    target = VllmTarget(engines, timeout=20)
+    with connected(target, model):
+        engines[1].go_on.clear()
+        with pytest.raises(SendError, match="worker 1"):
+            target.send(timeout=1)
+        assert torch.equal(engines[0].model.weight, model.weight)
+        with pytest.raises(SendError, match="still does what it was asked before"):
+            target.send()
+        engines[1].go_on.set()
+        assert target._engines[1].thread is not None
+        target._engines[1].thread.join(20)
+        assert target.send().updated == (0, 1)
+
+
+def test_what_cannot_be_driven_is_refused(engines: list[TorchEngine]) -> None:
+    with pytest.raises(OptionError, match="not an engine"):
+        VllmTarget([object()])
+    with pytest.raises(OptionError, match="http://localhost:8000"):
+        VllmTarget("localhost:8000")
+    target = VllmTarget(engines)
+    with pytest.raises(SyncError, match=r"target\.connect\(sender\)"):
+        target.send()
+    with (
+        Sender("shm", torch.nn.Linear(2, 1), num_workers=1) as sender,
+        pytest.raises(OptionError, match=r"num_workers=target\.num_workers"),
+    ):
+        target.connect(sender)
