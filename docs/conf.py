@@ -18,9 +18,11 @@ author = "the sync-core maintainers"
 release = version = sync_core.__version__
 html_theme = "furo"
 html_title = f"sync-core {release}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
-myst_fence_as_directive = ["mermaid"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design"]
+myst_enable_extensions = ["colon_fence"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 # These have no highlighter, or too strict a one.

@@ -11,8 +11,9 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
-from types import GenericAlias
+from types import FunctionType, GenericAlias
 from typing import Any
 
 import sync_core
@@ -32,8 +33,10 @@ from sync_core.cli.listing import Listed
 from sync_core.hooks import HOOKS, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
 from sync_core.transports import Finding
 
-_CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext")
+_CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext", "BindContext")
 _WIDTH = 96
+_OURS = {"sync_core", "sync_collector", "sync_plugin_std", "sync_plugin_ray", "sync_plugin_dist"}
+_MEMBERS = (FunctionType, property, classmethod, staticmethod, cached_property)
 #: Whose ``__all__`` is public.
 PUBLIC = (
     "sync_core",
@@ -73,12 +76,53 @@ def write(folder: Path) -> None:
             page.write_text(text)
 
 
+#: The pages for users: a name, a title, and what is on it.
+_USER_PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "sender": ("Sender", ("Sender", "PendingSend")),
+    "receiver": ("Receiver", ("Receiver", "Address")),
+    "reports": ("Reports", ("SendReport", "WorkerResult", "Reporter")),
+    "membership": (
+        "States of workers",
+        ("WorkerState", "WorkerStatus", "MembershipEvent", "WorkerFailure"),
+    ),
+}
+_USER_ORDER = ("collector", "environments", "plugins", "layers", "errors", "commands", "ray")
+_AUTHOR_ORDER = (
+    "hooks",
+    "weights",
+    "endpoints",
+    "transports",
+    "stores",
+    "workers",
+    "models",
+    "capabilities",
+    "checks",
+    "testing",
+    "faults",
+    "measuring",
+)
+
+
 def pages() -> dict[str, str]:
     """Return the text of every page by name."""
     return {
+        "users": _index("For users", "Classes and commands.", (*_USER_PAGES, *_USER_ORDER)),
+        "authors": _index(
+            "For authors of plugins",
+            "What schemes, layers and worker groups are made from, and :doc:`what may change "
+            "</reference/stability>`.",
+            (*_AUTHOR_ORDER, "/reference/stability"),
+        ),
         "interface": _interface(),
+        **{
+            page: _page(title, "", *(_automatic("sync_core", name) for name in names))
+            for page, (title, names) in _USER_PAGES.items()
+        },
         "hooks": _hooks(),
+        "weights": _weights(),
+        "endpoints": _endpoints(),
         "plugins": _plugins(),
+        "layers": _layers(),
         "capabilities": _capabilities(),
         "errors": _errors(),
         "commands": _commands(),
@@ -97,6 +141,20 @@ def pages() -> dict[str, str]:
         "trl": _exported("TRL and transformers", "sync_plugin_trl"),
         "vllm": _exported("Engines of vLLM", "sync_plugin_vllm"),
     }
+
+
+def members_of(found: type) -> list[str]:
+    """Return the public methods and properties of a class, with those that it inherits from ours.
+
+    Fields of a dataclass are described among its arguments.
+    """
+    definers = [cls for cls in found.__mro__ if cls.__module__.partition(".")[0] in _OURS]
+    defined = {name: value for cls in reversed(definers) for name, value in vars(cls).items()}
+    return [
+        name
+        for name, value in defined.items()
+        if not name.startswith("_") and isinstance(value, _MEMBERS)
+    ]
 
 
 def error_names() -> list[str]:
@@ -160,15 +218,49 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
     }
 
 
+_WEIGHTS = ("Update", "Payload", "Layout", "TensorSpec")
+_ENDPOINTS = ("SenderTransport", "ReceiverTransport", "Delivery", "Answer")
+
+
+def _index(title: str, about: str, names: Iterable[str]) -> str:
+    lines = [".. toctree::", "   :maxdepth: 1", "", *(f"   {name}" for name in names)]
+    return _page(title, about, "\n".join(lines) + "\n")
+
+
 def _interface() -> str:
-    elsewhere = {*_CONTEXTS, *error_names(), "__version__"}
-    names = [name for name in sync_core.__all__ if name not in elsewhere]
+    """Every name of ``sync_core``, with the page that it is on."""
+    places = {name: page for page, (_, names) in _USER_PAGES.items() for name in names}
+    places |= dict.fromkeys(error_names(), "errors") | dict.fromkeys(_CONTEXTS, "hooks")
+    places |= dict.fromkeys(_WEIGHTS, "weights") | dict.fromkeys(_ENDPOINTS, "endpoints")
+    places |= {"hookimpl": "hooks", "__version__": ""}
+    rows = [
+        (f":py:obj:`sync_core.{name}`", _first_paragraph(getattr(sync_core, name)))
+        for name in sync_core.__all__
+        if name != "__version__"
+    ]
     return _page(
-        "Interface",
-        "What ``import sync_core`` offers. Errors and the contexts of hooks have pages of their "
-        "own.",
-        *(_automatic("sync_core", name) for name in names),
+        "All names",
+        "What ``import sync_core`` offers, and ``sync_core.__version__``, a string.",
+        _table(("name", "what it is"), rows),
         ".. data:: sync_core.__version__\n\n   The version, a string.\n",
+        *(_automatic("sync_core", name) for name in sync_core.__all__ if name not in places),
+    )
+
+
+def _weights() -> str:
+    about = "The weights on their way: an update with names, then a payload with bytes."
+    return _page(
+        "Weights: Update, Payload, Layout",
+        about,
+        *(_automatic("sync_core", name) for name in _WEIGHTS),
+    )
+
+
+def _endpoints() -> str:
+    return _page(
+        "SenderTransport and ReceiverTransport",
+        "The interface of a transport. :doc:`transports` has bases to inherit from.",
+        *(_automatic("sync_core", name) for name in _ENDPOINTS),
     )
 
 
@@ -182,6 +274,7 @@ def _hooks() -> str:
         "``@sync_core.hookimpl``. A method may leave out arguments that it does not need. "
         "Hooks get one frozen context; new versions only add fields to it.",
         *functions,
+        _automatic("sync_core", "hookimpl"),
         "Contexts\n--------\n",
         *(_automatic("sync_core", name) for name in _CONTEXTS),
     )
@@ -193,23 +286,30 @@ def _plugins() -> str:
         parts += [_heading(name, registry.KNOWN[registry.SCHEMES][name])]
         parts += [f"{_first_paragraph(type(scheme))}\n", _can(scheme.capabilities)]
         parts += [_option_table(options_of(scheme))]
-    parts += ["Layers\n------\n"]
-    for name, layer in installed(registry.LAYERS).items():
-        parts += [_heading(name, registry.KNOWN[registry.LAYERS][name])]
-        parts += [_class(_type_of(layer))]
     parts += ["Worker groups\n-------------\n"]
     parts += ["Options are given to `Collector` as ``worker_options``.\n"]
     for name, group in installed(registry.WORKERS).items():
         parts += [_heading(name, registry.KNOWN[registry.WORKERS][name])]
         parts += [_can(group.capabilities), _class(group)]
-    parts += ["Also in sync-plugin-std\n-----------------------\n"]
+    return _page("Schemes and worker groups", "Those that this project publishes.", *parts)
+
+
+def _layers() -> str:
+    """The layers that are found by a name, and those that users make by their class."""
+    parts = []
+    for name, layer in installed(registry.LAYERS).items():
+        parts += [_heading(name, registry.KNOWN[registry.LAYERS][name])]
+        parts += [_class(_type_of(layer))]
     layers = {cls.__name__ for cls in map(_type_of, installed(registry.LAYERS).values())}
+    parts += ["Made by their class\n~~~~~~~~~~~~~~~~~~~\n"]
     parts += [
         _automatic("sync_plugin_std", name)
         for name in sync_plugin_std.__all__
         if getattr(sync_plugin_std, name).__name__ not in layers
     ]
-    return _page("Schemes, layers and worker groups", "Those that this project publishes.", *parts)
+    return _page(
+        "Layers", "Given to `Sender` and `Collector` as ``layers=``, by name or as objects.", *parts
+    )
 
 
 def _capabilities() -> str:
@@ -280,7 +380,8 @@ def _heading(name: str, distribution: str) -> str:
 def _automatic(module: str, name: str) -> str:
     found = getattr(sys.modules[module], name)
     if inspect.isclass(found):
-        return f".. autoclass:: {module}.{name}\n   :members:\n   :show-inheritance:\n"
+        members = f"   :members: {', '.join(members_of(found))}\n" if members_of(found) else ""
+        return f".. autoclass:: {module}.{name}\n{members}   :show-inheritance:\n"
     if inspect.isfunction(found):
         return f".. autofunction:: {module}.{name}\n"
     told = f"``{found}``" if isinstance(found, GenericAlias) else _first_paragraph(found)

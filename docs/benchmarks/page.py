@@ -26,6 +26,12 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.jsonl"
 PAGE = FOLDER.with_suffix(".md")
 PLOT = FOLDER / "ratios.svg"
+# The picture of the README, and the learning curve in it: a run of the tutorial's program.
+FIRST_SCREEN = FOLDER / "first-screen.svg"
+CURVE = FOLDER / "cartpole.json"
+TUTORIAL = FOLDER.parent / "tutorials" / "cartpole.svg"
+# Neither ids nor the date change from one drawing to the next, and text stays text.
+STYLE = {"svg.hashsalt": "sync-core", "svg.fonttype": "none"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,7 @@ def main() -> None:
     found = results()
     PAGE.write_text(page(found), encoding="utf-8")
     plot(found)
+    plot_first_screen(found)
 
 
 def results() -> list[dict[str, Any]]:
@@ -116,9 +123,49 @@ def plot(runs: list[dict[str, Any]]) -> None:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xlabel("TorchRL's time divided by ours (log scale; 1 is equal)")
-    # Neither ids nor the date change from one drawing to the next.
-    with plt.rc_context({"svg.hashsalt": "sync-core"}):
+    with plt.rc_context(STYLE):
         figure.savefig(PLOT, metadata={"Date": None})
+
+
+def plot_first_screen(runs: list[dict[str, Any]]) -> None:
+    """Draw the README's picture: a learning curve, and milliseconds of updates beside TorchRL's."""
+    from matplotlib import pyplot as plt
+
+    curve = json.loads(CURVE.read_text(encoding="utf-8"))
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 2.7), layout="constrained")
+        _draw_curve(left, curve)
+        _draw_times(right, max((r for r in runs if r["table"] == "local"), key=lambda r: r["date"]))
+        figure.savefig(FIRST_SCREEN, metadata={"Date": None})
+        alone, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+        _draw_curve(axes, curve)
+        alone.savefig(TUTORIAL, metadata={"Date": None})
+    plt.close("all")
+
+
+def _draw_curve(axes: Any, curve: dict[str, Any]) -> None:
+    frames = [each / 1e3 for each in curve["frames"]]
+    axes.plot(frames, curve["returns"], color="#4477aa")
+    axes.set(title="CartPole, PPO, 2 workers", xlabel="thousand frames", ylabel="return")
+    axes.set(ylim=(0, 510))
+
+
+def _draw_times(axes: Any, run: dict[str, Any]) -> None:
+    rows = [row for row in run["rows"] if row[1] == "shm"]
+    models = [row[0].replace(": ", "\n") for row in rows]
+    ways = {
+        "sync-core, shm": [float(row[2]) for row in rows],
+        "TorchRL, shared": [float(row[5].partition(" ")[0]) for row in rows],
+    }
+    places = range(len(rows))
+    for shift, color, (name, values) in zip(
+        (0.2, -0.2), ("#4477aa", "#ccbb44"), ways.items(), strict=True
+    ):
+        bars = axes.barh([p + shift for p in places], values, 0.4, color=color, label=name)
+        axes.bar_label(bars, [f"{value:,.3g}" for value in values], padding=2, fontsize=8)
+    axes.set(title="update of 4 workers (ms, log scale)", xscale="log", xlim=(1, 3000))
+    axes.set_yticks(list(places), models, fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
 
 
 def _markdown(run: dict[str, Any]) -> str:

@@ -1,21 +1,74 @@
-"""The pages build, with warnings as errors."""
+"""The pages build with warnings as errors, load nothing from elsewhere, and have every member."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
 import subprocess
 import sys
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# What a browser loads to show a page; links to other pages are not.
+_LOADED = re.compile(
+    r'<(?:script|img|iframe|source)\b[^>]*\ssrc="(.*?)"|<link\b[^>]*\shref="(.*?)"'
+)
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("pages")]
 
 
-@pytest.mark.timeout(240)
-def test_the_pages_build(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Into an empty folder: of pages that it has built before, Sphinx does not warn again.
+    folder = tmp_path_factory.mktemp("pages")
     options = ("-W", "--keep-going", "-q")
-    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(tmp_path)]
+    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "index.html").exists()
+    return folder
+
+
+def test_the_pages_build(built: Path) -> None:
+    assert (built / "index.html").exists()
+
+
+def test_no_page_loads_anything_from_elsewhere(built: Path) -> None:
+    for page in built.rglob("*.html"):
+        for urls in _LOADED.findall(page.read_text(encoding="utf-8")):
+            assert not "".join(urls).startswith(("http", "//")), f"{page.name} loads {urls}"
+
+
+def test_every_public_member_has_an_entry(built: Path) -> None:
+    inventory = (built / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    entries = {line.split(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        reference = importlib.import_module("reference_pages")
+    finally:
+        sys.path.pop(0)
+    wanted = {
+        f"{module}.{name}{member}"
+        for module in reference.PUBLIC
+        if module != "sync_core.testing"  # their members are the cases of the suite
+        for name, found in _classes(module)
+        for member in ("", *(f".{each}" for each in reference.members_of(found)))
+    }
+    assert len(wanted) > 200
+    assert not wanted - entries
+
+
+def _classes(module: str) -> Iterator[tuple[str, type]]:
+    package = importlib.import_module(module)
+    for name in package.__all__:
+        found = getattr(package, name)
+        # Errors are described where they are defined.
+        if inspect.isclass(found) and found.__module__ == "sync_core.errors":
+            if module == "sync_core.errors":
+                yield name, found
+        elif inspect.isclass(found):
+            yield name, found

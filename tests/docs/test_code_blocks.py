@@ -30,8 +30,8 @@ from sybil.typing import Parser
 
 ROOT = Path(__file__).parents[2]
 _LANGUAGES = {"python", "bash", "toml"}
-# Blocks that are not run: printed output and diagrams.
-_NO_CODE = {"text", "mermaid", "{include}", "{toctree}"}
+# Blocks that are not run: printed output.
+_NO_CODE = {"text", "{include}", "{toctree}"}
 _FENCE = re.compile(r"^ *```(\S*)", re.MULTILINE)
 _SKIP = re.compile(r"<!-+ *(skip.*?) *-+>", re.DOTALL)
 _REASON = re.compile(r'skip: next "[^"]{10,}"')

@@ -107,7 +107,8 @@ def test_every_option_of_a_worker_group_is_described(name: str, reference: Modul
 @pytest.mark.parametrize("group", registry.KNOWN)
 def test_every_plugin_is_on_the_page(group: str, pages: dict[str, str]) -> None:
     for name in registry.KNOWN[group]:
-        assert re.search(rf"^{name}\n~+$", pages["plugins"], re.MULTILINE), name
+        page = pages["layers" if group == registry.LAYERS else "plugins"]
+        assert re.search(rf"^{name}\n~+$", page, re.MULTILINE), name
 
 
 def test_every_capability_is_explained() -> None:

@@ -14,6 +14,7 @@ COMMANDS = {
     "list": ("listing", "schemes, layers and worker groups installed here"),
     "doctor": ("doctor", "does each installed scheme really move weights on this machine?"),
     "bench": ("bench", "seconds, GB/s, and the share of this machine's copy limit"),
+    "plan": ("plan", "seconds and memory of an update of your model, by each scheme"),
     "watch": ("watch", "the workers of a running sender: state, version, lag, last error"),
     "report": ("report", "an HTML page of the sends that the layer Record has written"),
     "new-plugin": (

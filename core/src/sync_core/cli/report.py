@@ -53,7 +53,7 @@ class WorkerHistory:
 
 @dataclass
 class Timeline:
-    """What the page draws: rows, bars of phases, and strips of lag; seconds from the beginning."""
+    """The rows, bars of phases and strips of lag that are drawn; seconds from the beginning."""
 
     rows: list[str] = field(default_factory=list)
     bars: list[tuple[int, str, float, float, int]] = field(default_factory=list)

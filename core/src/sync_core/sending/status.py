@@ -29,7 +29,7 @@ _LONGEST_REQUEST = 8192
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """What a sender knows of one worker.
+    """One worker, as its sender sees it.
 
     Args:
         worker_id: the worker.
@@ -54,7 +54,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class SenderView:
-    """What a sender knows of itself and of its workers.
+    """A sender and its workers, as ``sync-core watch`` shows them.
 
     Args:
         scheme: the name of the scheme.
@@ -98,7 +98,7 @@ class StatusEndpoint:
     """Answers ``GET`` requests for the status of a sender, one after the other, in a thread.
 
     It listens on the loopback address, on a free port. `address` has a random token; requests for
-    any other path are refused, whatever they ask for. Nothing that is sent here changes anything.
+    any other path are refused. Nothing that is sent here changes anything.
 
     Args:
         sender: the sender; it is not kept alive.
@@ -136,7 +136,7 @@ class StatusEndpoint:
             self._thread.join()
 
     def view(self) -> SenderView:
-        """Return what is shown now.
+        """Return the status at this moment.
 
         Raises:
             ReferenceError: the sender is gone.

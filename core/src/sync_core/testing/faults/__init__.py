@@ -1,7 +1,7 @@
 """Faults for tests, on any scheme: processes that die or stand still, versions that are lost.
 
 A fault strikes at a named point on the way of one version, in the process whose fault it is, with
-nothing patched: `Faulty` is a scheme around a scheme. See ``docs/how-to/faults.md``.
+nothing patched: `Faulty` is a scheme around a scheme. See ``docs/authors/faults.md``.
 """
 
 from sync_core.testing.faults.fault import POINTS, Fault, InjectedFaultError, Raising
