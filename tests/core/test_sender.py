@@ -198,6 +198,23 @@ def test_a_version_that_came_another_way_is_counted_by_the_collector() -> None:
         sender.increment_version()
 
 
+def test_the_count_of_versions_continues_where_it_is_told_to() -> None:
+    model, copy = nn.Linear(1, 1), nn.Linear(1, 1)
+    with Sender("thread", model, num_workers=1, version=5) as sender:
+        receiver = Receiver(sender.address(0), copy)
+        assert (sender.version, receiver.receive(0)) == (5, None)
+        for newest in (5, 9):
+            sender.advance(newest)
+            pending = sender.send_async()
+            assert sender.version == pending.version == receiver.receive() == newest + 1
+            assert pending.wait().workers[0].version == newest + 1
+        with pytest.raises(ValueError, match="at version 10, got 9"):
+            sender.advance(9)
+        assert sender.version == 10
+    with pytest.raises(ValueError, match="version is -1"):
+        Sender("thread", model, num_workers=1, version=-1)
+
+
 def test_a_model_may_be_registered_later() -> None:
     with Sender("thread", num_workers=1) as sender:
         for call in (sender.send, lambda: sender.address(0)):

@@ -97,6 +97,8 @@ class Sender(Updater):
         on_report: called with the report at the end of every send, also where workers failed;
             what it raises is logged, and changes nothing.
         timeout: deadline of blocking calls, in seconds.
+        version: the version from which to count: the first send has the next one. A trainer that
+            was started again gives the version that it had reached.
         **options: options of the scheme.
 
     Raises:
@@ -137,6 +139,7 @@ class Sender(Updater):
         verify: Verify | None = None,
         on_report: Callable[[SendReport], object] | None = None,
         timeout: float = 60.0,
+        version: int = 0,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -191,7 +194,7 @@ class Sender(Updater):
             register_owner(self._terms.token, self._source)
         self._increments = Increments()
         self._cadence = PushCounter(self._pipeline.stack, model_id)
-        self._version = 0
+        self._version = check_count(version, "version", least=0)
         self._starting = threading.Lock()
         self._pending: PendingSend | None = None
         self._close_members = release_with(self, self._members.close)
@@ -214,8 +217,34 @@ class Sender(Updater):
 
     @property
     def version(self) -> int:
-        """The newest version sent; 0 before the first."""
+        """The newest version; before the first send, the one from which the sender counts."""
         return self._version
+
+    def advance(self, version: int) -> None:
+        """Count on from a version, such as one that reached the workers another way.
+
+        Nothing is sent; the next send has the version after this one.
+
+        Args:
+            version: not less than the newest one.
+
+        Raises:
+            ValueError: it is less: versions only grow.
+
+        Example:
+            >>> with Sender("none", torch.nn.Linear(4, 2), num_workers=1) as sender:
+            ...     sender.advance(7)
+            ...     sender.send().version
+            8
+        """
+        version = check_count(version, "version", least=0)
+        with self._starting:
+            self._check_open()
+            if version < self._version:
+                raise ValueError(
+                    f"versions only grow: the sender is at version {self._version}, got {version}"
+                )
+            self._version = version
 
     def all_worker_ids(self) -> tuple[int, ...]:
         """The ids of the workers."""
