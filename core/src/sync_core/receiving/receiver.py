@@ -16,6 +16,7 @@ from torch import Tensor
 from sync_core import registry
 from sync_core._util import CollectorReference, clock_id
 from sync_core.address import Address
+from sync_core.admission import Entrance, enter
 from sync_core.checks import check_function, check_seconds
 from sync_core.errors import (
     AddressError,
@@ -112,6 +113,8 @@ class Receiver(CollectorReference):
             address, model = join(address, model, regions)
         elif regions is not None:
             raise OptionError("regions= needs an address that join_addresses([…]) has returned")
+        if isinstance(address.endpoint, Entrance):
+            address = enter(address, address.timeout if timeout is None else check_seconds(timeout))
         self._address = address
         self._context = context
         self._load = load
@@ -227,6 +230,11 @@ class Receiver(CollectorReference):
     def version(self) -> int:
         """The version that the model has; 0 before the first commit."""
         return self._version
+
+    @property
+    def worker_id(self) -> int:
+        """The id of this worker, which the sender has chosen where workers share an address."""
+        return self._address.worker_id
 
     @property
     def refused(self) -> int:

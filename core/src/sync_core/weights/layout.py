@@ -91,6 +91,8 @@ BASE = "__base__"
 #: The name of the tensor that makes a payload of a sharded sender a question: which regions does
 #: the worker want? See `sync_core.shards`.
 ASK = "__shards_wanted__"
+#: The name of the tensor by which a sender tells a worker its id; see `sync_core.admission`.
+ADMISSION = "__admission__"
 #: The name of the tensor that holds the version of a sharded sender.
 SHARD_VERSION = "__shards_version__"
 _METADATA = "__metadata__"
@@ -98,7 +100,9 @@ _METADATA = "__metadata__"
 
 def is_reserved(name: str) -> bool:
     """Return whether the format has its own use for a tensor's name."""
-    return name in (_METADATA, CHECKSUMS, BASE, ASK, SHARD_VERSION) or name.startswith(_FILLER)
+    return name in (_METADATA, CHECKSUMS, BASE, ADMISSION, ASK, SHARD_VERSION) or name.startswith(
+        _FILLER
+    )
 
 
 def has_place(dtype: torch.dtype) -> bool:
