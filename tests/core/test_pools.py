@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import OptionError, Ranks, Receiver, Sender, SenderLostError, WorkerState
+from sync_core import (
+    OptionError,
+    Ranks,
+    Receiver,
+    Sender,
+    SenderLostError,
+    SendError,
+    WorkerState,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -58,7 +66,7 @@ def fill(model: nn.Module, value: int) -> None:
 @pytest.mark.parametrize("scheme", ["thread", "shm", "dist", "file"])
 def test_a_pool_grows_and_shrinks_while_versions_are_sent(scheme: str, tmp_path: Any) -> None:
     policy = nn.Linear(3, 2)
-    options = {"directory": str(tmp_path)} if scheme == "file" else {}
+    options: dict[str, Any] = {"directory": str(tmp_path)} if scheme == "file" else {}
     sends = 200 if scheme == "shm" else 40
     with Sender(scheme, policy, num_workers=0, **options) as sender:
         fill(policy, 1)
@@ -141,3 +149,19 @@ def test_senders_that_no_worker_can_join_later_say_so() -> None:
         message = "with ranks=, give each worker its id"
         with pytest.raises(OptionError, match=message):
             sender.address()
+
+
+def test_a_trainer_that_counts_from_the_start_again_is_refused() -> None:
+    policy, model = nn.Linear(1, 1), nn.Linear(1, 1)
+    before = model.weight.clone()
+    with Sender("thread", policy, num_workers=1, timeout=5.0) as sender:
+        receiver = Receiver(sender.address(0), model, version=7)
+        assert receiver.version == 7
+        pending = sender.send_async()
+        assert receiver.receive(timeout=0.1) is None
+        with pytest.raises(SendError, match=r"(?s)version 1 is not beyond version 7.*version=7"):
+            pending.wait()
+        assert torch.equal(model.weight, before)
+        pending = sender.send_async(version=8)
+        assert receiver.receive() == 8
+        assert pending.wait().updated == (0,)

@@ -87,10 +87,8 @@ def test_torch_plans_the_same_once_its_duplicates_are_left_out(problem: Problem)
 
 
 def torch_plan(boxes: list[Region], want: Region) -> set[Region]:
-    create = (
-        getattr(planner_helpers, "create_read_items_for_chunk_list", None)
-        or planner_helpers._create_read_items_for_chunk_list
-    )
+    public, private = "create_read_items_for_chunk_list", "_create_read_items_for_chunk_list"
+    create = getattr(planner_helpers, public, None) or getattr(planner_helpers, private)
     shape = [max(box[axis][1] for box in boxes) for axis in range(len(want))]
     stored = TensorStorageMetadata(
         properties=TensorProperties(dtype=torch.float32),
