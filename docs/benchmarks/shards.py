@@ -17,8 +17,9 @@ import socket
 import threading
 import time
 from itertools import product
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, distributed, multiprocessing, nn
@@ -32,6 +33,8 @@ from sync_core.shards.local import shards_of
 TRAINERS, WORKERS = 4, 2
 WIDTH, INNER, LAYERS, WORDS = 1024, 2752, 8, 8000
 _WARM_UP = 2
+#: The way, the scheme, and the number of rounds.
+Arguments: TypeAlias = tuple[str, str, int]
 _COLUMNS = {"q": 0, "gate": 0, "up": 0, "o": 1, "down": 1, "emb": 0}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "shm": {},
@@ -85,10 +88,9 @@ def values(number: int, region: Region) -> Tensor:
     return (found % 61).to(torch.bfloat16)
 
 
-def trainer(
-    rank: int, way: str, scheme: str, rounds: int, pipes: Any, results: Any, group: Any
-) -> None:
+def trainer(rank: int, arguments: Arguments, pipes: Any, results: Any, group: Any) -> None:
     """One rank."""
+    way, scheme, rounds = arguments
     model = empty()
     mesh = DeviceMesh("cpu", list(range(TRAINERS)))
     for layer in model.layers:  # type: ignore[union-attr]
@@ -99,7 +101,7 @@ def trainer(
     for number, shard in enumerate(shards.values()):
         shard.tensor.detach().copy_(values(number, shard.region))
     shard_nbytes = sum(shard.tensor.nbytes for shard in shards.values())
-    kind = scheme.split()[0]
+    kind = scheme.partition(" ")[0]
     memory = Memory()
     if way == "sharded":
         sender: Any = Sender(
@@ -177,22 +179,22 @@ class Memory:
 
 
 def _memory() -> int:
-    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 def _run(
     rank: int, folder: str, arguments: tuple[str, str, int], queues: Any, results: Any
 ) -> None:
     torch.set_num_threads(1)
-    way, scheme, rounds = arguments
+    way, _, rounds = arguments
     size = TRAINERS + WORKERS
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group("gloo", init_method=folder, rank=rank, world_size=size)
     DeviceMesh("cpu", list(range(TRAINERS)))
     group = distributed.new_group(list(range(TRAINERS)))
     if rank < TRAINERS:
-        trainer(rank, way, scheme, rounds, _Both(queues), results, group)
+        trainer(rank, arguments, _Both(queues), results, group)
     else:
         worker(rank - TRAINERS, way, rounds, queues[rank - TRAINERS], results)
     distributed.destroy_process_group()

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         hookimpl,
     )
     from sync_core.receiving.receiver import Receiver
+    from sync_core.relays.relay import Relay
     from sync_core.report import Reporter, SendReport, WorkerResult
     from sync_core.sending.failure_policy import WorkerFailure
     from sync_core.sending.membership import MembershipEvent
@@ -91,6 +92,7 @@ _MODULES = {
         "hookimpl",
     ),
     "sync_core.receiving.receiver": ("Receiver",),
+    "sync_core.relays.relay": ("Relay",),
     "sync_core.report": ("Reporter", "SendReport", "WorkerResult"),
     "sync_core.sending.failure_policy": ("WorkerFailure",),
     "sync_core.sending.membership": ("MembershipEvent",),
@@ -137,6 +139,7 @@ __all__ = [
     "ReadbackError",
     "Receiver",
     "ReceiverTransport",
+    "Relay",
     "RemoteCallError",
     "Reporter",
     "SendContext",

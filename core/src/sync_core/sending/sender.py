@@ -31,6 +31,7 @@ from sync_core.models.extract import Strategy, gathered
 from sync_core.models.multi_model import either
 from sync_core.models.paths import resolve
 from sync_core.models.shared_model_check import register_owner
+from sync_core.relays.chunks import chunked
 from sync_core.report import SendReport, WorkerResult
 from sync_core.sending.failure_policy import FailurePolicy, OnFailure
 from sync_core.sending.membership import Membership, MembershipEvent
@@ -93,6 +94,8 @@ class Sender(Updater):
             missed, also gets what it lacks, all tensors if need be: from ``model``, or from a
             copy that is kept of weights given by hand that are not the model's own. A worker that
             joins gets its first version with the next `send`.
+        chunk_mb: send versions in chunks of so many MB, so that relays pass them on while the rest
+            is on its way; see `Relay`. None: as the scheme does.
         on_failure: what is done about a worker that failed, after the others were updated:
             ``"raise"`` a `SendError`; ``"drop"`` it; ``"quarantine"``, do not wait for it for a
             time that doubles, though it gets every version, until it has committed the newest;
@@ -143,6 +146,7 @@ class Sender(Updater):
         gather: bool = False,
         ranks: Ranks | None = None,
         regions: Regions | None = None,
+        chunk_mb: float | None = None,
         on_failure: OnFailure = "raise",
         group: WorkerGroup | None = None,
         on_restart: Callable[[Any, Address], object] | None = None,
@@ -156,6 +160,8 @@ class Sender(Updater):
         timeout = check_seconds(timeout)
         if on_report is not None:
             check_function(on_report, "on_report")
+        if chunk_mb is not None:
+            scheme = chunked(scheme, chunk_mb, zero_copy=zero_copy)
         collect = gathered if gather else None
         if ranks is not None or regions is not None:
             ranks = check_shardable(

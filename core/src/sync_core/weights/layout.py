@@ -93,16 +93,22 @@ BASE = "__base__"
 ASK = "__shards_wanted__"
 #: The name of the tensor by which a sender tells a worker its id; see `sync_core.admission`.
 ADMISSION = "__admission__"
+#: The names of the tensors of a chunk: its bytes, and what it is a chunk of; see
+#: `sync_core.relays`.
+CHUNK, CHUNK_HEAD = "__chunk__", "__chunk_head__"
 #: The name of the tensor that holds the version of a sharded sender.
 SHARD_VERSION = "__shards_version__"
 _METADATA = "__metadata__"
 
 
+_RESERVED = frozenset(
+    {_METADATA, CHECKSUMS, BASE, ADMISSION, ASK, CHUNK, CHUNK_HEAD, SHARD_VERSION}
+)
+
+
 def is_reserved(name: str) -> bool:
     """Return whether the format has its own use for a tensor's name."""
-    return name in (_METADATA, CHECKSUMS, BASE, ADMISSION, ASK, SHARD_VERSION) or name.startswith(
-        _FILLER
-    )
+    return name in _RESERVED or name.startswith(_FILLER)
 
 
 def has_place(dtype: torch.dtype) -> bool:
