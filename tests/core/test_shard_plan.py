@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from sync_core.shards.plan import (
     write_region,
 )
 
+#: What ranks hold, what a worker wants, and the worker's id.
+Problem: TypeAlias = tuple[dict[str, list[tuple[int, Region]]], dict[str, Region], int]
 SHAPES = st.lists(st.integers(1, 6), max_size=3).map(tuple)
 
 
@@ -44,7 +47,7 @@ def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[dict[str, list[tuple[int, Region]]], dict[str, Region], int]:
+def problems(draw: st.DrawFn) -> Problem:
     """Tensors whose regions are held by one or several ranks, and what a worker wants."""
     held, wanted = {}, {}
     for i in range(draw(st.integers(1, 3))):
@@ -61,8 +64,8 @@ def elements(region: Region) -> set[tuple[int, ...]]:
 
 
 @given(problems())
-def test_each_wanted_element_comes_from_one_rank_that_holds_it(problem: object) -> None:
-    held, wanted, destination = problem  # type: ignore[misc]
+def test_each_wanted_element_comes_from_one_rank_that_holds_it(problem: Problem) -> None:
+    held, wanted, destination = problem
     for name, parts in plan(held, wanted, destination=destination).items():
         taken = [element for part in parts for element in elements(part.region)]
         assert sorted(taken) == sorted(elements(wanted[name])) or not size_of(wanted[name])
@@ -74,8 +77,8 @@ def test_each_wanted_element_comes_from_one_rank_that_holds_it(problem: object) 
 
 
 @given(problems())
-def test_torch_plans_the_same_once_its_duplicates_are_left_out(problem: object) -> None:
-    held, wanted, _ = problem  # type: ignore[misc]
+def test_torch_plans_the_same_once_its_duplicates_are_left_out(problem: Problem) -> None:
+    held, wanted, _ = problem
     for name, parts in plan(held, wanted).items():
         if not size_of(wanted[name]):
             continue
@@ -84,10 +87,8 @@ def test_torch_plans_the_same_once_its_duplicates_are_left_out(problem: object) 
 
 
 def torch_plan(boxes: list[Region], want: Region) -> set[Region]:
-    create = (
-        getattr(planner_helpers, "create_read_items_for_chunk_list", None)
-        or planner_helpers._create_read_items_for_chunk_list
-    )
+    public, private = "create_read_items_for_chunk_list", "_create_read_items_for_chunk_list"
+    create = getattr(planner_helpers, public, None) or getattr(planner_helpers, private)
     shape = [max(box[axis][1] for box in boxes) for axis in range(len(want))]
     stored = TensorStorageMetadata(
         properties=TensorProperties(dtype=torch.float32),
@@ -117,8 +118,8 @@ def test_what_is_left_of_a_region_and_what_is_taken_make_it_up(data: st.DataObje
 
 
 @given(problems(), st.data())
-def test_a_gap_is_named(problem: object, data: st.DataObject) -> None:
-    held, wanted, destination = problem  # type: ignore[misc]
+def test_a_gap_is_named(problem: Problem, data: st.DataObject) -> None:
+    held, wanted, destination = problem
     name = data.draw(st.sampled_from(sorted(held)))
     gone = data.draw(st.sampled_from([region for _, region in held[name]]))
     held[name] = [(rank, region) for rank, region in held[name] if region != gone]

@@ -49,7 +49,8 @@ class Net(nn.Module):
         self.register_buffer("table", torch.randint(0, 99, (3,)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embedding(x))
+        found: Tensor = self.head(self.embedding(x))
+        return found
 
 
 def _cut(parameter: nn.Parameter) -> Shard | None:
@@ -76,7 +77,7 @@ def fsdp_over_tp(model: nn.Module) -> None:
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     if distributed.get_rank() >= TRAINERS:
         return
-    plan = {f"rows.{n}": ColwiseParallel() for n in ROWS}
+    plan: dict[str, Any] = {f"rows.{n}": ColwiseParallel() for n in ROWS}
     plan |= {"up": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
     fully_shard(model, mesh=mesh["dp"])

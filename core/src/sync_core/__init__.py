@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from sync_core.increments.options import Increments
     from sync_core.receiving.receiver import Receiver
+    from sync_core.relays.relay import Relay
     from sync_core.report import Reporter, SendReport, WorkerResult
     from sync_core.sending.failure_policy import WorkerFailure
     from sync_core.sending.membership import MembershipEvent
@@ -93,6 +94,7 @@ _MODULES = {
     ),
     "sync_core.increments.options": ("Increments",),
     "sync_core.receiving.receiver": ("Receiver",),
+    "sync_core.relays.relay": ("Relay",),
     "sync_core.report": ("Reporter", "SendReport", "WorkerResult"),
     "sync_core.sending.failure_policy": ("WorkerFailure",),
     "sync_core.sending.membership": ("MembershipEvent",),
@@ -140,6 +142,7 @@ __all__ = [
     "ReadbackError",
     "Receiver",
     "ReceiverTransport",
+    "Relay",
     "RemoteCallError",
     "Reporter",
     "SendContext",

@@ -16,7 +16,8 @@ from torch import Tensor
 from sync_core import registry
 from sync_core._util import CollectorReference, clock_id
 from sync_core.address import Address
-from sync_core.checks import check_function, check_seconds
+from sync_core.admission import Entrance, enter
+from sync_core.checks import check_count, check_function, check_seconds
 from sync_core.errors import (
     AddressError,
     ClosedError,
@@ -80,6 +81,9 @@ class Receiver(CollectorReference):
             into one block of memory, in which later versions take one copy. That is done only
             where reference counts, some of them private to torch, show that nothing else holds
             the tensors' memory; False never moves anything.
+        version: the version that the model has already, such as that of a checkpoint. A sender
+            whose count is not beyond it, as after a restart without `Sender(version=…)`, is
+            refused, and learns why.
         regions: of plain tensors that are a part of a whole tensor, by name, which part: for each
             dimension ``(start, stop)``. Only with an address of `join_addresses`.
 
@@ -103,6 +107,7 @@ class Receiver(CollectorReference):
         load: Load | None = None,
         consolidate: bool = True,
         regions: Regions | None = None,
+        version: int = 0,
     ) -> None:
         if not isinstance(address, Address):
             raise AddressError(f"{address!r} is not an address; type sender.address(worker_id)")
@@ -114,6 +119,8 @@ class Receiver(CollectorReference):
             address, model = join(address, model, regions)
         elif regions is not None:
             raise OptionError("regions= needs an address that join_addresses([…]) has returned")
+        if isinstance(address.endpoint, Entrance):
+            address = enter(address, address.timeout if timeout is None else check_seconds(timeout))
         self._address = address
         self._context = context
         self._load = load
@@ -123,6 +130,7 @@ class Receiver(CollectorReference):
         self._timeout = address.timeout if timeout is None else check_seconds(timeout)
         self._on_commit = on_commit
         self._on_arrival: Callable[[], object] = _nothing
+        self._first_version = check_count(version, "version", least=0)
         self._backend = registry.find("sync.schemes", address.scheme)
         try:
             self._prepare(model)
@@ -173,7 +181,7 @@ class Receiver(CollectorReference):
         self._model: Any = None
         self._refers = False
         self._found: Any = None
-        self._version = self._refused = 0
+        self._version, self._refused = self._first_version, 0
         self._staged: Payload | None = None
         self._loaded = False
         self._load_began = self._load_ended = 0.0
@@ -255,6 +263,11 @@ class Receiver(CollectorReference):
         two payloads for one version.
         """
         return self._version if self._increments is None else self._increments.delivered
+
+    @property
+    def worker_id(self) -> int:
+        """The id of this worker, which the sender has chosen where workers share an address."""
+        return self._address.worker_id
 
     @property
     def refused(self) -> int:
@@ -351,6 +364,14 @@ class Receiver(CollectorReference):
         """Return whether a payload is newer than the model, and brings all that the model lacks."""
         if payload.version <= self._version:
             payload.release()
+            if payload.version <= self._first_version:
+                error = SyncError(
+                    f"version {payload.version} is not beyond version {self._first_version}, which "
+                    "the model had when the receiver was made; type Sender(…, version="
+                    f"{self._first_version}) in a trainer that was started again, or "
+                    "Receiver(…, version=0) to accept any version"
+                )
+                self._answer(Answer.refusal(payload.version, error))
             return False
         if not self._partial:
             return True

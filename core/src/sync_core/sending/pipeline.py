@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sync_core import registry
 from sync_core._util import Stopwatch, release_with
 from sync_core.address import Address
+from sync_core.admission import Admission, Entrance
 from sync_core.checks import check_layers
 from sync_core.errors import ModelError, OptionError, SyncError, TransportError
 from sync_core.hooks import HOOKS, BindContext, SendContext, TransportContext, implemented
@@ -38,7 +39,7 @@ from sync_core.registry import Plugin
 from sync_core.report import Reporter
 from sync_core.sending.membership import Membership
 from sync_core.stack import Defaults, Stack
-from sync_core.transports.transport import Delivery, SenderTransport
+from sync_core.transports.transport import Delivery, SenderTransport, unheard
 from sync_core.verify import Verification, Verify
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
@@ -282,6 +283,9 @@ class Pipeline:
         self.transport: SenderTransport | None = None
         self._make_address: Callable[..., Address]
         self._close: Callable[[], Any] | None = None
+        self._admission: Admission | None = None
+        self._admission_context: TransportContext
+        self._close_admission: Callable[[], Any] | None = None
 
     @property
     def moves_nothing(self) -> str | None:
@@ -325,23 +329,27 @@ class Pipeline:
             layout=next(compress(layouts, undone)),
             source_layout=update.layout,
         )
-        make = partial(
-            self._create_transport,
+        transport_context = self._terms.context(
+            self._backend.name,
             models=names_of(model),
             worker_ids=members.ids,
             workers=tuple(workers),
+            layout=layouts[-1],
             make_address=self._make_address,
+            notify=members.notify,
         )
         if self._terms.increments is None:
-            self.transport = make(layout=layouts[-1], notify=members.notify)
+            self.transport = self.stack.create_sender_transport(transport_context)
         else:
             self.transport = IncrementalSender(
-                make, layouts[-1], members.ids, self._terms.increments, members.notify
+                partial(_create_transport, self.stack, transport_context),
+                layouts[-1],
+                members.ids,
+                self._terms.increments,
+                members.notify,
             )
+        self._admission_context = replace(transport_context, make_address=None, notify=unheard)
         self._close = release_with(self, self.transport.close)
-
-    def _create_transport(self, **known: Any) -> SenderTransport:
-        return self.stack.create_sender_transport(self._terms.context(self._backend.name, **known))
 
     def address(self, worker_id: int) -> Address:
         """The address of a worker.
@@ -351,6 +359,30 @@ class Pipeline:
         """
         endpoint = self.opened.address(worker_id)
         return self._make_address(worker_id=worker_id, endpoint=endpoint)
+
+    def shared_address(self, admit: Callable[[], int], forget: Callable[[int], None]) -> Address:
+        """The address of all workers that are admitted when they come.
+
+        Args:
+            admit: adds a worker and returns its id; called in another thread.
+            forget: removes a worker that has not come after all.
+
+        Raises:
+            OptionError: the scheme cannot serve workers that come later.
+            ModelError: it is not known yet what will travel.
+        """
+        transport = self.opened
+        joins = "late_join" in self._backend.capabilities and self.moves_nothing is None
+        if not joins or self._admission_context.workers:
+            raise OptionError(
+                f"{self._backend.describe()} serves no workers that come later; give the id of a "
+                "worker: sender.address(0)"
+            )
+        if self._admission is None:
+            self._admission = Admission(self._admission_context, self.stack, admit, forget)
+            self._close_admission = release_with(self, self._admission.close)
+        entrance = Entrance(self._admission.endpoint(), self._admission.token, transport.address(0))
+        return self._make_address(worker_id=-1, endpoint=entrance)
 
     def prepare(
         self,
@@ -390,7 +422,9 @@ class Pipeline:
         return deliveries
 
     def close(self) -> None:
-        """Close the transport, if there is one."""
+        """Close the transport, if there is one, and admit no more workers."""
+        if self._close_admission is not None:
+            self._close_admission()
         if self._close is not None:
             self._close()
 
@@ -416,3 +450,7 @@ class Pipeline:
         if self.transport is None:
             raise ModelError("the sender has no model; give it one, or call register_model()")
         return self.transport
+
+
+def _create_transport(stack: Stack, context: TransportContext, **changes: Any) -> SenderTransport:
+    return stack.create_sender_transport(replace(context, **changes))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial as bind
 from typing import Any, NoReturn, Self
 
@@ -14,21 +17,30 @@ from torch import Tensor
 from sync_core._util import Stopwatch, release_with
 from sync_core.address import Address
 from sync_core.checks import check_count, check_function, check_seconds
-from sync_core.errors import ClosedError, OptionError, PendingSendError
+from sync_core.errors import (
+    ClosedError,
+    OptionError,
+    PendingSendError,
+    UnknownWorkerError,
+    WorkerError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
 from sync_core.increments.options import Increments
 from sync_core.increments.partial import TensorVersions
 from sync_core.models.extract import Strategy, gathered
 from sync_core.models.multi_model import either
 from sync_core.models.paths import resolve
 from sync_core.models.shared_model_check import register_owner
-from sync_core.report import SendReport
+from sync_core.relays.chunks import chunked
+from sync_core.report import SendReport, WorkerResult
 from sync_core.sending.failure_policy import FailurePolicy, OnFailure
 from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
 from sync_core.sending.pipeline import Pipeline, Source, Terms
 from sync_core.sending.status import StatusEndpoint
 from sync_core.sending.updater import Updater
-from sync_core.sending.worker_state import WorkerStatus
+from sync_core.sending.worker_state import WorkerState, WorkerStatus
 from sync_core.shards.local import LocalShards, Ranks, Regions
 from sync_core.shards.sender import ShardedScheme, check_shardable, split_layers
 from sync_core.stack import PushCounter
@@ -88,6 +100,8 @@ class Sender(Updater):
             values, where that takes fewer bytes: True, or `Increments` with options. For workers
             on other machines, and stores. Sender and workers each keep one more copy of the model
             in memory.
+        chunk_mb: send versions in chunks of so many MB, so that relays pass them on while the rest
+            is on its way; see `Relay`. None: as the scheme does.
         on_failure: what is done about a worker that failed, after the others were updated:
             ``"raise"`` a `SendError`; ``"drop"`` it; ``"quarantine"``, do not wait for it for a
             time that doubles, though it gets every version, until it has committed the newest;
@@ -140,6 +154,7 @@ class Sender(Updater):
         gather: bool = False,
         ranks: Ranks | None = None,
         regions: Regions | None = None,
+        chunk_mb: float | None = None,
         on_failure: OnFailure = "raise",
         group: WorkerGroup | None = None,
         on_restart: Callable[[Any, Address], object] | None = None,
@@ -154,6 +169,8 @@ class Sender(Updater):
         timeout = check_seconds(timeout)
         if on_report is not None:
             check_function(on_report, "on_report")
+        if chunk_mb is not None:
+            scheme = chunked(scheme, chunk_mb, zero_copy=zero_copy)
         collect = gathered if gather else None
         if ranks is not None or regions is not None:
             ranks = check_shardable(
@@ -208,6 +225,9 @@ class Sender(Updater):
         self._starting = threading.RLock()
         self._pending: PendingSend | None = None
         self._close_members = release_with(self, self._members.close)
+        self._sharded = ranks is not None
+        # The workers that came by the address which they share; those that left included.
+        self._admitted: set[int] = set()
         self._closed = False
         self._process = os.getpid()
         self._status: StatusEndpoint | None = None
@@ -297,13 +317,25 @@ class Sender(Updater):
         check_function(callback, "callback")
         return self._members.subscribe(callback)
 
-    def address(self, worker_id: int) -> Address:
+    def address(self, worker_id: int | None = None) -> Address:
         """The address that worker ``worker_id`` gives to its `Receiver`; it pickles.
+
+        Args:
+            worker_id: the worker. None for workers that come and go: any number of receivers may
+                be made with that one address, in other processes too. Each is given an id of its
+                own, and the newest version; one that leaves, or that does not commit a version in
+                time, is removed.
 
         Raises:
             UnknownWorkerError: no such worker.
+            OptionError: the scheme cannot serve workers that come later.
             ModelError: the sender knows no model yet.
         """
+        if worker_id is None:
+            self._check_open()
+            if self._sharded:
+                raise OptionError("with ranks=, give each worker its id: sender.address(0)")
+            return self._pipeline.shared_address(self._admit, self._forget)
         worker_id = normalize_one(worker_id, self._members.ids)
         self._check_open()
         return self._pipeline.address(worker_id)
@@ -553,6 +585,34 @@ class Sender(Updater):
             workers = tuple(map(self._find_worker, self._handles.values()))
             self._pipeline.open(update, model, self._source.found, workers, self._members)
 
+    def _admit(self) -> int:
+        """Add a worker that has come by the address which several share."""
+        with self._starting:
+            worker_id = self.add_worker()
+            if not self._admitted:
+                self.subscribe(bind(_forget_lost, weakref.ref(self)))
+            self._admitted.add(worker_id)
+            return worker_id
+
+    def _forget(self, worker_id: int) -> None:
+        """Remove a worker that was admitted, unless that was done."""
+        with self._starting, suppress(UnknownWorkerError, ClosedError):
+            self.remove_worker(worker_id)
+
+    def _forget_if_admitted(self, worker_id: int) -> None:
+        if worker_id in self._admitted:
+            self._forget(worker_id)
+
+    def _forget_failed(self, report: SendReport) -> SendReport:
+        """Remove admitted workers that have left, or not committed a version in time."""
+        gone = [i for i, result in report.failed.items() if i in self._admitted and _left(result)]
+        for worker_id in gone:
+            self._forget(worker_id)
+        workers = {
+            i: replace(r, remedy="drop") if i in gone else r for i, r in report.workers.items()
+        }
+        return replace(report, workers=workers)
+
     def _find_worker(self, handle: Any) -> Any:
         """The handle itself, or what a path leads to in the context."""
         if not isinstance(handle, str) or not self._pipeline.takes_worker_paths:
@@ -600,6 +660,8 @@ class Sender(Updater):
             self._pending = None
         if self._pipeline.skips:
             self._cadence.reached(report.updated)
+        if report.failed and self._admitted and waited and not self._closed:
+            report = self._forget_failed(report)
         failed = report.failed
         if failed and waited and not self._closed:
             report = self._failure_policy.apply(
@@ -612,3 +674,16 @@ class Sender(Updater):
         if not failed:
             self._run_post_hooks()
         return report
+
+
+def _forget_lost(sender: weakref.ref[Sender], event: MembershipEvent) -> None:
+    """Remove a worker that has left, if it came by an address that several share."""
+    found = sender()
+    if found is not None and event.after is WorkerState.LOST:
+        found._forget_if_admitted(event.worker_id)
+
+
+def _left(result: WorkerResult) -> bool:
+    """Return whether a worker is gone, or silent; and not one that refused a version."""
+    error = result.error
+    return isinstance(error, WorkerLostError | WorkerTimeoutError) or type(error) is WorkerError

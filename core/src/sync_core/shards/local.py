@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from sync_core.checks import check_count, check_integer
@@ -140,7 +141,9 @@ def shards_of(model: Any, regions: Regions | None = None) -> dict[str, Shard]:
                 region = region_of(tensor)
             except ModelError as error:
                 raise ModelError(f"{name!r} cannot be sent: {error}") from error
-            found[name] = Shard(tensor.to_local(), region, tuple(tensor.shape))  # type: ignore[attr-defined]
+            with torch.no_grad():
+                part = tensor.to_local()  # type: ignore[attr-defined]
+            found[name] = Shard(part, region, tuple(tensor.shape))
         elif name in regions:
             region, shape = read_region(name, regions[name], tensor)
             found[name] = Shard(tensor, region, shape)

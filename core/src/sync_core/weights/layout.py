@@ -91,6 +91,11 @@ BASE = "__base__"
 #: The name of the tensor that makes a payload of a sharded sender a question: which regions does
 #: the worker want? See `sync_core.shards`.
 ASK = "__shards_wanted__"
+#: The name of the tensor by which a sender tells a worker its id; see `sync_core.admission`.
+ADMISSION = "__admission__"
+#: The names of the tensors of a chunk: its bytes, and what it is a chunk of; see
+#: `sync_core.relays`.
+CHUNK, CHUNK_HEAD = "__chunk__", "__chunk_head__"
 #: The name of the tensor that holds the version of a sharded sender.
 SHARD_VERSION = "__shards_version__"
 #: The name of the tensor that holds an increment, or describes a whole version; see
@@ -98,6 +103,11 @@ SHARD_VERSION = "__shards_version__"
 INCREMENT = "__increment__"
 _METADATA = "__metadata__"
 _RESERVED = frozenset({_METADATA, CHECKSUMS, BASE, INCREMENT, ASK, SHARD_VERSION})
+
+
+_RESERVED = frozenset(
+    {_METADATA, CHECKSUMS, BASE, ADMISSION, ASK, CHUNK, CHUNK_HEAD, SHARD_VERSION}
+)
 
 
 def is_reserved(name: str) -> bool:

@@ -1,0 +1,219 @@
+"""The way into a pool that grows: workers that share one address are admitted one by one.
+
+The sender keeps a second transport of its scheme, with a number of places. A worker that comes
+takes one of them and gives a random name; the sender adds a worker, and says its id. Should two
+workers take the same place, one of them loses the connection and takes another.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sync_core import registry
+from sync_core.address import Address
+from sync_core.errors import AddressError, SenderLostError, SyncError
+from sync_core.hooks import TransportContext
+from sync_core.stack import Defaults, Stack
+from sync_core.transports.transport import Answer, Delivery, unheard
+from sync_core.weights.layout import ADMISSION, Layout
+from sync_core.weights.payload import Payload
+
+_log = logging.getLogger("sync_core")
+# Two of a hundred workers that come at the same moment take the same place about once; that costs
+# one of them a connection.
+_PLACES = 64
+_NAME_NBYTES = 16
+# Closing waits so many seconds for a worker that is being admitted; an estimate.
+_PATIENCE = 5.0
+_LAYOUT = Layout.of_kinds([(ADMISSION, torch.uint8, (_NAME_NBYTES + 8,))])
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """The endpoint of an address that many workers share.
+
+    Args:
+        admission: that of the transport where workers are admitted.
+        token: the secret of that transport.
+        workers: that of the sender's own transport, the same for every worker.
+    """
+
+    admission: Any
+    token: str
+    workers: Any
+
+
+class Admission:
+    """The sender's side: admits workers in a thread of its own.
+
+    Args:
+        context: of the sender's transport.
+        stack: makes transports of the scheme.
+        admit: a method that adds a worker and returns its id; called in the thread.
+        forget: a method that removes a worker that was admitted and has not come.
+    """
+
+    def __init__(
+        self,
+        context: TransportContext,
+        stack: Stack,
+        admit: Callable[[], int],
+        forget: Callable[[int], None],
+    ) -> None:
+        self.token = secrets.token_hex(16)
+        # The thread must not keep the sender alive.
+        self._admit = weakref.WeakMethod(admit)
+        self._forget = weakref.WeakMethod(forget)
+        self._version = 0
+        self._events: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        # By place, the worker that was told its id last, and its name; whether it has answered.
+        self._told: dict[int, tuple[bytes, int]] = {}
+        self._unanswered: set[int] = set()
+        self._transport = stack.create_sender_transport(
+            replace(
+                context,
+                token=self.token,
+                worker_ids=tuple(range(_PLACES)),
+                workers=(),
+                models=(),
+                layout=_LAYOUT,
+                zero_copy=False,
+                notify=unheard,
+            )
+        )
+        self._invite(tuple(range(_PLACES)))
+        self._thread = threading.Thread(target=self._run, name="sync-admission", daemon=True)
+        self._thread.start()
+
+    def endpoint(self) -> Any:
+        """Return where workers are admitted."""
+        endpoint = self._transport.address(0)
+        if any(self._transport.address(place) != endpoint for place in range(1, _PLACES)):
+            raise AddressError(
+                "this scheme gives each worker an endpoint of its own, so that workers cannot "
+                "share an address; type sender.address(sender.add_worker()) for each of them"
+            )
+        return endpoint
+
+    def close(self) -> None:
+        """Admit no more workers."""
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_PATIENCE)
+        self._transport.close()
+
+    def _run(self) -> None:
+        while (delivery := self._events.get()) is not None:
+            try:
+                self._answer(delivery)
+            except Exception:
+                _log.exception("a worker could not be admitted")
+
+    def _answer(self, delivery: Delivery) -> None:
+        """Act on the outcome of what was sent to a place."""
+        place, answer = delivery.worker_id, delivery.latest
+        name = None if answer is None or answer.request is None else bytes.fromhex(answer.request)
+        known, worker_id = self._told.get(place, (b"", -1))
+        if name == known:
+            return  # what it is told now is on its way
+        if place in self._unanswered:
+            self._unanswered.discard(place)
+            forget = self._forget()
+            if delivery.error is not None and forget is not None:
+                forget(worker_id)
+            if name is None:
+                self._invite((place,))
+        admit = self._admit()
+        if name is not None and admit is not None:
+            self._told[place] = name, admit()
+            self._unanswered.add(place)
+            self._send((place,), *self._told[place])
+
+    def _invite(self, places: tuple[int, ...]) -> None:
+        self._send(places, bytes(_NAME_NBYTES), 0)
+
+    def _send(self, places: tuple[int, ...], name: bytes, worker_id: int) -> None:
+        self._version += 1
+        text = name + worker_id.to_bytes(8, "little")
+        tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        payload = Payload(self._version, _LAYOUT, (tensor,))
+        for delivery in self._transport.send(payload, places).values():
+            delivery.watch(partial(_put, self._events))
+
+
+def _put(
+    events: queue.SimpleQueue[Delivery | None], delivery: Delivery, error: SyncError | None
+) -> None:
+    del error
+    events.put(delivery)
+
+
+def enter(address: Address, timeout: float) -> Address:
+    """Ask the sender to be admitted, and return the address of the worker that this is then.
+
+    Args:
+        address: one that many workers share.
+        timeout: in seconds.
+
+    Raises:
+        SenderLostError: the sender is gone.
+        AddressError: it has not answered in time.
+    """
+    entrance: Entrance = address.endpoint
+    backend = registry.find(registry.SCHEMES, address.scheme)
+    stack = Stack(Defaults(address.strategy), backend)
+    name = secrets.token_bytes(_NAME_NBYTES)
+    deadline = time.monotonic() + timeout
+    lost: SenderLostError | None = None
+    while (left := deadline - time.monotonic()) > 0:
+        context = replace(
+            address.transport_context(backend.name, timeout),
+            token=entrance.token,
+            endpoint=entrance.admission,
+            worker_id=secrets.randbelow(_PLACES),
+            layout=_LAYOUT,
+            zero_copy=False,
+        )
+        try:
+            with closing(stack.create_receiver_transport(context)) as transport:
+                worker_id = _ask(transport, name, left)
+        except SenderLostError as error:
+            # Another worker has taken the place, or the sender is gone: the next attempt tells.
+            if lost is not None and str(lost) == str(error):
+                raise
+            lost = error
+            continue
+        if worker_id is not None:
+            return replace(address, worker_id=worker_id, endpoint=entrance.workers)
+    raise AddressError(f"the sender has not admitted this worker within {timeout:g} s")
+
+
+def _ask(transport: Any, name: bytes, timeout: float) -> int | None:
+    deadline = time.monotonic() + timeout
+    while (payload := transport.receive(max(0.0, deadline - time.monotonic()))) is not None:
+        content = _read(payload.tensors[0])
+        payload.release()
+        if content[:_NAME_NBYTES] == name:
+            with suppress(SenderLostError):
+                transport.acknowledge(Answer(version=payload.version))
+            return int.from_bytes(content[_NAME_NBYTES:], "little")
+        refusal = Answer.refusal(payload.version, SyncError("this worker wants to be admitted"))
+        transport.acknowledge(replace(refusal, request=name.hex()))
+    return None
+
+
+def _read(tensor: Tensor) -> bytes:
+    return bytes(tensor.tolist())

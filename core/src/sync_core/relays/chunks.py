@@ -1,0 +1,398 @@
+"""A transport that sends a version in chunks, each of which is a version of the scheme's own.
+
+A worker answers each chunk when it has copied it, and the last one when it has committed the
+version. So one chunk is on its way to each worker at a time, and a relay can pass on what it has.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sync_core import registry
+from sync_core.errors import OptionError, SenderLostError, SyncError, WorkerError
+from sync_core.hooks import TransportContext, hookimpl
+from sync_core.stack import Defaults, Stack
+from sync_core.transports.transport import (
+    Answer,
+    Delivery,
+    Notice,
+    ReceiverTransport,
+    SenderTransport,
+)
+from sync_core.weights.block import Block
+from sync_core.weights.layout import CHUNK, CHUNK_HEAD, Layout
+from sync_core.weights.payload import Payload
+
+_KEPT_CAPABILITIES = frozenset({"background", "cross_host", "cross_process", "late_join", "pull"})
+#: What a worker says that lacks the chunks before the one it got.
+AGAIN = "again"
+# Closing waits so many seconds for a chunk that is being sent; an estimate.
+_PATIENCE = 5.0
+
+
+class ChunkedScheme:
+    """A scheme whose versions travel in chunks over another scheme.
+
+    Args:
+        inner: the name of the other scheme, or a plugin object.
+        nbytes: the size of a chunk.
+
+    Raises:
+        OptionError: with the other scheme nothing travels.
+    """
+
+    def __init__(self, inner: Any, nbytes: int) -> None:
+        self.inner = inner
+        self.nbytes = nbytes
+        backend = registry.find(registry.SCHEMES, inner)
+        self.stack = Stack(Defaults("tensordict"), backend)
+        if "same_object" in backend.capabilities:
+            raise OptionError(f"{backend.describe()} moves nothing; leave chunk_mb= out")
+        self.name = backend.name
+        self.capabilities = backend.capabilities & _KEPT_CAPABILITIES
+
+    def __reduce__(self) -> tuple[object, tuple[Any, int]]:
+        return ChunkedScheme, (self.inner, self.nbytes)
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        """The sender's or a receiver's side."""
+        if context.side == "receiver":
+            return ChunkedReceiver(context, self)
+        if context.workers:
+            raise OptionError("chunk_mb= needs workers that connect by addresses; give num_workers")
+        return ChunkedSender(context, self)
+
+
+def chunked(scheme: Any, chunk_mb: float, *, zero_copy: bool) -> ChunkedScheme:
+    """A scheme that sends chunks; see the argument ``chunk_mb`` of `sync_core.Sender`.
+
+    Raises:
+        OptionError: the size is not one, or parameters were to view what arrives.
+    """
+    if isinstance(chunk_mb, bool) or not isinstance(chunk_mb, int | float) or chunk_mb <= 0:
+        raise OptionError(f"chunk_mb must be a size in MB, such as 4, got {chunk_mb!r}")
+    if zero_copy:
+        raise OptionError("chunk_mb= and zero_copy=True cannot be given together")
+    return ChunkedScheme(scheme, max(1, int(chunk_mb * 1e6)))
+
+
+@lru_cache(maxsize=64)
+def _chunk_layout(nbytes: int) -> Layout:
+    return Layout.of_kinds([(CHUNK, torch.uint8, (nbytes,)), (CHUNK_HEAD, torch.int64, (4,))])
+
+
+class ChunkedVersion:
+    """The bytes of a version, of which the first chunks are there.
+
+    Args:
+        version: the version.
+        nbytes: of all of it, header and body.
+        chunk_nbytes: of each chunk but the last.
+    """
+
+    def __init__(self, version: int, nbytes: int, chunk_nbytes: int) -> None:
+        self.version = version
+        self.nbytes = nbytes
+        self.count = -(-nbytes // chunk_nbytes)
+        self.block = Block.allocate(nbytes)
+        #: How many chunks are there.
+        self.available = 0
+        self._chunk_nbytes = chunk_nbytes
+
+    def chunk(self, index: int) -> Tensor:
+        """The memory of a chunk."""
+        first = index * self._chunk_nbytes
+        return self.block.memory[first : min(first + self._chunk_nbytes, self.nbytes)]
+
+    def payload(self, index: int, number: int) -> Payload:
+        """A chunk as a version of the inner transport."""
+        data = self.chunk(index)
+        head = torch.tensor([self.version, index, self.nbytes, self._chunk_nbytes])
+        return Payload(number, _chunk_layout(len(data)), (data, head))
+
+
+@dataclass(eq=False)
+class _Progress:
+    """What one worker has of a version.
+
+    Args:
+        version: the version.
+        delivery: ends when the worker has committed it, or cannot.
+        index: the chunk that it gets next, or that is on its way.
+        sent: the delivery of that chunk; None where it was not there yet.
+    """
+
+    version: ChunkedVersion
+    delivery: Delivery
+    index: int = 0
+    sent: Delivery | None = None
+
+
+class ChunkedSender(SenderTransport):
+    """Sends each worker one chunk after the other, in a thread of its own.
+
+    Args:
+        context: what the sender gave to `create_transport`.
+        scheme: the scheme.
+    """
+
+    def __init__(self, context: TransportContext, scheme: ChunkedScheme) -> None:
+        self._chunk_nbytes = scheme.nbytes
+        self._notify = context.notify
+        # Of the inner transport, which takes the calls of one thread at a time. Callbacks of that
+        # transport, which has locks of its own, never take it.
+        self._lock = threading.RLock()
+        self._number = 0
+        self._workers: dict[int, _Progress | None] = dict.fromkeys(context.worker_ids)
+        self._newest: ChunkedVersion | None = None
+        self._events: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
+        self._inner = scheme.stack.create_sender_transport(
+            replace(
+                context,
+                scheme=scheme.name,
+                layout=_chunk_layout(scheme.nbytes),
+                models=(),
+                zero_copy=False,
+                notify=self._hear,
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="sync-chunks", daemon=True)
+        self._thread.start()
+
+    def address(self, worker_id: int) -> Any:
+        """Return the inner transport's endpoint."""
+        with self._lock:
+            return self._inner.address(worker_id)
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        """Pack the version, and send its first chunk."""
+        version = ChunkedVersion(payload.version, payload.nbytes, self._chunk_nbytes)
+        payload.pack(version.block)
+        version.available = version.count
+        return self.begin(version, worker_ids)
+
+    def begin(self, version: ChunkedVersion, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        """Send what is there of a version; `more` sends the rest."""
+        deliveries = {i: Delivery(i, version.version, version.nbytes) for i in worker_ids}
+        with self._lock:
+            if deliveries.keys() >= self._workers.keys():
+                self._newest = version
+            for worker_id, delivery in deliveries.items():
+                self._workers[worker_id] = _Progress(version, delivery)
+            for worker_id in worker_ids:
+                self._continue(worker_id)
+        return deliveries
+
+    def more(self, version: ChunkedVersion, available: int) -> None:
+        """So many chunks of a version are there now."""
+        with self._lock:
+            version.available = available
+            for worker_id in tuple(self._workers):
+                self._continue(worker_id)
+
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more worker, which gets the newest version that went to all."""
+        with self._lock:
+            self._inner.add_worker(worker_id, worker)
+            self._workers[worker_id] = None
+            if self._newest is not None:
+                delivery = Delivery(worker_id, self._newest.version, self._newest.nbytes)
+                delivery.watch(partial(_report_late, self._notify))
+                self._workers[worker_id] = _Progress(self._newest, delivery)
+                self._continue(worker_id)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Stop serving a worker."""
+        with self._lock:
+            progress = self._workers.pop(worker_id)
+            self._inner.remove_worker(worker_id)
+        if progress is not None:
+            progress.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+
+    def close(self) -> None:
+        """End the thread, and close the inner transport."""
+        self._events.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_PATIENCE)
+        with self._lock:
+            self._inner.close()
+            progresses = list(self._workers.items())
+            self._newest = None
+            self._workers.clear()
+        for worker_id, progress in progresses:
+            if progress is not None:
+                progress.delivery.fail(WorkerError(worker_id, "the sender was closed"))
+
+    def _run(self) -> None:
+        while (delivery := self._events.get()) is not None:
+            with self._lock:
+                progress = self._workers.get(delivery.worker_id)
+                if progress is not None and progress.sent is delivery:
+                    self._act(delivery.worker_id, progress, delivery)
+
+    def _act(self, worker_id: int, progress: _Progress, sent: Delivery) -> None:
+        """Act on the outcome of a chunk."""
+        answer = sent.latest
+        if answer is not None and answer.request == AGAIN:
+            # Another receiver has come in the worker's place.
+            progress.index, progress.sent = 0, None
+        elif sent.error is not None and (answer is None or answer.error is None):
+            progress.delivery.fail(sent.error)
+        elif progress.index == progress.version.count - 1 or sent.error is not None:
+            if answer is not None:
+                answer = replace(answer, version=progress.version.version)
+            progress.delivery.acknowledge(answer)
+        else:
+            progress.index, progress.sent = progress.index + 1, None
+        self._continue(worker_id)
+
+    def _continue(self, worker_id: int) -> None:
+        """Send a worker its next chunk, if it is there and none is on its way."""
+        progress = self._workers[worker_id]
+        if progress is None or progress.sent is not None:
+            return
+        if progress.index >= progress.version.available:
+            return
+        self._number += 1
+        payload = progress.version.payload(progress.index, self._number)
+        try:
+            progress.sent = self._inner.send(payload, (worker_id,))[worker_id]
+        except Exception as error:
+            message = f"version {progress.version.version} could not be sent: {error!r}"
+            progress.delivery.fail(WorkerError(worker_id, message))
+            return
+        progress.sent.watch(partial(_put, self._events))
+
+    def _hear(self, worker_id: int, notice: Notice) -> None:
+        # What is acknowledged is a chunk.
+        if notice.kind != "acknowledged":
+            self._notify(worker_id, notice)
+
+
+def _put(
+    events: queue.SimpleQueue[Delivery | None], delivery: Delivery, error: WorkerError | None
+) -> None:
+    del error
+    events.put(delivery)
+
+
+def _report_late(notify: Any, delivery: Delivery, error: WorkerError | None) -> None:
+    """Report a version that a worker got when it was added."""
+    if error is None:
+        notify(delivery.worker_id, Notice("acknowledged", version=delivery.version))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk that has come.
+
+    Args:
+        version: its version.
+        index: its position among the version's chunks.
+        nbytes: of the whole version.
+        chunk_nbytes: of each chunk but the last.
+        data: its bytes.
+        payload: the inner transport's version that brought it.
+    """
+
+    version: int
+    index: int
+    nbytes: int
+    chunk_nbytes: int
+    data: Tensor
+    payload: Payload
+
+
+class ChunkedReceiver(ReceiverTransport):
+    """Puts versions together from chunks.
+
+    Args:
+        context: of the receiver.
+        scheme: the scheme.
+    """
+
+    def __init__(self, context: TransportContext, scheme: ChunkedScheme) -> None:
+        self._layout = context.layout
+        self._version: ChunkedVersion | None = None
+        self._next = 0
+        # The inner transport's version that brought the last chunk.
+        self._number = 0
+        self._since = 0.0
+        self._inner = scheme.stack.create_receiver_transport(
+            replace(context, scheme=scheme.name, layout=_chunk_layout(scheme.nbytes))
+        )
+
+    def receive(self, timeout: float) -> Payload | None:
+        """Return the newest version once its last chunk is there."""
+        deadline = time.monotonic() + timeout
+        while (chunk := self.next_chunk(max(0.0, deadline - time.monotonic()))) is not None:
+            version = self.keep(chunk)
+            if chunk.index == version.count - 1:
+                self._version = None
+                return Payload.unpack(
+                    version.block, version.version, known=self._layout, since=self._since
+                )
+        return None
+
+    def next_chunk(self, timeout: float) -> Chunk | None:
+        """The next chunk of a version; `keep` has to follow."""
+        deadline = time.monotonic() + timeout
+        while True:
+            payload = self._inner.receive(max(0.0, deadline - time.monotonic()))
+            if payload is None:
+                return None
+            data, head = payload.tensors
+            version, index, nbytes, chunk_nbytes = map(int, head.tolist())
+            chunk = Chunk(version, index, nbytes, chunk_nbytes, data, payload)
+            if index == 0:
+                self._since = payload.known_at or time.perf_counter()
+                self._version = ChunkedVersion(version, nbytes, chunk_nbytes)
+                return chunk
+            known = self._version
+            if known is not None and (known.version, self._next) == (version, index):
+                return chunk
+            payload.release()
+            error = SyncError("this worker lacks the chunks before this one")
+            self._inner.acknowledge(replace(Answer.refusal(payload.version, error), request=AGAIN))
+
+    def keep(self, chunk: Chunk) -> ChunkedVersion:
+        """Copy a chunk, answer unless it is the last, and return what is there of its version."""
+        version = self._version
+        assert version is not None
+        version.chunk(chunk.index).copy_(chunk.data)
+        version.available = self._next = chunk.index + 1
+        chunk.payload.release()
+        if chunk.index == version.count - 1:
+            self._number = chunk.payload.version
+        else:
+            with suppress(SenderLostError):
+                self._inner.acknowledge(Answer(version=chunk.payload.version))
+        return version
+
+    def acknowledge(self, answer: Answer) -> None:
+        """Answer for the version that came last."""
+        self._inner.acknowledge(replace(answer, version=self._number))
+
+    def wake(self) -> None:
+        """Wake the inner transport."""
+        self._inner.wake()
+
+    def leave(self, reason: str) -> None:
+        """Let the sender know."""
+        self._inner.leave(reason)
+
+    def close(self) -> None:
+        """Release what has come, and hang up."""
+        self._version = None
+        self._inner.close()

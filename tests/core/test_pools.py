@@ -1,0 +1,167 @@
+"""Pools whose workers come and go by one address."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sync_core import (
+    OptionError,
+    Ranks,
+    Receiver,
+    Sender,
+    SenderLostError,
+    SendError,
+    WorkerState,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Replica:
+    """A worker in a thread, which checks each version that it commits."""
+
+    def __init__(self, address: Any) -> None:
+        self.model = nn.Linear(3, 2)
+        self.versions: list[int] = []
+        self.error: BaseException | None = None
+        self._leave = threading.Event()
+        self._address = address
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            with Receiver(self._address, self.model) as receiver:
+                self.worker_id = receiver.worker_id
+                while not self._leave.is_set():
+                    version = receiver.receive(timeout=0.1)
+                    if version is not None:
+                        assert (self.model.weight == version).all()
+                        assert (self.model.bias == version).all()
+                        self.versions.append(version)
+                        self.ready.set()
+        except SenderLostError:
+            pass
+        except BaseException as error:
+            self.error = error
+            self.ready.set()
+
+    def leave(self) -> None:
+        self._leave.set()
+        self.thread.join(20)
+
+
+def fill(model: nn.Module, value: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm", "dist", "file"])
+def test_a_pool_grows_and_shrinks_while_versions_are_sent(scheme: str, tmp_path: Any) -> None:
+    policy = nn.Linear(3, 2)
+    options: dict[str, Any] = {"directory": str(tmp_path)} if scheme == "file" else {}
+    sends = 200 if scheme == "shm" else 40
+    with Sender(scheme, policy, num_workers=0, **options) as sender:
+        fill(policy, 1)
+        address = sender.address()
+        replicas = [Replica(address) for _ in range(2)]
+        wait_until_there(sender, 2)
+        for version in range(1, sends + 1):
+            fill(policy, version)
+            report = sender.send()
+            assert report.version == version
+            assert report.failed == {}
+            for worker_id, status in sender.workers.items():
+                assert status.state is not WorkerState.CURRENT or status.version == version, (
+                    worker_id
+                )
+            if version in range(sends // 8, sends // 8 + 4):
+                replicas.append(Replica(address))
+                assert replicas[-1].ready.wait(20)
+            if version in range(sends * 3 // 4, sends * 3 // 4 + 5):
+                replicas[0].leave()
+                assert replicas.pop(0).error is None
+        assert sender.all_worker_ids() == (replicas[0].worker_id,)
+        replicas[0].leave()
+        assert replicas[0].versions[-1] == sends
+        assert replicas[0].error is None
+
+
+def wait_until_there(sender: Sender, count: int) -> None:
+    there = threading.Event()
+
+    def look(event: object) -> None:
+        states = [status.state for status in sender.workers.values()]
+        if len(states) == count and WorkerState.CONNECTING not in states:
+            there.set()
+
+    unsubscribe = sender.subscribe(look)
+    look(None)
+    assert there.wait(20)
+    unsubscribe()
+
+
+def test_many_workers_that_come_at_once_are_all_admitted() -> None:
+    policy = nn.Linear(3, 2)
+    fill(policy, 1)
+    with Sender("thread", policy, num_workers=0) as sender:
+        replicas = [Replica(sender.address()) for _ in range(20)]
+        wait_until_there(sender, 20)
+        report = sender.send()
+        assert len(report.updated) == 20
+        assert sorted(replica.worker_id for replica in replicas) == sorted(report.updated)
+    for replica in replicas:
+        replica.leave()
+        assert replica.error is None
+
+
+def test_a_worker_that_is_silent_is_removed_and_the_others_are_updated() -> None:
+    policy = nn.Linear(3, 2)
+    fill(policy, 1)
+    with Sender("thread", policy, num_workers=0, timeout=1.0) as sender:
+        address = sender.address()
+        good = Replica(address)
+        silent = Receiver(address, nn.Linear(3, 2))
+        wait_until_there(sender, 2)
+        report = sender.send()
+        assert report.updated == (good.worker_id,)
+        assert report.dropped == (silent.worker_id,)
+        assert sender.all_worker_ids() == (good.worker_id,)
+        with pytest.raises(SenderLostError, match="was removed from the sender"):
+            silent.receive()
+    good.leave()
+
+
+def test_senders_that_no_worker_can_join_later_say_so() -> None:
+    model = nn.Linear(1, 1)
+    with Sender("none", model, num_workers=1) as sender, pytest.raises(OptionError) as caught:
+        sender.address()
+    assert "serves no workers that come later" in str(caught.value)
+    ranks = Ranks(0, 1)
+    with Sender("thread", model, num_workers=1, ranks=ranks) as sender:
+        message = "with ranks=, give each worker its id"
+        with pytest.raises(OptionError, match=message):
+            sender.address()
+
+
+def test_a_trainer_that_counts_from_the_start_again_is_refused() -> None:
+    policy, model = nn.Linear(1, 1), nn.Linear(1, 1)
+    before = model.weight.clone()
+    with Sender("thread", policy, num_workers=1, timeout=5.0) as sender:
+        receiver = Receiver(sender.address(0), model, version=7)
+        assert receiver.version == 7
+        pending = sender.send_async()
+        assert receiver.receive(timeout=0.1) is None
+        with pytest.raises(SendError, match=r"(?s)version 1 is not beyond version 7.*version=7"):
+            pending.wait()
+        assert torch.equal(model.weight, before)
+        pending = sender.send_async(version=8)
+        assert receiver.receive() == 8
+        assert pending.wait().updated == (0,)
