@@ -47,7 +47,9 @@ class Chosen:
         return {caught_by} if caught_by else cases
 
 
-@pytest.mark.parametrize(("kind", "least"), [("schemes", 50), ("layers", 15), ("stores", 7)])
+@pytest.mark.parametrize(
+    ("kind", "least"), [("schemes", 50), ("layers", 15), ("stores", 7), ("increments", 6)]
+)
 def test_every_mutant_is_caught(pytester: pytest.Pytester, kind: str, least: int) -> None:
     chosen = Chosen()
     path = FOLDER / f"{kind}.py"

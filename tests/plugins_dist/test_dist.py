@@ -10,6 +10,7 @@ import pytest
 from sync_core.testing import SchemeConformance
 from sync_core.testing.schemes.delivery import DeliveryCases
 from sync_core.testing.schemes.faults import FaultCases
+from sync_core.testing.schemes.increments import IncrementCases
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -27,6 +28,6 @@ class TestDistOverGloo(SchemeConformance):
     options: ClassVar[Mapping[str, Any]] = {"shared_memory": False}
 
 
-class TestDistBroadcast(DeliveryCases, FaultCases):
+class TestDistBroadcast(DeliveryCases, FaultCases, IncrementCases):
     scheme = "dist"
     options: ClassVar[Mapping[str, Any]] = {"topology": "broadcast"}

@@ -10,12 +10,13 @@ import ray
 from sync_core.testing import CalledSchemeConformance
 from sync_core.testing.schemes.delivery import DeliveryCases
 from sync_core.testing.schemes.faults import FaultCases
+from sync_core.testing.schemes.increments import IncrementCases
 from sync_core.testing.schemes.lifetime import LifetimeCases
 
 pytestmark = pytest.mark.timeout(120)
 
 
-class TestRay(DeliveryCases, FaultCases):
+class TestRay(DeliveryCases, FaultCases, IncrementCases):
     scheme = "ray"
     # The mailbox is what a receiver waits for.
     test_closing_a_receiver_wakes_a_thread_that_waits_in_it = (

@@ -6,9 +6,11 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
@@ -221,3 +223,29 @@ def test_what_on_report_raises_is_logged_and_changes_nothing(
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "raised about the report of version 1" in record.message
+
+
+def test_increments_and_the_share_that_travelled(
+    registry: CollectorRegistry, tmp_path: Path
+) -> None:
+    weights, metrics = {"w": torch.zeros(1000)}, Metrics(registry)
+    which = {"scheme": "file", "model_id": "policy"}
+    with Sender(
+        "file",
+        weights,
+        num_workers=1,
+        increments=True,
+        layers=[metrics],
+        directory=str(tmp_path),
+        poll=0.001,
+    ) as sender:
+        receiver = Receiver(sender.address(0), {"w": torch.ones(1000)})
+        for kind in ("whole", "increment"):
+            pending = sender.send_async()
+            receiver.receive()
+            pending.wait()
+            name = "sync_worker_increments_total"
+            assert registry.get_sample_value(name, which | {"kind": kind}) == 1
+            weights["w"][3] += 1
+    changed = registry.get_sample_value("sync_changed_ratio", which)
+    assert changed == pytest.approx(0.001, rel=0.02)

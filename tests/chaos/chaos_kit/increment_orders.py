@@ -24,6 +24,7 @@ from sync_core import (
     WorkerState,
     hookimpl,
 )
+from sync_core.errors import IncrementError
 
 # What a send may take before it counts as hanging, in seconds.
 _DEADLINE = 20.0
@@ -291,10 +292,10 @@ class Order:
     def do_corrupt(self) -> None:
         """Flip a bit of what a worker keeps to make the next version from."""
         receiver = self.workers[self.any_worker()].receiver
-        kept = None if receiver is None or receiver._increments is None else receiver._increments
-        if kept is not None and kept._kept is not None:
-            body = kept._kept.body
-            body[self.random.randrange(len(body))] ^= 1
+        if receiver is not None and receiver._increments is not None:
+            with suppress(IncrementError):
+                body = receiver._increments.kept.body
+                body[self.random.randrange(len(body))] ^= 1
 
     def do_restart(self) -> None:
         """Restart the trainer."""

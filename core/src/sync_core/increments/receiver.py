@@ -42,6 +42,13 @@ class IncrementalReceiver(ReceiverTransport):
         self._committed = 0
         self.delivered = 0
 
+    @property
+    def kept(self) -> Packed:
+        """The newest version, packed; increments are applied to it."""
+        if self._kept is None:
+            raise IncrementError(self._worker_id, "has no version to apply increments to")
+        return self._kept
+
     def receive(self, timeout: float) -> Payload | None:
         """Return the newest version, whole; refuse what cannot be made whole, and wait for more."""
         deadline = time.monotonic() + timeout

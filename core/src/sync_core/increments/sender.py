@@ -23,7 +23,6 @@ from sync_core._util import Stopwatch
 from sync_core.errors import (
     CorruptionError,
     IncrementError,
-    SyncError,
     TransportError,
     WorkerError,
 )
@@ -382,7 +381,11 @@ class IncrementalSender(SenderTransport):
             alone = len(self._workers) == 1
         whole = self._history.at(version)
         if whole is None:
-            raise SyncError(f"what version {version} had is not kept any more")
+            _log.warning("worker %d gets no version %d: not kept", worker.worker_id, version)
+            if outgoing is not None:
+                message = f"lacks version {version}, which is not kept; the next send brings all"
+                self._fail(outgoing, WorkerError(worker.worker_id, message))
+            return
         carried = {} if outgoing is None else {worker.worker_id: outgoing}
         self._hand_over(_Part(whole, [worker.worker_id], 1.0), carried, Stopwatch())
         if alone:

@@ -267,7 +267,7 @@ class Pipeline:
         self._verification = Verification(terms.verify, self._backend, layers, terms.strategy)
         used = self._verification.layers
         #: Whether workers may get less than the whole model.
-        self.increments = terms.partial and self.moves_nothing is None
+        self.partial = terms.partial and self.moves_nothing is None
         #: Whether the transport leaves out what workers have, so that updates are to be whole.
         self.packs_increments = terms.increments is not None
         if self._terms.partial and self.moves_nothing is None:

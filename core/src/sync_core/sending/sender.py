@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial as bind
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 from torch import Tensor
 
@@ -39,6 +39,7 @@ from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
 from sync_core.sending.pipeline import Pipeline, Source, Terms
 from sync_core.sending.status import StatusEndpoint
+from sync_core.sending.trainable import TrainableOnly
 from sync_core.sending.updater import Updater
 from sync_core.sending.worker_state import WorkerState, WorkerStatus
 from sync_core.shards.local import LocalShards, Ranks, Regions
@@ -96,6 +97,10 @@ class Sender(Updater):
             missed, also gets what it lacks, all tensors if need be: from ``model``, or from a
             copy that is kept of weights given by hand that are not the model's own. A worker that
             joins gets its first version with the next `send`.
+        only: ``"trainable"``: of ``model``, a module, send parameters that do not require a
+            gradient once, and from then on only the others and buffers. Workers that lack more
+            get it. A frozen parameter that changes all the same makes `send` raise, which looks at
+            samples of them, and `check`, which looks at all. Implies ``partial``.
         increments: send each worker only what it lacks, as positions that changed and their
             values, where that takes fewer bytes: True, or `Increments` with options. For workers
             on other machines, and stores. Sender and workers each keep one more copy of the model
@@ -150,6 +155,7 @@ class Sender(Updater):
         strategy: Strategy = "tensordict",
         zero_copy: bool = False,
         partial: bool = False,
+        only: Literal["trainable"] | None = None,
         increments: Increments | bool = False,
         gather: bool = False,
         ranks: Ranks | None = None,
@@ -167,6 +173,10 @@ class Sender(Updater):
     ) -> None:
         super().__init__()
         timeout = check_seconds(timeout)
+        if only not in (None, "trainable"):
+            raise OptionError(f"only must be 'trainable' or None, got {only!r}")
+        if only is not None and gather:
+            raise OptionError("only='trainable' does not know which gathered tensors are trained")
         if on_report is not None:
             check_function(on_report, "on_report")
         if chunk_mb is not None:
@@ -194,7 +204,7 @@ class Sender(Updater):
             model_id=model_id,
             strategy=strategy,
             zero_copy=zero_copy,
-            partial=partial,
+            partial=partial or only is not None,
             verify=verify,
             timeout=timeout,
             increments=Increments.of(increments),
@@ -219,6 +229,7 @@ class Sender(Updater):
         if self._pipeline.moves_nothing is not None:
             register_owner(self._terms.token, self._source)
         self._tensor_versions = TensorVersions()
+        self._only = None if only is None else TrainableOnly(strategy)
         self._cadence = PushCounter(self._pipeline.stack, model_id)
         self._version = check_count(version, "version", least=0)
         # Reentrant, as a layer may add a worker.
@@ -427,7 +438,7 @@ class Sender(Updater):
             due = addressed
             if self._pipeline.skips and not counted:
                 due = self._cadence.due(addressed, self._version)
-            if self._pipeline.increments:
+            if self._pipeline.partial:
                 update = self._complete(given, update, due, version)
             if due:
                 if self._pipeline.prepares:
@@ -468,7 +479,9 @@ class Sender(Updater):
     def check(self, weights: Any = None) -> None:
         """Raise what `send` would raise about these weights, and send nothing."""
         self._check_open()
-        self._source.read(weights)
+        update = self._source.read(weights)
+        if weights is None and self._only is not None:
+            self._only.check(update, self._source.own_model())
 
     def snapshot(self) -> Mapping[str, Tensor]:
         """A copy of the model's weights as they are now, in the CPU's memory."""
@@ -638,6 +651,11 @@ class Sender(Updater):
         layout = self._source.layout
         if layout is None:
             return update
+        if self._only is not None:
+            if given is None:
+                update = self._only.select(update, self._source.own_model())
+            else:
+                self._only.forget()
         if given is None and update.layout is layout:
             self._tensor_versions.record(None, layout, {}, version)
             return update

@@ -40,6 +40,18 @@ _WORKERS = Instrument(
     (*_WHICH, "outcome"),
 )
 _BYTES = Instrument("sync_delivered_bytes", "counter", "Bytes delivered to workers.", _WHICH, "By")
+_INCREMENTS = Instrument(
+    "sync_worker_increments",
+    "counter",
+    "Workers updated, by what travelled: whole versions or increments.",
+    (*_WHICH, "kind"),
+)
+_CHANGED = Instrument(
+    "sync_changed_ratio",
+    "gauge",
+    "The share of the newest version that travelled to the worker that needed most of it.",
+    _WHICH,
+)
 _VERSION = Instrument("sync_version", "gauge", "The newest version sent.", _WHICH)
 _SECONDS = Instrument("sync_send_seconds", "histogram", "From the call to its end.", _WHICH, "s")
 _PHASES = Instrument(
@@ -50,7 +62,7 @@ _PHASES = Instrument(
     "s",
 )
 _OUTCOMES = ("updated", "skipped", "failed", "dropped", "quarantined", "restarted")
-INSTRUMENTS = (_SENDS, _WORKERS, _BYTES, _VERSION, _SECONDS, _PHASES)
+INSTRUMENTS = (_SENDS, _WORKERS, _BYTES, _INCREMENTS, _CHANGED, _VERSION, _SECONDS, _PHASES)
 
 #: Takes a value for an instrument, with its labels.
 Record = Callable[[Instrument, float, dict[str, str]], None]
@@ -113,6 +125,12 @@ def _points(report: SendReport) -> Iterator[tuple[Instrument, float, dict[str, s
     for outcome in _OUTCOMES:
         yield _WORKERS, len(getattr(report, outcome)), {"outcome": outcome}
     yield _BYTES, report.nbytes, {}
+    updated = [report.workers[worker_id] for worker_id in report.updated]
+    increments = sum(bool(result.base) for result in updated)
+    yield _INCREMENTS, len(updated) - increments, {"kind": "whole"}
+    yield _INCREMENTS, increments, {"kind": "increment"}
+    if updated:
+        yield _CHANGED, max(result.changed for result in updated), {}
     yield _VERSION, report.version, {}
     yield _SECONDS, report.seconds, {}
     yield _PHASES, report.prepare_seconds, {"phase": "prepare"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sync_core.testing.schemes.called import CalledSchemeConformance
 from sync_core.testing.schemes.delivery import DeliveryCases
 from sync_core.testing.schemes.faults import FaultCases
+from sync_core.testing.schemes.increments import IncrementCases
 from sync_core.testing.schemes.lifetime import LifetimeCases
 from sync_core.testing.schemes.protocol import CombinationCases, ProtocolCases
 from sync_core.testing.schemes.values import IsolationCases, ValueCases
@@ -20,6 +21,7 @@ class SchemeConformance(
     CombinationCases,
     LifetimeCases,
     FaultCases,
+    IncrementCases,
 ):
     """Inherit and set `scheme`; what a scheme cannot do is skipped by its capabilities.
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from sync_core import Sender, SendReport
 from sync_core.testing.schemes.delivery import DeliveryCases
 from sync_core.testing.schemes.faults import FaultCases
+from sync_core.testing.schemes.increments import IncrementCases
 from sync_core.testing.schemes.pool import Pool, Workers
 from sync_core.testing.schemes.worker import Worker
 
@@ -72,11 +73,11 @@ class CalledWorkers(Workers):
         return None
 
 
-class CalledSchemeConformance(DeliveryCases, FaultCases):
+class CalledSchemeConformance(DeliveryCases, FaultCases, IncrementCases):
     """Inherit for a scheme that calls its workers, beside `SchemeConformance`.
 
-    These are its cases of delivery and of faults, for a sender that is given ``workers``. Those in
-    which a worker says when it receives are skipped.
+    These are its cases of delivery, faults and increments, for a sender that is given ``workers``.
+    Those in which a worker says when it receives are skipped.
 
     Attributes:
         scheme: the name of an installed scheme, or a plugin object.

@@ -1,0 +1,150 @@
+"""`Sender(only="trainable")`: frozen parameters travel once, and never silently differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sync_core import ModelError, OptionError, Receiver, Sender, SendReport, WorkerState
+from sync_core.testing.loopback import Loopback
+
+
+class Far(Loopback):
+    capabilities = Loopback.capabilities | {"cross_process"}
+
+
+def make() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(30, 30), nn.BatchNorm1d(30), nn.Linear(30, 2))
+
+
+def frozen_model() -> nn.Sequential:
+    model = make()
+    model[0].requires_grad_(False)
+    return model
+
+
+def send(sender: Sender, *receivers: Receiver, given: Any = None) -> SendReport:
+    pending = sender.send_async(given)
+    for receiver in receivers:
+        receiver.receive(0)
+    return pending.wait(10.0)
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def nbytes_of(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+def train(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1)
+        next(model.buffers()).add_(1)
+
+
+@pytest.mark.parametrize("increments", [False, True])
+def test_only_the_first_version_has_frozen_parameters(increments: bool) -> None:
+    model, copy, late = frozen_model(), make(), make()
+    with Sender(
+        Far(), model, num_workers=1, only="trainable", increments=increments, timeout=10
+    ) as sender:
+        receiver = Receiver(sender.address(0), copy)
+        first = send(sender, receiver).nbytes
+        for _ in range(2):
+            train(model)
+            report = send(sender, receiver)
+            assert report.nbytes < first / 2
+            assert equal(model, copy)
+        worker_id = sender.add_worker()
+        joined = Receiver(sender.address(worker_id), late)
+        joined.receive(0)
+        train(model)
+        send(sender, receiver, joined)
+        assert equal(model, copy)
+        assert equal(model, late)
+        assert all(w.state is WorkerState.CURRENT for w in sender.workers.values())
+
+
+def test_a_frozen_parameter_that_changes_is_an_error_and_nothing_is_sent() -> None:
+    model, copy = frozen_model(), make()
+    with Sender(Far(), model, num_workers=1, only="trainable", timeout=10) as sender:
+        receiver = Receiver(sender.address(0), copy)
+        send(sender, receiver)
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        with pytest.raises(ModelError, match=r"'0.weight' does not require a gradient, and has"):
+            sender.send()
+        assert sender.version == 1
+        send(sender, receiver, given=model.state_dict())
+        assert equal(model, copy)
+        for _ in range(2):
+            train(model)
+            report = send(sender, receiver)
+            assert equal(model, copy)
+        assert report.nbytes < nbytes_of(model) / 2
+
+
+def test_one_element_of_a_frozen_parameter_is_found_on_request() -> None:
+    model, copy = frozen_model(), make()
+    with Sender(Far(), model, num_workers=1, only="trainable", timeout=10) as sender:
+        receiver = Receiver(sender.address(0), copy)
+        send(sender, receiver)
+        sender.check()
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[1] += 1
+        send(sender, receiver)
+        with pytest.raises(ModelError, match=r"'0.weight'"):
+            sender.check()
+
+
+def test_parameters_that_are_frozen_or_trained_later() -> None:
+    model, copy = frozen_model(), make()
+    with Sender(Far(), model, num_workers=1, only="trainable", timeout=10) as sender:
+        receiver = Receiver(sender.address(0), copy)
+        send(sender, receiver)
+        model[0].requires_grad_(True)
+        train(model)
+        send(sender, receiver)
+        assert equal(model, copy)
+        train(model)
+        model[0].requires_grad_(False)
+        send(sender, receiver)
+        assert equal(model, copy)
+        train(model)
+        assert send(sender, receiver).updated == (0,)
+        assert equal(model, copy)
+
+
+def test_a_tied_parameter_is_trained_if_it_is_under_one_of_its_names() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    dict(model.named_parameters())["0.bias"].requires_grad_(False)
+    copy = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    copy[1].weight = copy[0].weight
+    with Sender(Far(), model, num_workers=1, only="trainable", timeout=10) as sender:
+        receiver = Receiver(sender.address(0), copy)
+        send(sender, receiver)
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+        send(sender, receiver)
+        assert equal(model, copy)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"only": "frozen"}, "only must be 'trainable' or None, got 'frozen'"),
+        ({"only": "trainable", "gather": True}, "does not know which gathered tensors"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Sender(Far(), make(), num_workers=1, **options)
