@@ -24,8 +24,6 @@ import sync_core.testing.faults
 import sync_core.transports
 import sync_core.workers
 import sync_plugin_std.stores
-import sync_plugin_torchrl
-import sync_plugin_trl
 from sync_collector.bench import command as bench_collector
 from sync_core import cli, errors, registry
 from sync_core.cli.doctor import Diagnosis
