@@ -664,7 +664,7 @@ class Collector:
         """Return the state to continue from exactly, as something that pickles (``torch.save``).
 
         That is what was counted, and of each worker the weights, the environment, the trajectory,
-        the random state of its own process, and a batch that was not taken yet:
+        the random state of its process, and a batch that was not taken yet:
         workers finish their batches first. Environments without ``save_state`` (see
         `sync_collector.envs.Env`) will begin new episodes, of which a warning tells now. The random
         state of this process and the trainer's own policy are the caller's to save. After the last

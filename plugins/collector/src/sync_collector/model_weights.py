@@ -49,7 +49,7 @@ class ModelWeights:
 
     A worker with a single model commits it between two steps, or at once where it rests. Several
     are committed between two batches, all that an update names or none: all sources are read and
-    checked before anything is sent, and each worker is told which versions belong together.
+    checked before anything is sent, and each worker is notified which versions belong together.
 
     Args:
         pool: the workers.
@@ -90,8 +90,8 @@ class ModelWeights:
         # must have it too.
         self._last: dict[str, Any] = {}
         self._of_some: set[str] = set()
-        # What a worker has that was sent what went to all and nothing else: the newest version of
-        # each model, or weights that workers began or continue with; and its version of the policy.
+        # For a worker that got only what went to all: the newest version of each model, or weights
+        # that workers began or continue with; and its version of the policy.
         self._of_all: dict[str, int] = {}
         self._unsent: Weights = {}
         self._common_version = 0

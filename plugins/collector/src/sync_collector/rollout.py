@@ -189,7 +189,7 @@ class Rollout:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next batch depends on; ``"env"`` is None if it is not saved.
 
-        Of random states, it has that of its own process only.
+        Of random states, it has that of its process only.
         """
         state = {
             "ids": self._ids.state_dict(),

@@ -120,7 +120,7 @@ def _check_alike(parts: dict[int, TensorDictBase]) -> None:
             raise ValueError(
                 f"the parts of a batch cannot be put together: {key} is {this} for worker "
                 f"{first_id} and {that} for worker {worker_id}; give all workers environments "
-                "alike, or use sync=False, which gives the batch of each worker by itself"
+                "alike, or use sync=False, which gives each worker's batch separately"
             )
 
 

@@ -26,7 +26,7 @@ _SHORTEST_REST, _LONGEST_REST = 0.001, 0.004
 
 
 class WorkerModels:
-    """What a worker acts with, by name, and the receivers that keep it current.
+    """The models of a worker, by name, and the receivers that keep them current.
 
     A single model is committed between two steps, as soon as its weights have come. Several are
     committed when the driver says which versions belong together, all or none.
@@ -49,8 +49,8 @@ class WorkerModels:
         self._error: Exception | None = None
         # The version that was set, and the one that had been received by then.
         self._set = (0, 0)
-        # What a look takes, in seconds; when the next one is due; and the version beyond which
-        # there was nothing when it was looked for last.
+        # The seconds of a look; when the next one is due; and the version beyond which there was
+        # nothing at the last look.
         self._cost = math.inf
         self._due = 0.0
         self._looked_beyond: int | None = None

@@ -36,7 +36,7 @@ _NOTICE = 2.0
 
 @dataclass(slots=True, eq=False)
 class PoolWorker:
-    """What the driver knows of one worker.
+    """The driver's record of one worker.
 
     Args:
         worker_id: its id, which no other worker ever has; one that replaces it has the same.
