@@ -57,6 +57,8 @@ class Binding:
         self._tensors: list[Tensor] = []
         self._known = KnownLayout({})
         self._modules: commit.Modules = ()
+        # Whether they load weights by their own `load_state_dict`.
+        self._loads_state_dicts = False
         self._places = Places(())
         # The layouts of the last update and of the model, which were found to fit.
         self._matching: tuple[Layout, Layout] | None = None
@@ -81,6 +83,7 @@ class Binding:
                 self._lay_out(named)
         else:
             self._modules = modules_in(self.model)
+            self._loads_state_dicts = self._strategy == "state_dict" and bool(self._modules)
             if not self._known.fits(named):
                 self._lay_out(named)
             self._named = named
@@ -96,7 +99,8 @@ class Binding:
         layout = self.layout
         if flat := self._current_flat():
             return Update(layout, flat.block)
-        check_memory(self._named, self._tensors)
+        if not all(map(Tensor.data_ptr, self._tensors)):
+            check_memory(self._named)
         return Update(layout, self._tensors)
 
     def consolidate(self) -> None:
@@ -153,7 +157,7 @@ class Binding:
             self._matching = theirs, mine
         if cast and (zero_copy or self._extra_state):
             update, theirs = self._cast(update)
-        if zero_copy and not self._loads_state_dicts():
+        if zero_copy and not self._loads_state_dicts:
             self._prepare_pointing(theirs)
         else:
             self._check_places(theirs, partial=partial, cast=cast)
@@ -196,7 +200,7 @@ class Binding:
     def _check_places(self, layout: Layout, *, partial: bool, cast: bool) -> None:
         """Raise unless every tensor of an update of this layout can be written where it belongs."""
         named = self._named
-        if self._loads_state_dicts():
+        if self._loads_state_dicts:
             # A state_dict may show other tensors than those that are written.
             named = named_tensors(self.model, "tensordict")
         if self._extra_state:
@@ -220,11 +224,8 @@ class Binding:
         check_writable(named)
         check_held(named, named_tensors(self.model, "tensordict"))
 
-    def _loads_state_dicts(self) -> bool:
-        return self._strategy == "state_dict" and bool(self._modules)
-
     def _write_tensors(self, update: Update, *, zero_copy: bool, version: int) -> None:
-        if self._loads_state_dicts():
+        if self._loads_state_dicts:
             self._load_state_dicts(update)
         elif zero_copy and self._pointing is not None:
             self._pointing.apply(update.tensors)

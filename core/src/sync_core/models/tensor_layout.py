@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,14 +125,9 @@ def travelling(layout: Layout, named: Mapping[str, Tensor]) -> list[Tensor]:
     return [named[spec.name] for spec in layout.specs]
 
 
-def check_memory(named: Mapping[str, Tensor], tensors: Iterable[Tensor] | None = None) -> None:
-    """Raise `ModelError` for a tensor whose memory was taken away.
-
-    Args:
-        named: the tensors.
-        tensors: the same without names, if they are at hand; of tied ones, one.
-    """
-    if all(map(Tensor.data_ptr, named.values() if tensors is None else tensors)):
+def check_memory(named: Mapping[str, Tensor]) -> None:
+    """Raise `ModelError` for a tensor whose memory was taken away."""
+    if all(map(Tensor.data_ptr, named.values())):
         return
     # Such a tensor has no address. To read it, or to write to it, would end the process.
     for name, tensor in named.items():

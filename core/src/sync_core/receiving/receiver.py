@@ -450,7 +450,7 @@ class Receiver(CollectorReference):
                 known_at=payload.known_at,
                 answered_at=now,
                 clock=None if payload.known_at is None else clock_id(),
-                digest=self._verification.digest,
+                digest=self._verification.digest if self._verification.reads_back else None,
             )
         )
         return payload.version

@@ -255,7 +255,8 @@ class Membership:
             if notice.kind == "connected":
                 self._put(worker_id, connected(worker, self._clock()), "it has connected")
             elif notice.kind == "acknowledged":
-                self._acknowledge(worker_id, worker, notice.version)
+                after = acknowledged(worker, notice.version)
+                self._put(worker_id, after, f"it has committed version {notice.version}")
             else:
                 error = WorkerLostError(worker_id, notice.reason)
                 self._put(worker_id, lost(worker, error), notice.reason)
@@ -318,13 +319,10 @@ class Membership:
             if worker is None or worker.seat != seat:
                 return
             if error is None:
-                self._acknowledge(worker_id, worker, delivery.version)
+                after = acknowledged(worker, delivery.version)
+                self._put(worker_id, after, f"it has committed version {delivery.version}")
             else:
                 self._put(worker_id, failed(worker, delivery.version, error), error.message)
-
-    def _acknowledge(self, worker_id: int, worker: WorkerStatus, version: int) -> None:
-        reason = f"it has committed version {version}"
-        self._put(worker_id, acknowledged(worker, version), reason)
 
     def _put(self, worker_id: int, after: WorkerStatus, reason: str) -> None:
         before = self._workers[worker_id]

@@ -410,7 +410,7 @@ class Pipeline:
         Where the transport raises something else than a `SyncError`, every delivery has failed.
         """
         payload = Payload(version, update.layout, update.source, packing=packing)
-        transport = self.opened
+        transport = self.transport or self.opened
         try:
             deliveries = dict(transport.send(payload, worker_ids))
         except SyncError:

@@ -45,6 +45,7 @@ from sync_core.sending.worker_state import WorkerState, WorkerStatus
 from sync_core.shards.local import LocalShards, Ranks, Regions
 from sync_core.shards.sender import ShardedScheme, check_shardable, split_layers
 from sync_core.stack import PushCounter
+from sync_core.transports.transport import SenderTransport
 from sync_core.verify import Verify
 from sync_core.weights.payload import Update
 from sync_core.workers.worker_group import WorkerGroup
@@ -256,7 +257,9 @@ class Sender(Updater):
         self._check_open()
         before, self._source.model = self._source.model, model
         try:
-            self._open(self._source.read(), model)
+            update = self._source.read()
+            if self._pipeline.transport is None:
+                self._open(update, model)
         except BaseException:
             self._source.model = before
             raise
@@ -433,8 +436,7 @@ class Sender(Updater):
                 addressed = normalize(worker_ids, addressed)
             version = self._next_version(version)
             update = self._source.read(given)
-            if self._pipeline.transport is None:
-                self._open(update, given)
+            transport = self._pipeline.transport or self._open(update, given)
             due = addressed
             if self._pipeline.skips and not counted:
                 due = self._cadence.due(addressed, self._version)
@@ -460,7 +462,7 @@ class Sender(Updater):
                 skipped,
                 started=started,
                 timeout=seconds,
-                wait=self._pipeline.opened.wait,
+                wait=transport.wait,
                 scheme=self._pipeline.scheme,
                 model_id=self.model_id,
                 finish=self._end,
@@ -593,10 +595,10 @@ class Sender(Updater):
         if self._pending is not None and not self._pending.ended:
             raise PendingSendError("a send is pending; call wait_async() before the next one")
 
-    def _open(self, update: Update, model: Any) -> None:
-        if self._pipeline.transport is None:
-            workers = tuple(map(self._find_worker, self._handles.values()))
-            self._pipeline.open(update, model, self._source.found, workers, self._members)
+    def _open(self, update: Update, model: Any) -> SenderTransport:
+        workers = tuple(map(self._find_worker, self._handles.values()))
+        self._pipeline.open(update, model, self._source.found, workers, self._members)
+        return self._pipeline.opened
 
     def _admit(self) -> int:
         """Add a worker that has come by the address which several share."""
@@ -668,11 +670,6 @@ class Sender(Updater):
         return self._tensor_versions.since(base, layout, own)
 
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
-        report = self._finish(report, waited=waited)
-        tell(report, self._reporters)
-        return report
-
-    def _finish(self, report: SendReport, *, waited: bool) -> SendReport:
         # Another thread may have begun the next one.
         if self._pending is not None and self._pending.ended:
             self._pending = None
@@ -689,8 +686,9 @@ class Sender(Updater):
         if self._members.may_have_returned:
             returned = self._members.take_returned(report.updated)
             report = report.with_returned(returned) if returned else report
-        if not failed:
+        if self._post_hooks and not failed:
             self._run_post_hooks()
+        tell(report, self._reporters)
         return report
 
 

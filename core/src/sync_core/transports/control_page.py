@@ -10,11 +10,11 @@ sender   whether a thread waits for answers; the offer: version, slot, digest of
 worker   the answer: version, times, and the slots that the worker still reads
 =======  ===============================================================================
 
-An offer and an answer each end with a checksum. Whoever has written one sets the event that belongs
-to it, and the other side reads the words only after it has taken that event. Setting and taking an
-event are system calls on one object of the kernel, under one lock there, so what was written before
-the first is read after the second, on every architecture. The checksum finds a record whose writer
-does not keep to that.
+An offer and an answer each end with a checksum. The side that has written one sets the event that
+belongs to it, and the other side reads the words only after it has taken that event. Setting and
+taking an event are system calls on one object of the kernel, under one lock there, so what was
+written before the first is read after the second, on every architecture. The checksum finds a
+record whose writer does not keep to that.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from sync_core.transports.shared_memory import SharedMemory
 from sync_core.transports.transport import Answer
 
 _NBYTES = mmap.PAGESIZE
-# The sender's words are in the first half of a page, the worker's in the second.
-_WAITING, _OFFER_AT, _ANSWER_AT = 0, 64, 2048
-_CHECKSUM_NBYTES = 4
-
+_CHECKSUM = struct.Struct("=I")
 _OFFER = struct.Struct("=QQQ")
 _MOST_HELD = 16
 # Version, clock, five times, how many slots are held, and which.
 _ANSWER = struct.Struct(f"=QQdddddQ{_MOST_HELD}Q")
 _CLOCK_DIGITS = 16
 _NOTHING_HELD = (0,) * _MOST_HELD
+# The sender's words are in the first half of a page, the worker's in the second.
+_WAITING = 0
+_OFFER_AT = slice(64, 64 + _OFFER.size + _CHECKSUM.size)
+_ANSWER_AT = slice(2048, 2048 + _ANSWER.size + _CHECKSUM.size)
 
 
 class Offer(NamedTuple):
@@ -110,7 +111,8 @@ class ControlPage:
     def write_offer(self, offer: Offer | tuple[int, int, str]) -> None:
         """Offer a version, in place of the one before; the event of offers must not be set."""
         version, slot, layout = offer
-        self._write(_OFFER_AT, _OFFER.pack(version, slot, int(layout, 16)))
+        record = _OFFER.pack(version, slot, int(layout, 16))
+        self._bytes[_OFFER_AT] = record + _CHECKSUM.pack(zlib.crc32(record))
 
     def read_offer(self) -> Offer:
         """Return the offer.
@@ -118,10 +120,10 @@ class ControlPage:
         Raises:
             ValueError: the checksum does not match.
         """
-        record = self._read(_OFFER_AT, _OFFER.size)
-        if record is None:
+        words = bytes(self._bytes[_OFFER_AT])
+        version, slot, layout = _OFFER.unpack_from(words)
+        if _CHECKSUM.unpack_from(words, _OFFER.size) != (zlib.crc32(words[: _OFFER.size]),):
             raise ValueError("the offer does not match its checksum")
-        version, slot, layout = _OFFER.unpack(record)
         return Offer(version, slot, f"{layout:016x}")
 
     def write_answer(self, answer: Answer, held: Sequence[int]) -> bool:
@@ -147,7 +149,7 @@ class ControlPage:
             *held,
             *_NOTHING_HELD[len(held) :],
         )
-        self._write(_ANSWER_AT, record)
+        self._bytes[_ANSWER_AT] = record + _CHECKSUM.pack(zlib.crc32(record))
         return True
 
     def read_answer(self) -> tuple[Answer, list[int]] | None:
@@ -159,11 +161,11 @@ class ControlPage:
         Raises:
             ValueError: no worker answers so.
         """
-        record = self._read(_ANSWER_AT, _ANSWER.size)
-        if record is None:
+        words = bytes(self._bytes[_ANSWER_AT])
+        if _CHECKSUM.unpack_from(words, _ANSWER.size) != (zlib.crc32(words[: _ANSWER.size]),):
             return None
-        version, clock, stage, commit, pause, known_at, answered_at, count, *held = _ANSWER.unpack(
-            record
+        version, clock, stage, commit, pause, known_at, answered_at, count, *held = (
+            _ANSWER.unpack_from(words)
         )
         for seconds in (stage, commit, pause):
             if not 0 <= seconds < math.inf:
@@ -185,16 +187,6 @@ class ControlPage:
         """Release the memory."""
         self._bytes.release()
         del self._memory
-
-    def _write(self, at: int, record: bytes) -> None:
-        checked = record + zlib.crc32(record).to_bytes(_CHECKSUM_NBYTES, "little")
-        self._bytes[at : at + len(checked)] = checked
-
-    def _read(self, at: int, size: int) -> bytes | None:
-        checked = bytes(self._bytes[at : at + size + _CHECKSUM_NBYTES])
-        record = checked[:size]
-        matches = zlib.crc32(record) == int.from_bytes(checked[size:], "little")
-        return record if matches else None
 
 
 # An eventfd counts numbers of 8 bytes, and gives one; a pipe gives all that were written.

@@ -312,18 +312,16 @@ class MappedSlots:
         self._mapped = {index: slot for index, slot in self._mapped.items() if index in live}
         return True
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._mapped
-
-    def hold(self, index: int) -> tuple[Block, Callable[[], None]]:
+    def hold(self, index: int) -> tuple[Block, Callable[[], None]] | None:
         """The memory of a slot, which is read until the function is called.
 
-        Raises:
-            KeyError: there is no such slot.
+        None where the slot was not announced yet.
         """
-        block = self._mapped[index].block
+        memory = self._mapped.get(index)
+        if memory is None:
+            return None
         self._held.add(index)
-        return block, partial(self._held.discard, index)
+        return memory.block, partial(self._held.discard, index)
 
     def clear(self) -> None:
         """Release all of them."""

@@ -16,6 +16,8 @@ from sync_core.transports.shared_memory import MappedSlots
 from sync_core.transports.transport import Answer, ReceiverTransport
 from sync_core.weights.payload import Payload
 
+_BROKEN = "the sender does not keep to the protocol: {}"
+
 
 class SharedMemoryReceiver(ReceiverTransport):
     """Reads versions from the slots of a `SharedMemorySender`.
@@ -55,7 +57,11 @@ class SharedMemoryReceiver(ReceiverTransport):
             self._unanswered = 0
         while ready := self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             if self._offers.take():
-                return self._read(self._accepted_offer())
+                try:
+                    offer = self._page.read_offer()
+                except ValueError as error:
+                    raise SenderLostError(_BROKEN.format(error)) from error
+                return self._read(offer)
             if any(descriptor != self._offers.reader for descriptor, _ in ready):
                 self._handle_next(0)
         return None
@@ -94,12 +100,12 @@ class SharedMemoryReceiver(ReceiverTransport):
     def _read(self, offer: Offer) -> Payload:
         since = time.perf_counter()
         try:
-            while offer.slot not in self._slots:
+            while (found := self._slots.hold(offer.slot)) is None:
                 self._handle_next(self._timeout)
         except CapacityError as error:
             self.acknowledge(Answer.refusal(offer.version, error))
             raise
-        block, release = self._slots.hold(offer.slot)
+        block, release = found
         self._unanswered = offer.version
         try:
             payload = Payload.unpack(
@@ -116,12 +122,6 @@ class SharedMemoryReceiver(ReceiverTransport):
             raise
         self._layout = payload.layout
         return payload
-
-    def _accepted_offer(self) -> Offer:
-        try:
-            return self._page.read_offer()
-        except ValueError as error:
-            raise SenderLostError(f"the sender does not keep to the protocol: {error}") from error
 
     def _handle_next(self, timeout: float) -> None:
         """Act on the next message, if one comes in time."""
@@ -143,7 +143,7 @@ class SharedMemoryReceiver(ReceiverTransport):
         except (LookupError, TypeError, ValueError, OSError) as error:
             if isinstance(error, SenderLostError):
                 raise
-            raise SenderLostError(f"the sender does not keep to the protocol: {error!r}") from error
+            raise SenderLostError(_BROKEN.format(repr(error))) from error
 
     def _take_control(self) -> None:
         """Take what came with the welcome: the page, and the two events."""
@@ -154,7 +154,7 @@ class SharedMemoryReceiver(ReceiverTransport):
             finally:
                 os.close(page)
         except (OSError, ValueError) as error:
-            raise SenderLostError(f"the sender does not keep to the protocol: {error}") from error
+            raise SenderLostError(_BROKEN.format(error)) from error
         self._offers = ProcessEvent(offers, offers)
         self._answers = ProcessEvent(answers, answers)
 

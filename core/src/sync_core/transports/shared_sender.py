@@ -170,17 +170,30 @@ class SharedMemorySender(ServingTransport[PeerT]):
 
     def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
         """Read the workers' answers in this thread."""
-        if not self._begin_reading():
+        this = threading.get_ident()
+        with self._reader_lock:
+            # Ctrl-C may have left this thread there.
+            alone = self._reader in (None, this) and not self._publisher.closed
+            if alone:
+                self._reader = this
+        if not alone:
             super().wait(deliveries, timeout)
             return
+        deadline = time.monotonic() + timeout
         try:
             for delivery in deliveries:
                 delivery.on_end(self._notice_end)
             self._set_waiting(True)
-            self._collect_until_ended(deliveries, time.monotonic() + timeout)
+            # That of the worker which was offered its version last is likely to come last.
+            for delivery in reversed(deliveries):
+                while not delivery.ended and self._collect_next(delivery.worker_id, deadline):
+                    continue
         finally:
             self.collect_answers()
-            self._end_reading()
+            with self._reader_lock:
+                self._reader = None
+                if self._publisher.closed:
+                    self._ended.close()
 
     def close(self) -> None:
         """Let the workers know, and end the thread."""
@@ -264,13 +277,6 @@ class SharedMemorySender(ServingTransport[PeerT]):
                 if peer.control is not None:
                     peer.control.page.waiting = waits
 
-    def _collect_until_ended(self, deliveries: Sequence[Delivery], deadline: float) -> None:
-        # That of the worker which was offered its version last is likely to come last.
-        for delivery in reversed(deliveries):
-            while not delivery.ended:
-                if not self._collect_next(delivery.worker_id, deadline):
-                    return
-
     def _collect_next(self, worker_id: int, deadline: float) -> bool:
         """Wait until the worker answers or a delivery ends otherwise; False after the deadline."""
         with self._publisher.lock:
@@ -333,22 +339,6 @@ class SharedMemorySender(ServingTransport[PeerT]):
         # Another receiver may have taken its place.
         if peer.worker_id is not None and self._peers.get(peer.worker_id) is peer:
             self.offer(peer)
-
-    def _begin_reading(self) -> bool:
-        """Return whether this thread is the one that reads answers from now on."""
-        this = threading.get_ident()
-        with self._reader_lock:
-            # Ctrl-C may have left this thread there.
-            if self._reader not in (None, this) or self._publisher.closed:
-                return False
-            self._reader = this
-            return True
-
-    def _end_reading(self) -> None:
-        with self._reader_lock:
-            self._reader = None
-            if self._publisher.closed:
-                self._ended.close()
 
     def _notice_end(self) -> None:
         """Wake the thread that waits for answers, unless this is it."""

@@ -62,21 +62,14 @@ def writing_to(targets: Iterable[Tensor]) -> AbstractContextManager[object]:
 def _copy_fused(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if not targets:
         return
-    if any(map(Tensor.is_inference, targets)):
+    if any(map(Tensor.is_inference, targets)) and not torch.is_inference_mode_enabled():
         with torch.inference_mode():
-            _copy_each_or_all(targets, sources)
+            _copy_fused(targets, sources)
         return
     # What `torch.no_grad` does, in a third of its time, which is most of that of a small copy.
     records = torch.is_grad_enabled()
     try:
         torch.set_grad_enabled(False)
-        _copy_each_or_all(targets, sources)
-    finally:
-        torch.set_grad_enabled(records)
-
-
-def _copy_each_or_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    try:
         torch._foreach_copy_(list(targets), list(sources))
     except RuntimeError:
         # It takes no views that negate for targets, and says so before it writes to any; to
@@ -85,6 +78,8 @@ def _copy_each_or_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> N
             raise
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
+    finally:
+        torch.set_grad_enabled(records)
 
 
 def _copy_pieces(pieces: deque[_Piece]) -> None:
