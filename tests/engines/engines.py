@@ -56,7 +56,8 @@ def make_llama(seed: int) -> Any:
         num_key_value_heads=2,
         max_position_embeddings=128,
     )
-    return LlamaForCausalLM(config).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16)
 
 
 def change(model: Any) -> None:

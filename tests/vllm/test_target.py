@@ -117,6 +117,20 @@ def test_one_fails_and_the_next_send_heals_it(
         assert engines[1].labels[-1] == "2"
 
 
+def test_half_a_version_stays_bad_until_a_whole_one_is_loaded(engines: list[TorchEngine]) -> None:
+    target = VllmTarget(engines, timeout=20)
+    with connected(target, torch.nn.Linear(2, 1)):
+        for fails_in in ("load", "start"):
+            engines[0].fails_in = fails_in
+            with pytest.raises(SendError):
+                target.send()
+            assert [status.state for status in target.engines] == ["bad", "current"]
+            assert target.engines[0].version is None
+        engines[0].fails_in = ""
+        target.send()
+        assert target.engines[0].version == 3
+
+
 def test_one_that_hangs_is_given_up_at_the_deadline(engines: list[TorchEngine]) -> None:
     model = torch.nn.Linear(2, 1)
     target = VllmTarget(engines, timeout=20)

@@ -29,8 +29,9 @@ BAD = "bad"
 
 #: Kinds of answers of ranks whose weights are as they were.
 _UNTOUCHED = ("apply", "corruption")
-#: What resuming an engine may take after the deadline, in seconds; estimate.
-_RESUMING = 5.0
+#: What labelling an engine and resuming it may each take, also after the deadline, in seconds;
+#: estimate. An engine with whole weights must not stay paused.
+_CONCLUDING = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class _Engine:
     paused: bool = False
     #: Whether an update was started, and not finished for all that is known.
     unfinished: bool = False
+    #: Whether its ranks were asked to load a version, and have not all answered that they did.
+    torn: bool = False
     thread: threading.Thread | None = None
     failure: Exception | None = None
 
@@ -227,7 +230,7 @@ class VllmTarget:
         deliveries = [
             pending.deliveries[i] for i in engine.status.worker_ids if i in pending.deliveries
         ]
-        began, loading = time.perf_counter(), False
+        began, torn = time.perf_counter(), engine.torn
         try:
             if len(deliveries) < len(engine.status.worker_ids):
                 raise SyncError("the sender has dropped some of its ranks; type target.remove(…)")
@@ -241,28 +244,39 @@ class VllmTarget:
             if not engine.paused:
                 engine.paused = True
                 client.pause(self._pause, _left(deadline))
-            loading = True
-            client.update(version, _left(deadline))
+            seconds = _left(deadline)
+            engine.torn = True
+            client.update(version, seconds)
             for delivery in deliveries:
                 delivery.wait(_left(deadline))
             client.finish(_left(deadline))
             engine.unfinished = False
         except Exception as error:
             _fail(engine, pending, error)
-        state = _state_after(deliveries, loading=loading)
-        failed = [delivery.error for delivery in deliveries if delivery.error is not None]
-        engine.set(state=state, error=failed[0] if failed else None)
-        if state == "current":
-            engine.set(version=version)
-            client.label(str(version), _left(deadline))
-        elif state == "bad":
-            engine.set(version=None)
-            client.label(BAD, _left(deadline))
-        if state != "bad" and engine.paused:
-            # Late as well: an engine with whole weights must not stay paused.
-            client.resume(max(_left(deadline), _RESUMING))
-            engine.paused = False
+        if all(delivery.ended and delivery.error is None for delivery in deliveries):
+            engine.torn = False
+        elif all(d.answer is not None and d.answer.failure in _UNTOUCHED for d in deliveries):
+            engine.torn = torn
+        self._conclude(engine, version, deliveries)
         engine.set(pause_seconds=time.perf_counter() - began)
+
+    def _conclude(self, engine: _Engine, version: int, deliveries: Sequence[Delivery]) -> None:
+        """Set the status of an engine, label what it makes, and resume it unless it is torn."""
+        failed = [delivery.error for delivery in deliveries if delivery.error is not None]
+        engine.set(error=failed[0] if failed else None)
+        try:
+            if engine.torn:
+                engine.set(state="bad", version=None)
+                engine.client.label(BAD, _CONCLUDING)
+            elif failed:
+                engine.set(state="behind")
+            else:
+                engine.set(state="current", version=version)
+                engine.client.label(str(version), _CONCLUDING)
+        finally:
+            if engine.paused and not engine.torn:
+                engine.client.resume(_CONCLUDING)
+                engine.paused = False
 
     def _begin(self, engine: _Engine, work: Callable[[], None]) -> bool:
         """Start the next work of an engine in a thread; not while it still does the one before."""
@@ -284,10 +298,12 @@ class VllmTarget:
     def _join(self, engines: Sequence[_Engine], deadline: float) -> None:
         for engine in engines:
             assert engine.thread is not None
-            engine.thread.join(_left(deadline))
+            engine.thread.join(max(0.0, deadline - time.monotonic()))
             if engine.thread.is_alive():
                 engine.failure = TimeoutError("did not do in time as it was asked")
-            if engine.failure is not None:
+                if engine.status.state != "unconnected":
+                    engine.set(state="bad" if engine.torn else "behind")
+            if engine.failure is not None and engine.status.error is None:
                 engine.set(error=engine.failure)
 
     def _connected(self) -> Sender:
@@ -304,22 +320,16 @@ def _fail(engine: _Engine, pending: PendingSend, reason: object) -> None:
             pending.deliveries[worker_id].fail(error)
 
 
-def _state_after(deliveries: Sequence[Delivery], *, loading: bool) -> State:
-    """The state of an engine from what its ranks have answered.
-
-    Args:
-        deliveries: of a version, one for each rank; they have ended, or it is too late.
-        loading: whether the ranks were asked to load it.
-    """
-    if all(delivery.ended and delivery.error is None for delivery in deliveries):
-        return "current"
-    refused = [d.answer is not None and d.answer.failure in _UNTOUCHED for d in deliveries]
-    return "behind" if all(refused) or not loading else "bad"
-
-
 def _left(deadline: float) -> float:
-    """Seconds until a deadline; never 0, which may stand for no deadline at all."""
-    return max(0.001, deadline - time.monotonic())
+    """Seconds until a deadline.
+
+    Raises:
+        TimeoutError: it is over.
+    """
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline is over")
+    return left
 
 
 def _raise_first(engines: Sequence[_Engine]) -> None:
