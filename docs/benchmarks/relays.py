@@ -2,9 +2,9 @@
 
     python docs/benchmarks/relays.py | python docs/benchmarks/page.py --record relays
 
-The scheme of `tests/core/slow_links.py` waits as long as the bytes of a payload would take over the
-link of its sender. ``direct``: the sender has eight workers. ``chain``: one relay on each host, in a
-row, each with a worker beside it. ``tree``: each relay has two others.
+The scheme of `tests/core/slow_links.py` waits as long as the bytes of a payload would take over
+the link of its sender. ``direct``: the sender has eight workers. ``chain``: one relay on each
+host, in a row, each with a worker beside it. ``tree``: each relay has two others.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=float, default=40.0)
-    parser.add_argument("--rate", type=float, default=20.0, help="MB per second")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=8.0, help="MB per second")
+    parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
     nbytes, rate = int(arguments.mb * 1e6), arguments.rate * 1e6
     print("| way | time to the last of 8 hosts / time of one link |")

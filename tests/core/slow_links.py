@@ -21,6 +21,7 @@ from sync_core import (
 )
 from sync_core.transports import PointToPointTransport
 
+_links: dict[str, threading.Lock] = {}
 _senders: WeakValueDictionary[str, SlowSender] = WeakValueDictionary()
 
 
@@ -55,7 +56,8 @@ class SlowSender(PointToPointTransport):
 
     def __init__(self, context: TransportContext, options: SlowOptions) -> None:
         self._options = options
-        self._link = threading.Lock()
+        # Those of one sender, which differ in the end of their token, have one link.
+        self._link = _links.setdefault(context.token.partition("-")[0], threading.Lock())
         self._timeout = context.timeout
         #: How many bytes were sent.
         self.nbytes = 0

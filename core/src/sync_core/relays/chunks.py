@@ -1,7 +1,8 @@
 """A transport that sends a version in chunks, each of which is a version of the scheme's own.
 
 A worker answers each chunk when it has copied it, and the last one when it has committed the
-version. So one chunk is on its way to each worker at a time, and a relay can pass on what it has.
+version. There are two transports, which take turns, so that one chunk is on its way while the one
+before it is answered.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -28,11 +29,13 @@ from sync_core.transports.transport import (
     Notice,
     ReceiverTransport,
     SenderTransport,
+    unheard,
 )
 from sync_core.weights.block import Block
 from sync_core.weights.layout import CHUNK, CHUNK_HEAD, Layout
 from sync_core.weights.payload import Payload
 
+_LANES = 2
 _KEPT_CAPABILITIES = frozenset({"background", "cross_host", "cross_process", "late_join", "pull"})
 #: What a worker says that lacks the chunks before the one it got.
 AGAIN = "again"
@@ -92,6 +95,17 @@ def _chunk_layout(nbytes: int) -> Layout:
     return Layout.of_kinds([(CHUNK, torch.uint8, (nbytes,)), (CHUNK_HEAD, torch.int64, (4,))])
 
 
+def _lane_context(context: TransportContext, scheme: ChunkedScheme, lane: int) -> TransportContext:
+    """The context of one of the inner transports, which do not share a secret."""
+    return replace(
+        context,
+        scheme=scheme.name,
+        token=f"{context.token}-{lane}",
+        layout=_chunk_layout(scheme.nbytes),
+        zero_copy=False,
+    )
+
+
 class ChunkedVersion:
     """The bytes of a version, of which the first chunks are there.
 
@@ -129,14 +143,14 @@ class _Progress:
     Args:
         version: the version.
         delivery: ends when the worker has committed it, or cannot.
-        index: the chunk that it gets next, or that is on its way.
-        sent: the delivery of that chunk; None where it was not there yet.
+        index: the chunk that it gets next.
+        sent: for each transport, the chunk that is on its way, and its delivery.
     """
 
     version: ChunkedVersion
     delivery: Delivery
     index: int = 0
-    sent: Delivery | None = None
+    sent: dict[int, tuple[int, Delivery]] = field(default_factory=dict)
 
 
 class ChunkedSender(SenderTransport):
@@ -150,30 +164,31 @@ class ChunkedSender(SenderTransport):
     def __init__(self, context: TransportContext, scheme: ChunkedScheme) -> None:
         self._chunk_nbytes = scheme.nbytes
         self._notify = context.notify
-        # Of the inner transport, which takes the calls of one thread at a time. Callbacks of that
-        # transport, which has locks of its own, never take it.
+        # Of the inner transports, which take the calls of one thread at a time. Callbacks of these,
+        # which have locks of their own, never take it.
         self._lock = threading.RLock()
         self._number = 0
         self._workers: dict[int, _Progress | None] = dict.fromkeys(context.worker_ids)
         self._newest: ChunkedVersion | None = None
-        self._events: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
-        self._inner = scheme.stack.create_sender_transport(
-            replace(
-                context,
-                scheme=scheme.name,
-                layout=_chunk_layout(scheme.nbytes),
-                models=(),
-                zero_copy=False,
-                notify=self._hear,
-            )
-        )
+        self._events: queue.SimpleQueue[tuple[int, Delivery] | None] = queue.SimpleQueue()
+        self._lanes: list[SenderTransport] = []
+        with ExitStack() as opened:
+            for lane in range(_LANES):
+                lane_context = replace(
+                    _lane_context(context, scheme, lane),
+                    models=(),
+                    notify=unheard if lane else self._hear,
+                )
+                self._lanes.append(scheme.stack.create_sender_transport(lane_context))
+                opened.callback(self._lanes[-1].close)
+            opened.pop_all()
         self._thread = threading.Thread(target=self._run, name="sync-chunks", daemon=True)
         self._thread.start()
 
     def address(self, worker_id: int) -> Any:
-        """Return the inner transport's endpoint."""
+        """Return the endpoints of the inner transports."""
         with self._lock:
-            return self._inner.address(worker_id)
+            return tuple(lane.address(worker_id) for lane in self._lanes)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Pack the version, and send its first chunk."""
@@ -204,7 +219,8 @@ class ChunkedSender(SenderTransport):
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker, which gets the newest version that went to all."""
         with self._lock:
-            self._inner.add_worker(worker_id, worker)
+            for lane in self._lanes:
+                lane.add_worker(worker_id, worker)
             self._workers[worker_id] = None
             if self._newest is not None:
                 delivery = Delivery(worker_id, self._newest.version, self._newest.nbytes)
@@ -216,17 +232,19 @@ class ChunkedSender(SenderTransport):
         """Stop serving a worker."""
         with self._lock:
             progress = self._workers.pop(worker_id)
-            self._inner.remove_worker(worker_id)
+            for lane in self._lanes:
+                lane.remove_worker(worker_id)
         if progress is not None:
             progress.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
 
     def close(self) -> None:
-        """End the thread, and close the inner transport."""
+        """End the thread, and close the inner transports."""
         self._events.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(_PATIENCE)
         with self._lock:
-            self._inner.close()
+            for lane in self._lanes:
+                lane.close()
             progresses = list(self._workers.items())
             self._newest = None
             self._workers.clear()
@@ -235,44 +253,50 @@ class ChunkedSender(SenderTransport):
                 progress.delivery.fail(WorkerError(worker_id, "the sender was closed"))
 
     def _run(self) -> None:
-        while (delivery := self._events.get()) is not None:
+        while (event := self._events.get()) is not None:
+            lane, delivery = event
             with self._lock:
                 progress = self._workers.get(delivery.worker_id)
-                if progress is not None and progress.sent is delivery:
-                    self._act(delivery.worker_id, progress, delivery)
+                if progress is not None:
+                    index, sent = progress.sent.get(lane, (0, None))
+                    if sent is delivery:
+                        self._act(progress, lane, index, delivery)
 
-    def _act(self, worker_id: int, progress: _Progress, sent: Delivery) -> None:
+    def _act(self, progress: _Progress, lane: int, index: int, sent: Delivery) -> None:
         """Act on the outcome of a chunk."""
         answer = sent.latest
         if answer is not None and answer.request == AGAIN:
-            # Another receiver has come in the worker's place.
-            progress.index, progress.sent = 0, None
+            # Another receiver has come in the worker's place, or it has seen a newer version first.
+            progress.index = 0
+            progress.sent.clear()
         elif sent.error is not None and (answer is None or answer.error is None):
             progress.delivery.fail(sent.error)
-        elif progress.index == progress.version.count - 1 or sent.error is not None:
+        elif index == progress.version.count - 1 or sent.error is not None:
             if answer is not None:
                 answer = replace(answer, version=progress.version.version)
             progress.delivery.acknowledge(answer)
         else:
-            progress.index, progress.sent = progress.index + 1, None
-        self._continue(worker_id)
+            del progress.sent[lane]
+        self._continue(sent.worker_id)
 
     def _continue(self, worker_id: int) -> None:
-        """Send a worker its next chunk, if it is there and none is on its way."""
+        """Send a worker the next chunks that are there, one by each transport that is free."""
         progress = self._workers[worker_id]
-        if progress is None or progress.sent is not None:
-            return
-        if progress.index >= progress.version.available:
-            return
-        self._number += 1
-        payload = progress.version.payload(progress.index, self._number)
-        try:
-            progress.sent = self._inner.send(payload, (worker_id,))[worker_id]
-        except Exception as error:
-            message = f"version {progress.version.version} could not be sent: {error!r}"
-            progress.delivery.fail(WorkerError(worker_id, message))
-            return
-        progress.sent.watch(partial(_put, self._events))
+        while progress is not None and progress.index < progress.version.available:
+            lane = progress.index % _LANES
+            if lane in progress.sent:
+                return
+            self._number += 1
+            payload = progress.version.payload(progress.index, self._number)
+            try:
+                sent = self._lanes[lane].send(payload, (worker_id,))[worker_id]
+            except Exception as error:
+                message = f"version {progress.version.version} could not be sent: {error!r}"
+                progress.delivery.fail(WorkerError(worker_id, message))
+                return
+            progress.sent[lane] = progress.index, sent
+            progress.index += 1
+            sent.watch(partial(_put, self._events, lane))
 
     def _hear(self, worker_id: int, notice: Notice) -> None:
         # What is acknowledged is a chunk.
@@ -281,10 +305,13 @@ class ChunkedSender(SenderTransport):
 
 
 def _put(
-    events: queue.SimpleQueue[Delivery | None], delivery: Delivery, error: WorkerError | None
+    events: queue.SimpleQueue[tuple[int, Delivery] | None],
+    lane: int,
+    delivery: Delivery,
+    error: WorkerError | None,
 ) -> None:
     del error
-    events.put(delivery)
+    events.put((lane, delivery))
 
 
 def _report_late(notify: Any, delivery: Delivery, error: WorkerError | None) -> None:
@@ -304,6 +331,7 @@ class Chunk:
         chunk_nbytes: of each chunk but the last.
         data: its bytes.
         payload: the inner transport's version that brought it.
+        lane: which of the inner transports that was.
     """
 
     version: int
@@ -312,6 +340,7 @@ class Chunk:
     chunk_nbytes: int
     data: Tensor
     payload: Payload
+    lane: int
 
 
 class ChunkedReceiver(ReceiverTransport):
@@ -326,12 +355,16 @@ class ChunkedReceiver(ReceiverTransport):
         self._layout = context.layout
         self._version: ChunkedVersion | None = None
         self._next = 0
-        # The inner transport's version that brought the last chunk.
-        self._number = 0
+        # The version that came last, and by which version of which inner transport it ended.
+        self._last = (0, 0, 0)
         self._since = 0.0
-        self._inner = scheme.stack.create_receiver_transport(
-            replace(context, scheme=scheme.name, layout=_chunk_layout(scheme.nbytes))
-        )
+        self._lanes: list[ReceiverTransport] = []
+        with ExitStack() as opened:
+            for lane, endpoint in enumerate(context.endpoint):
+                lane_context = replace(_lane_context(context, scheme, lane), endpoint=endpoint)
+                self._lanes.append(scheme.stack.create_receiver_transport(lane_context))
+                opened.callback(self._lanes[-1].close)
+            opened.pop_all()
 
     def receive(self, timeout: float) -> Payload | None:
         """Return the newest version once its last chunk is there."""
@@ -349,12 +382,13 @@ class ChunkedReceiver(ReceiverTransport):
         """The next chunk of a version; `keep` has to follow."""
         deadline = time.monotonic() + timeout
         while True:
-            payload = self._inner.receive(max(0.0, deadline - time.monotonic()))
+            lane = self._next % _LANES
+            payload = self._lanes[lane].receive(max(0.0, deadline - time.monotonic()))
             if payload is None:
                 return None
             data, head = payload.tensors
             version, index, nbytes, chunk_nbytes = map(int, head.tolist())
-            chunk = Chunk(version, index, nbytes, chunk_nbytes, data, payload)
+            chunk = Chunk(version, index, nbytes, chunk_nbytes, data, payload, lane)
             if index == 0:
                 self._since = payload.known_at or time.perf_counter()
                 self._version = ChunkedVersion(version, nbytes, chunk_nbytes)
@@ -362,37 +396,44 @@ class ChunkedReceiver(ReceiverTransport):
             known = self._version
             if known is not None and (known.version, self._next) == (version, index):
                 return chunk
+            self._version, self._next = None, 0
             payload.release()
             error = SyncError("this worker lacks the chunks before this one")
-            self._inner.acknowledge(replace(Answer.refusal(payload.version, error), request=AGAIN))
+            refusal = Answer.refusal(payload.version, error)
+            self._lanes[lane].acknowledge(replace(refusal, request=AGAIN))
 
     def keep(self, chunk: Chunk) -> ChunkedVersion:
         """Copy a chunk, answer unless it is the last, and return what is there of its version."""
         version = self._version
         assert version is not None
         version.chunk(chunk.index).copy_(chunk.data)
-        version.available = self._next = chunk.index + 1
         chunk.payload.release()
+        version.available = self._next = chunk.index + 1
         if chunk.index == version.count - 1:
-            self._number = chunk.payload.version
+            self._last, self._next = (version.version, chunk.lane, chunk.payload.version), 0
         else:
             with suppress(SenderLostError):
-                self._inner.acknowledge(Answer(version=chunk.payload.version))
+                self._lanes[chunk.lane].acknowledge(Answer(version=chunk.payload.version))
         return version
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer for the version that came last."""
-        self._inner.acknowledge(replace(answer, version=self._number))
+        version, lane, number = self._last
+        if answer.version == version:
+            self._lanes[lane].acknowledge(replace(answer, version=number))
 
     def wake(self) -> None:
-        """Wake the inner transport."""
-        self._inner.wake()
+        """Wake the inner transports."""
+        for lane in self._lanes:
+            lane.wake()
 
     def leave(self, reason: str) -> None:
         """Let the sender know."""
-        self._inner.leave(reason)
+        for lane in self._lanes:
+            lane.leave(reason)
 
     def close(self) -> None:
         """Release what has come, and hang up."""
         self._version = None
-        self._inner.close()
+        for lane in self._lanes:
+            lane.close()
