@@ -143,6 +143,14 @@ def is_marked(model: nn.Module, version: int) -> bool:
     )
 
 
+def mark_share(model: nn.Module, version: int, share: float) -> None:
+    """Give a share of the elements of every tensor a value of this version: all in the first."""
+    step = 1 if version == 1 else max(1, round(1 / share))
+    with torch.no_grad():
+        for position, parameter in enumerate(model.parameters()):
+            parameter.view(-1)[version % step :: step] = _value(version, position)
+
+
 def _value(version: int, position: int) -> float:
     return float(version * 4096 + position)  # exact in float32 for the first 4,096 versions
 
@@ -159,6 +167,9 @@ class BenchWorker:
 
     def __init__(self, model: str) -> None:
         self.model = make_model(model)
+        self._name = model
+        # What versions of which only a share was marked add up to, and the last of them.
+        self._expected: tuple[nn.Module, int] | None = None
         self._receiver: Receiver | None = None
         self._source: np.ndarray[Any, Any] | None = None
         self._target: np.ndarray[Any, Any] | None = None
@@ -178,9 +189,16 @@ class BenchWorker:
             target=_receive_all, args=(receiver,), name="sync-bench", daemon=True
         ).start()
 
-    def has_arrived(self, version: int) -> bool:
-        """Return whether every element of the model is of this version."""
-        return is_marked(self.model, version)
+    def has_arrived(self, version: int, share: float | None = None) -> bool:
+        """Return whether every element of the model is as `mark` or `mark_share` left it."""
+        if share is None:
+            return is_marked(self.model, version)
+        expected, last = self._expected or (make_model(self._name), 0)
+        for number in range(last + 1, version + 1):
+            mark_share(expected, number, share)
+        self._expected = expected, version
+        pairs = zip(self.model.parameters(), expected.parameters(), strict=True)
+        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
     def map_source(self, path: str, nbytes: int) -> None:
         """Map the memory that `copy_source` reads, and touch what it writes to."""
@@ -239,6 +257,9 @@ class Measurement:
             workers share the trainer's process, or the system cannot measure it.
         cores: how many cores this process may use.
         torch: the version of torch.
+        changed: the share of the elements that changed from round to round, where versions
+            travelled as increments; None where all did, and versions travelled whole.
+        travelled: the bytes that travelled to a worker in the median round.
     """
 
     plugin: str
@@ -253,6 +274,8 @@ class Measurement:
     limit: list[float]
     cores: int
     torch: str
+    changed: float | None = None
+    travelled: float = 0.0
 
     @property
     def median(self) -> float:
@@ -284,6 +307,7 @@ def measure(
     zero_copy: bool = False,
     consolidated: bool = False,
     rounds: int = 9,
+    changed: float | None = None,
     options: dict[str, Any] | None = None,
 ) -> Measurement:
     """Send a model to workers, round after round, and check on them what arrived.
@@ -295,6 +319,7 @@ def measure(
         zero_copy: let the workers keep views.
         consolidated: consolidate the trainer's model.
         rounds: how many rounds count, after three that do not.
+        changed: send increments, and change this share of the elements before each round.
         options: options of the scheme.
 
     Raises:
@@ -310,7 +335,14 @@ def measure(
     with ExitStack() as stack:
         group = stack.enter_context(group_type(partial(_host, model), workers))
         sender = stack.enter_context(
-            Sender(scheme, source, num_workers=workers, zero_copy=zero_copy, **options)
+            Sender(
+                scheme,
+                source,
+                num_workers=workers,
+                zero_copy=zero_copy,
+                increments=changed is not None,
+                **options,
+            )
         )
         for worker_id in group.worker_ids:
             group.call(worker_id, BenchWorker.connect, sender.address(worker_id)).result()
@@ -319,10 +351,16 @@ def measure(
         if "cross_process" in group_type.capabilities and CopyLimit.is_available():
             limit = stack.enter_context(CopyLimit(group, update))
         seconds: list[float] = []
+        travelled: list[float] = []
         limits: list[float] = []
         for version in range(1, _WARM_UP + rounds + 1):
-            mark(source, version)
-            seconds.append(_round(sender, group, version))
+            if changed is None:
+                mark(source, version)
+            else:
+                mark_share(source, version, changed)
+            took, nbytes = _round(sender, group, version, changed)
+            seconds.append(took)
+            travelled.append(nbytes / workers)
             if limit is not None:
                 limits.append(limit.measure())
     return Measurement(
@@ -338,6 +376,8 @@ def measure(
         limit=limits[_WARM_UP:],
         cores=len(os.sched_getaffinity(0)) if CopyLimit.is_available() else os.cpu_count() or 1,
         torch=torch.__version__,
+        changed=changed,
+        travelled=median(travelled[_WARM_UP:]),
     )
 
 
@@ -346,12 +386,12 @@ def _host(model: str, worker_id: int) -> BenchWorker:
     return BenchWorker(model)
 
 
-def _round(sender: Sender, group: Any, version: int) -> float:
+def _round(sender: Sender, group: Any, version: int, share: float | None) -> tuple[float, int]:
     time.sleep(SETTLE_SECONDS)
     begin = time.perf_counter()
-    sender.send()
+    report = sender.send()
     seconds = time.perf_counter() - begin
     for worker_id in group.worker_ids:
-        if not group.call(worker_id, BenchWorker.has_arrived, version).result():
+        if not group.call(worker_id, BenchWorker.has_arrived, version, share).result():
             raise SyncError(f"worker {worker_id} has other weights than those of round {version}")
-    return seconds
+    return seconds, report.nbytes

@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--consolidate", action="store_true", help="move the trainer's tensors side by side before"
     )
     parser.add_argument("--rounds", type=int, default=9, help="rounds that count, 7 or more (9)")
+    parser.add_argument(
+        "--changed",
+        type=float,
+        metavar="SHARE",
+        help="send increments, and change this share of the weights before each round, as 0.01",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
@@ -49,10 +55,14 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
         parser.error("a median wants 7 rounds or more")
     if arguments.workers < 1:
         parser.error("there must be a worker")
+    if arguments.changed is not None and not 0 < arguments.changed <= 1:
+        parser.error("--changed is a share, more than 0 and at most 1")
     if arguments.scheme == "collector":
-        if arguments.zero_copy or arguments.consolidate or arguments.model != _MODEL:
+        given = arguments.zero_copy, arguments.consolidate, arguments.changed is not None
+        if any(given) or arguments.model != _MODEL:
             parser.error(
-                "a collector has its own model; leave out --model, --zero-copy and --consolidate"
+                "a collector has its own model; leave out --model, --zero-copy, --consolidate and "
+                "--changed"
             )
         return _run_collector(arguments, rest)
     measurement = measure(
@@ -62,6 +72,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
         zero_copy=arguments.zero_copy,
         consolidated=arguments.consolidate,
         rounds=arguments.rounds,
+        changed=arguments.changed,
         options=_options(rest, parser),
     )
     if arguments.json:
@@ -130,5 +141,11 @@ def _print(measurement: Measurement) -> None:
             table.add_row(name, *(f"{figure:.2f}" for figure in figures))
     console = Console()
     console.print(table)
+    if measurement.changed is not None:
+        share = measurement.travelled / measurement.nbytes
+        console.print(
+            f"{measurement.changed:.2%} changed; {measurement.travelled / 1e6:.3g} MB travelled to "
+            f"each worker, {share:.2%} of a whole version"
+        )
     if measurement.share_of_limit is not None:
         console.print(f"share of the limit reached: {measurement.share_of_limit:.2f}")

@@ -27,7 +27,7 @@ from sync_core.weights.payload import Payload
 # The memory for positions that changed, as a share of a version's.
 _MOST_POSITIONS = 1 / 16
 # The memory for values of older versions: one copy of the model.
-_MOST_VALUES = 1.0
+_MOST_VALUES = 1
 
 
 @lru_cache(maxsize=64)

@@ -140,9 +140,14 @@ class IncrementalReceiver(ReceiverTransport):
         layout = _without_description(payload.layout)
         if kept is None or kept.layout != layout:
             kept = Packed.allocate(layout)
-        kept.pack(Payload(patch.version, layout, payload.tensors[:-1]))
-        patch.check_fits(kept.body)
+        whole = Payload(patch.version, layout, payload.tensors[:-1])
+        kept.pack(whole)
         try:
+            patch.check_fits(kept.body)
+            if not patch.results_in(kept.body):
+                # Bytes between the tensors are not copied, and may be what is wrong.
+                kept.body.fill(0)
+                kept.pack(whole)
             patch.check_result(kept.body)
         except PayloadError as error:
             raise CorruptionError(self._worker_id, str(error)) from error

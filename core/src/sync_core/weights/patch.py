@@ -109,13 +109,17 @@ class Patch:
                 f"{len(body)} {body.dtype}"
             )
 
-    def check_result(self, body: Units) -> None:
-        """Raise `PayloadError` where the body has another checksum, as far as can be known."""
+    def results_in(self, body: Units) -> bool:
+        """Return whether a body has the checksum of the result, as far as can be known."""
         found = None if self.checksum is None else checksum(body)
-        if found is not None and found != self.checksum:
+        return found in (None, self.checksum)
+
+    def check_result(self, body: Units) -> None:
+        """Raise `PayloadError` where a body has another checksum than the result."""
+        if not self.results_in(body):
             raise PayloadError(
-                f"version {self.version} has the checksum {found:016x} here and "
-                f"{self.checksum:016x} at the sender"
+                f"version {self.version} has the checksum {checksum(body) or 0:016x} here and "
+                f"{self.checksum or 0:016x} at the sender"
             )
 
     def to_tensor(self, compress: Compression | None = None) -> Tensor:
