@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from types import FunctionType, GenericAlias
 from typing import Any
@@ -379,11 +380,18 @@ def _automatic(module: str, name: str) -> str:
     found = getattr(sys.modules[module], name)
     if inspect.isclass(found):
         members = f"   :members: {', '.join(members_of(found))}\n" if members_of(found) else ""
-        return f".. autoclass:: {module}.{name}\n{members}   :show-inheritance:\n"
+        bases = "   :show-inheritance:\n" if any(map(_is_public, found.__bases__)) else ""
+        return f".. autoclass:: {module}.{name}\n{members}{bases}"
     if inspect.isfunction(found):
         return f".. autofunction:: {module}.{name}\n"
     told = f"``{found}``" if isinstance(found, GenericAlias) else _first_paragraph(found)
     return f".. data:: {module}.{name}\n\n   {comment_of(module, name) or told}\n"
+
+
+def _is_public(found: type) -> bool:
+    modules = map(import_module, PUBLIC)
+    name = found.__name__
+    return any(found is getattr(module, name) for module in modules if name in module.__all__)
 
 
 def _type_of(plugin: Any) -> type:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 import zlib
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 # What a browser loads to show a page; links to other pages are not.
 _LOADED = re.compile(
     r'<(?:script|img|iframe|source)\b[^>]*\ssrc="(.*?)"|<link\b[^>]*\shref="(.*?)"'
@@ -41,6 +43,22 @@ def test_no_page_loads_anything_from_elsewhere(built: Path) -> None:
     for page in built.rglob("*.html"):
         for urls in _LOADED.findall(page.read_text(encoding="utf-8")):
             assert not "".join(urls).startswith(("http", "//")), f"{page.name} loads {urls}"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+@pytest.mark.parametrize("page", ["index.html", "how-to/choose-a-scheme.html"])
+def test_a_page_is_as_wide_as_a_phone(built: Path, tmp_path: Path, page: str) -> None:
+    """Wide tables and code scroll within the page, which does not."""
+    measured = (built / page).with_name("measured.html")
+    script = "document.title = `wide ${document.documentElement.scrollWidth} ${innerWidth}`"
+    text = (built / page).read_text(encoding="utf-8")
+    measured.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
+    options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'c'}")
+    command = [str(CHROMIUM), *options, "--window-size=500,900", "--dump-dom", measured.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    found = re.search(r"<title>wide (\d+) (\d+)</title>", done.stdout)
+    assert found is not None, done.stderr
+    assert int(found[1]) <= int(found[2])
 
 
 def test_every_public_member_has_an_entry(built: Path) -> None:

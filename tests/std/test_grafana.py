@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch import nn
 from sync_core import Receiver, Sender
 from sync_plugin_std import Metrics
 
+PROMTOOL = shutil.which("promtool")
 _SELECTOR = re.compile(r"\b(sync_\w+)\{(.*?)\}")
 _GROUPING = re.compile(r"by \((.*?)\)")
 _MATCHER = re.compile(r'(\w+)(=~?)"(.*?)"')
@@ -64,6 +68,21 @@ def test_every_query_finds_samples(
             # No send has failed here.
             if fixed != {"outcome": "failed"}:
                 assert any(fixed.items() <= labels.items() for labels in samples[name]), expression
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="no promtool is installed: apt-get install prometheus")
+def test_prometheus_parses_every_query(dashboard: dict[str, Any], tmp_path: Path) -> None:
+    queries = [
+        re.sub(r"\$[a-z]\w*", ".*", query.replace("$__rate_interval", "1m"))
+        for query in expressions(dashboard)
+    ]
+    rules = [{"record": f"panel_{i}", "expr": query} for i, query in enumerate(queries)]
+    path = tmp_path / "rules.json"  # JSON is YAML
+    path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    command = [str(PROMTOOL), "check", "rules", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules)} rules found" in done.stdout
 
 
 def test_every_metric_is_shown(

@@ -22,15 +22,43 @@ from sync_core.cli.listing import make_console
 #: Bytes of one parameter.
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
-# Measured on two cores of an AMD EPYC, see docs/benchmarks.md and docs/explanation/scaling.md:
-# seconds of a start, of each worker, of a GB copied by one core, and of a GB put into Ray's store.
-_START, _WORKER = 0.002, 0.0003
-_RAY_START, _RAY_CALL = 0.008, 0.002
-_COPY, _PUT = 0.13, 0.17
-# A large copy is made by two threads.
-_COPYING = 2
-# What gloo carries from one sender over loopback to four workers, in GB/s.
-_GLOO = 2.75
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What was measured, see docs/benchmarks.md and docs/explanation/scaling.md; in seconds.
+
+    Args:
+        start: of a send.
+        worker: of each worker, in a send.
+        ray_start: of a send over Ray.
+        ray_worker: of each worker, over Ray.
+        copy: of a GB that one core copies.
+        put: of a GB that is put into Ray's store.
+        gloo: of a GB from one sender to one worker, over loopback.
+        copying: how many threads make a large copy.
+    """
+
+    start: float
+    worker: float
+    ray_start: float
+    ray_worker: float
+    copy: float
+    put: float
+    gloo: float
+    copying: int
+
+
+#: On two cores of an AMD EPYC.
+MEASURED = Costs(
+    start=0.002,
+    worker=0.0003,
+    ray_start=0.008,
+    ray_worker=0.002,
+    copy=0.13,
+    put=0.17,
+    gloo=0.36,
+    copying=2,
+)
 # While one version is read, the next is written.
 _VERSIONS = 2
 
@@ -75,15 +103,18 @@ class Job:
         """The seconds of one transfer of the model over a link."""
         return self.gigabytes * 8 / self.gbit
 
-    def copies(self, cost: float = _COPY) -> float:
+    @property
+    def copies(self) -> float:
         """The seconds of a copy in each worker of a machine, as many at once as it has cores."""
         cores = self.cores or self.on_a_node
-        return self.gigabytes * cost * max(1.0, self.on_a_node / cores)
+        return self.gigabytes * MEASURED.copy * max(1.0, self.on_a_node / cores)
 
     @property
     def packing(self) -> float:
         """The seconds of packing the model into memory that others read."""
-        return self.gigabytes * _COPY / min(_COPYING, self.cores or _COPYING)
+        return (
+            self.gigabytes * MEASURED.copy / min(MEASURED.copying, self.cores or MEASURED.copying)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +145,9 @@ def shm(job: Job) -> Iterator[Estimate]:
     """Shared memory: packed once, read by all workers."""
     if job.nodes > 1:
         return
-    start = _START + _WORKER * job.workers + job.packing
+    start = MEASURED.start + MEASURED.worker * job.workers + job.packing
     memory = _VERSIONS * job.gigabytes
-    seconds = start + job.copies()
+    seconds = start + job.copies
     yield Estimate('Sender("shm", …)', seconds, seconds, memory, 0.0, 0.0)
     yield Estimate(
         'Sender("shm", …, zero_copy=True)',
@@ -131,12 +162,12 @@ def shm(job: Job) -> Iterator[Estimate]:
 
 def ray(job: Job) -> Iterator[Estimate]:
     """Ray: one put, one transfer to each other machine, from any that has it, and the copies."""
-    start = _RAY_START + _RAY_CALL * job.workers + job.gigabytes * _PUT
+    start = MEASURED.ray_start + MEASURED.ray_worker * job.workers + job.gigabytes * MEASURED.put
     least = start + (job.transfer if job.nodes > 1 else 0.0)
     most = start + job.transfer * (job.nodes - 1)
     memory = _VERSIONS * job.gigabytes
     node = memory if job.nodes > 1 else 0.0
-    copies = job.copies()
+    copies = job.copies
     yield Estimate('Sender("ray", …)', least + copies, most + copies, memory, node, 0.0)
     yield Estimate(
         'Sender("ray", …, zero_copy=True)',
@@ -151,12 +182,12 @@ def ray(job: Job) -> Iterator[Estimate]:
 
 def dist(job: Job) -> Iterator[Estimate]:
     """The scheme ``dist``: shared memory on the trainer's machine, gloo or NCCL to the others."""
-    here = _START + _WORKER * job.workers + job.packing + job.copies()
+    here = MEASURED.start + MEASURED.worker * job.workers + job.packing + job.copies
     memory = _VERSIONS * job.gigabytes
     if not job.elsewhere:
         yield Estimate('Sender("dist", …)', here, here, memory, 0.0, 0.0)
         return
-    there = job.gigabytes * job.elsewhere / min(_GLOO, job.gbit / 8)
+    there = job.elsewhere * max(job.transfer, job.gigabytes * MEASURED.gloo)
     yield Estimate(
         'Sender("dist", …)',
         here + there,
@@ -167,7 +198,7 @@ def dist(job: Job) -> Iterator[Estimate]:
         "each worker elsewhere gets its own transfer",
     )
     if job.gpu:
-        seconds = _START + _WORKER * job.workers + job.transfer
+        seconds = MEASURED.start + MEASURED.worker * job.workers + job.transfer
         yield Estimate(
             'Sender("dist", …, backend="nccl", topology="broadcast")',
             seconds,
