@@ -454,9 +454,9 @@ class Collector:
         """Get models from senders elsewhere, as the worker that this collector is to them.
 
         Weights received, before every batch and by `receive_weights`, are passed on to this
-        collector's own workers, and are acknowledged when these have committed them. A model that only
-        the workers have, such as a policy of ``policy_factory``, is received into a copy of its
-        tensors.
+        collector's own workers, and are acknowledged when these have committed them. A model that
+        only the workers have, such as a policy of ``policy_factory``, is received into a copy of
+        its tensors.
 
         Args:
             addresses: what each model's sender gave for this collector, by model.
