@@ -541,17 +541,19 @@ class Receiver(CollectorReference):
     def _next(self, deadline: float) -> Payload | None:
         try:
             self._exclusive.waiting = True
-            # Memory that a transport allocates may become that of parameters, or of later versions.
-            return outside_inference_mode(
-                self._transport.receive, max(0.0, deadline - time.monotonic())
-            )
+            try:
+                # Memory that a transport allocates may become that of parameters, or of later
+                # versions.
+                return outside_inference_mode(
+                    self._transport.receive, max(0.0, deadline - time.monotonic())
+                )
+            finally:
+                self._exclusive.waiting = False
         except SenderLostError as error:
             if self._closed:
                 raise ClosedError(_IS_CLOSED) from error
             self.close()
             raise
-        finally:
-            self._exclusive.waiting = False
 
     def _check_open(self) -> None:
         if self._closed:

@@ -181,7 +181,8 @@ class Membership:
     def statuses(self) -> Mapping[int, WorkerStatus]:
         """Return the status of each worker."""
         with self._lock:
-            return {i: replace(w, since=self._since[i]) for i, w in self._workers.items()}
+            since = self._since
+            return {i: replace(w, since=since.get(i, 0.0)) for i, w in self._workers.items()}
 
     def subscribe(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
         """Call ``callback`` with every event from now on; the function returned ends that."""
@@ -203,7 +204,7 @@ class Membership:
     def remove(self, worker_id: int) -> None:
         """There is one less."""
         with self._lock:
-            del self._since[worker_id]
+            self._since.pop(worker_id, None)
             self._announce(worker_id, self._workers.pop(worker_id), None, "it was removed")
 
     def sent(

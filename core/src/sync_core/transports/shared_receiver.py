@@ -6,15 +6,18 @@ import os
 import select
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from sync_core.errors import CapacityError, PayloadError, SenderLostError
-from sync_core.hooks import TransportContext
 from sync_core.transports.channel import Channel, Message
 from sync_core.transports.control_page import ControlPage, Offer, ProcessEvent
 from sync_core.transports.serving import farewell, hello
 from sync_core.transports.shared_memory import MappedSlots
 from sync_core.transports.transport import Answer, ReceiverTransport
 from sync_core.weights.payload import Payload
+
+if TYPE_CHECKING:
+    from sync_core.hooks import TransportContext
 
 _BROKEN = "the sender does not keep to the protocol: {}"
 

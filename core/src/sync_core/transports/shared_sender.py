@@ -40,11 +40,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sync_core._util import uninterrupted
 from sync_core.errors import CapacityError
-from sync_core.hooks import TransportContext
 from sync_core.transports.channel import Message
 from sync_core.transports.control_page import ControlPage, ProcessEvent
 from sync_core.transports.publisher import Publisher, Slot
@@ -53,6 +52,9 @@ from sync_core.transports.shared_memory import SharedSlots
 from sync_core.transports.transport import Answer, Delivery
 from sync_core.weights.block import Block
 from sync_core.weights.payload import Payload
+
+if TYPE_CHECKING:
+    from sync_core.hooks import TransportContext
 
 
 class _Control:
