@@ -25,6 +25,8 @@ import sync_core.testing.faults
 import sync_core.transports
 import sync_core.workers
 import sync_plugin_std.stores
+import sync_plugin_torchrl  # noqa: F401 - found by its name, as the next
+import sync_plugin_trl  # noqa: F401
 from sync_collector.bench import command as bench_collector
 from sync_core import cli, errors, registry
 from sync_core.cli.doctor import Diagnosis

@@ -1,8 +1,6 @@
 """Our schemes and TorchRL's, in turn, in one run, with the same models and the same workers.
 
-    python -m venv /tmp/compare
-    /tmp/compare/bin/pip install -c constraints.txt torchrl==0.14.1 -e core -e plugins
-    /tmp/compare/bin/python docs/benchmarks/against_torchrl.py
+    python docs/benchmarks/against_torchrl.py
 
 Prints a Markdown table of medians in milliseconds. Each figure is the median over the rounds of all
 turns; a ratio is TorchRL's median over ours.

@@ -1,12 +1,10 @@
 """Our collector and TorchRL's, in turn, in one run, with the same environments and policy.
 
-    python -m venv /tmp/compare
-    /tmp/compare/bin/pip install -c constraints.txt torchrl==0.14.1 gymnasium -e core -e plugins
-    /tmp/compare/bin/python docs/benchmarks/collector_against_torchrl.py
+    python docs/benchmarks/collector_against_torchrl.py
 
 Prints a Markdown table of median frames per second, and of milliseconds that updates take.
 TorchRL's ``single``, ``sync`` and ``first-ready`` are `Collector`, `MultiSyncCollector` and
-`MultiAsyncCollector`; with ``--scheme ray`` (and ``-e plugins_ray``) the latter two are
+`MultiAsyncCollector`; with ``--scheme ray`` the latter two are
 `RayCollector`.
 """
 

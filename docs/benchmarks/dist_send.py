@@ -1,8 +1,6 @@
 """Schemes `dist` and `rpc` beside what gloo itself can do, and TorchRL's two schemes over it.
 
-    python -m venv /tmp/compare
-    /tmp/compare/bin/pip install -c constraints.txt torchrl==0.14.1 -e core -e plugins_dist
-    /tmp/compare/bin/python docs/benchmarks/dist_send.py
+    python docs/benchmarks/dist_send.py
 
 All ways have the same worker processes to update, in turn, round by round, in one run; but those
 over RPC have their own processes, since a member of a world of RPC polls it without a pause,

@@ -1,8 +1,6 @@
 """Scheme `ray` beside what Ray itself can do, TorchRL's Ray scheme, and a put for each worker.
 
-    python -m venv /tmp/compare
-    /tmp/compare/bin/pip install -c constraints.txt torchrl==0.14.1 -e core -e plugins_ray
-    /tmp/compare/bin/python docs/benchmarks/ray_send.py
+    python docs/benchmarks/ray_send.py
 
 Every way has the same four actors to update, in turn, in one run. ``consolidated`` is ``copy`` of a
 model that was consolidated in the trainer. ``limit`` is one `ray.put` of the flat bytes and one

@@ -15,8 +15,8 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
-    interaction_type,
 )
+from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 
 from sync_collector import Collector

@@ -440,7 +440,9 @@ def test_an_error_says_which_workers_have_the_version(others: list[str], told: s
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("scheme", ["thread", "shm", Mailboxes()], ids=str)
+@pytest.mark.parametrize(
+    "scheme", ["thread", "shm", Mailboxes()], ids=["thread", "shm", "mailboxes"]
+)
 def test_a_worker_that_joins_while_a_send_begins_gets_that_version(scheme: Any) -> None:
     begun, joins = threading.Event(), threading.Event()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torchrl import collectors, envs
 
 from sync_collector import Collector
 
@@ -19,10 +20,6 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
     [("Pendulum-v1", (3, 1), False), ("CartPole-v1", (4, 2), False), ("CartPole-v1", (4, 2), True)],
 )
 def test_batches_equal_key_by_key(env_id: str, sizes: tuple[int, int], split_trajs: bool) -> None:
-    torchrl: Any = pytest.importorskip(
-        "torchrl.collectors", reason="torchrl is not installed: pip install torchrl==0.14.1"
-    )
-    envs: Any = pytest.importorskip("torchrl.envs")
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(*sizes), OneHot() if sizes[1] > 1 else nn.Tanh()]
     policy = TensorDictModule(nn.Sequential(*layers), ["observation"], ["action"])
@@ -37,7 +34,7 @@ def test_batches_equal_key_by_key(env_id: str, sizes: tuple[int, int], split_tra
         "total_frames": 180,
         "split_trajs": split_trajs,
     }
-    theirs = torchrl.Collector(make_env, policy, **options)
+    theirs = collectors.Collector(make_env, policy, **options)
     ours = Collector(
         make_env,
         policy,

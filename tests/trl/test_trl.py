@@ -147,7 +147,8 @@ def test_workers_generate_what_the_trainers_model_generates(
 def test_a_grpo_run(
     rollouts: tuple[LlamaForCausalLM, Rollouts], tokenizer: Any, tmp_path: Path
 ) -> None:
-    trl: Any = pytest.importorskip("trl", reason="trl is not installed: pip install trl")
+    from trl import GRPOConfig, GRPOTrainer
+
     model, workers = rollouts
     first = workers.version
     seen: list[list[int]] = []
@@ -156,7 +157,7 @@ def test_a_grpo_run(
         seen.append(version)
         return [sum(token == 2 for token in tokens) / 8 for tokens in completion_ids]
 
-    arguments = trl.GRPOConfig(
+    arguments = GRPOConfig(
         output_dir=str(tmp_path),
         max_steps=4,
         per_device_train_batch_size=8,
@@ -169,7 +170,7 @@ def test_a_grpo_run(
         bf16=False,
         disable_tqdm=True,
     )
-    trainer = trl.GRPOTrainer(
+    trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
         reward_funcs=reward,

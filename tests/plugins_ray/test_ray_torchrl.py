@@ -1,0 +1,38 @@
+"""TorchRL's collector over Ray with the scheme `ray` in place of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.collectors.distributed import RayCollector
+from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
+
+from sync_plugin_torchrl import Scheme
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")
+def test_actors_act_with_what_was_sent() -> None:
+    policy = TensorDictModule(nn.Linear(7, 7), ["observation"], ["action"])
+    nn.init.zeros_(policy.module.weight)
+    nn.init.constant_(policy.module.bias, 1.0)
+    collector = RayCollector(
+        [ContinuousActionVecMockEnv] * 2,
+        policy,
+        frames_per_batch=20,
+        total_frames=60,
+        remote_configs={"num_cpus": 1, "num_gpus": 0, "memory": 10**8},
+        weight_sync_schemes={"policy": Scheme("ray")},
+    )
+    seen = []
+    try:
+        for value, batch in enumerate(collector, 2):
+            seen.append(batch["action"].unique().tolist())
+            with torch.no_grad():
+                policy.module.bias.fill_(float(value))
+            collector.update_policy_weights_()
+    finally:
+        collector.shutdown(shutdown_ray=False)
+    assert seen == [[1.0], [2.0], [3.0]]
