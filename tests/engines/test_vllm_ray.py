@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.engines.engines import OPTIONS, generated, greedy, make_llama
@@ -26,7 +27,8 @@ def test_an_actor_has_each_version_and_its_death_is_reported(checkpoint: Path) -
     ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": variables})
     try:
         config = WeightTransferConfig(backend="sync_core")
-        actor = ray.remote(Actor).remote(str(checkpoint), weight_transfer_config=config, **OPTIONS)
+        remote: Any = ray.remote(Actor)
+        actor = remote.remote(str(checkpoint), weight_transfer_config=config, **OPTIONS)
         target, model = VllmTarget([actor], timeout=120), make_llama(1)
         with Sender("shm", model, num_workers=1, strategy="checkpoint", timeout=60) as sender:
             target.connect(sender)

@@ -31,7 +31,7 @@ def check_names(
     Args:
         sent: the names that are sent, as in a checkpoint.
         taken: names of the model, such as ``model.layers.0.self_attn.qkv_proj.weight``: all that
-            it has, before loading; what its ``load_weights`` has returned, afterwards.
+            it has, before loading; those that its ``load_weights`` returned, afterwards.
         model: vLLM's model.
         quantized: whether the model has parameters, such as scales, that no checkpoint need have.
 

@@ -24,7 +24,7 @@ from sync_plugin_vllm.clients import Client, Pause, client_for
 
 State: TypeAlias = Literal["unconnected", "current", "behind", "bad"]
 
-#: The label of what an engine generates after it has loaded a part of a version.
+#: The label of outputs of an engine that has loaded a part of a version.
 BAD = "bad"
 
 #: Kinds of answers of ranks whose weights are as they were.
@@ -60,7 +60,7 @@ class EngineStatus:
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine, and the thread of what it was asked last."""
+    """An engine, and the thread of its last call."""
 
     client: Client
     status: EngineStatus
@@ -87,7 +87,7 @@ class VllmTarget:
         engines: a ``vllm.LLM`` in this process, a Ray actor with its methods, or the URL of
             ``vllm serve``; or several of them. Each was given
             ``weight_transfer_config=WeightTransferConfig(backend="sync_core")``.
-        pause: what becomes of requests that a server is working on: ``"keep"``, they continue with
+        pause: the fate of requests that a server is working on: ``"keep"``, they continue with
             the new weights, and vLLM attributes each token to the version that made it;
             ``"wait"``, they end first; ``"abort"``, they end at once.
         timeout: deadline of every call, in seconds; a send has one for all its steps.
@@ -261,7 +261,7 @@ class VllmTarget:
         engine.set(pause_seconds=time.perf_counter() - began)
 
     def _conclude(self, engine: _Engine, version: int, deliveries: Sequence[Delivery]) -> None:
-        """Set the status of an engine, label what it makes, and resume it unless it is torn."""
+        """Set the status of an engine, label its outputs, and resume it unless it is torn."""
         failed = [delivery.error for delivery in deliveries if delivery.error is not None]
         engine.set(error=failed[0] if failed else None)
         try:
@@ -279,9 +279,9 @@ class VllmTarget:
                 engine.paused = False
 
     def _begin(self, engine: _Engine, work: Callable[[], None]) -> bool:
-        """Start the next work of an engine in a thread; not while it still does the one before."""
+        """Start the next work of an engine in a thread; not before the one before it has ended."""
         if engine.thread is not None and engine.thread.is_alive():
-            engine.failure = SyncError("still does what it was asked before")
+            engine.failure = SyncError("the call before has not returned")
             return False
         engine.failure = None
 
@@ -300,7 +300,7 @@ class VllmTarget:
             assert engine.thread is not None
             engine.thread.join(max(0.0, deadline - time.monotonic()))
             if engine.thread.is_alive():
-                engine.failure = TimeoutError("did not do in time as it was asked")
+                engine.failure = TimeoutError("did not return before the deadline")
                 if engine.status.state != "unconnected":
                     engine.set(state="bad" if engine.torn else "behind")
             if engine.failure is not None and engine.status.error is None:
