@@ -1,4 +1,4 @@
-"""How long a version takes to the last of eight hosts, over links of limited bandwidth.
+"""The time of a version to the last of eight hosts, over links of limited bandwidth.
 
     python docs/benchmarks/relays.py | python docs/benchmarks/page.py --record relays
 

@@ -210,7 +210,7 @@ class _Both:
 
 
 def measure(way: str, scheme: str, rounds: int) -> dict[str, Any]:
-    """Run one way in processes of its own."""
+    """Run one way in new processes."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -31,7 +31,7 @@ class SlowOptions:
 
     Args:
         rate: bytes per second that a sender can send, to all its workers together.
-        local: workers on the sender's host, for which that is no limit.
+        local: workers on the sender's host, which that does not limit.
     """
 
     rate: float

@@ -23,6 +23,11 @@ from sync_core import (
     join_addresses,
 )
 from sync_core.errors import AddressError
+from sync_core.relays.chunks import ChunkedScheme
+from sync_core.testing.schemes.delivery import DeliveryCases
+from sync_core.testing.schemes.faults import FaultCases
+from sync_core.testing.schemes.lifetime import LifetimeCases
+from sync_core.testing.schemes.protocol import ProtocolCases
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,6 +51,12 @@ class Workers:
     def _receive(self, index: int) -> None:
         if self.receivers[index].receive() is not None:
             self.ended[index] = time.perf_counter()
+
+
+class TestChunks(DeliveryCases, ProtocolCases, LifetimeCases, FaultCases):
+    """Versions of many chunks are those of any other scheme."""
+
+    scheme = ChunkedScheme("thread", 300)
 
 
 def weights(nbytes: int) -> dict[str, torch.Tensor]:

@@ -60,7 +60,8 @@ def test_each_shard_is_put_once_for_all_workers_that_want_it(
     ]
     # Two replicas of two tensor-parallel workers.
     columns = [(0, COLUMNS // 2), (COLUMNS // 2, COLUMNS)] * 2
-    workers = [Worker.remote() for _ in columns]
+    made: Any = Worker
+    workers = [made.remote() for _ in columns]
     try:
         addresses = [join_addresses([sender.address(i) for sender in senders]) for i in range(4)]
         ray.get(

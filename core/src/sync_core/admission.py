@@ -36,7 +36,7 @@ _log = logging.getLogger("sync_core")
 # one of them a connection.
 _PLACES = 64
 _NAME_NBYTES = 16
-# Closing waits so many seconds for a worker that is being admitted; an estimate.
+# How long closing waits for a worker that is being admitted, in seconds; an estimate.
 _PATIENCE = 5.0
 _LAYOUT = Layout.of_kinds([(ADMISSION, torch.uint8, (_NAME_NBYTES + 8,))])
 
@@ -57,7 +57,7 @@ class Entrance:
 
 
 class Admission:
-    """The sender's side: admits workers in a thread of its own.
+    """The sender's side: admits workers, in its own thread.
 
     Args:
         context: of the sender's transport.
@@ -79,8 +79,8 @@ class Admission:
         self._forget = weakref.WeakMethod(forget)
         self._version = 0
         self._events: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
-        # By place, the worker that was told its id last, and its name; whether it has answered.
-        self._told: dict[int, tuple[bytes, int]] = {}
+        # By place, the name and the id of the worker that was admitted there last.
+        self._named: dict[int, tuple[bytes, int]] = {}
         self._unanswered: set[int] = set()
         self._transport = stack.create_sender_transport(
             replace(
@@ -103,7 +103,7 @@ class Admission:
         endpoint = self._transport.address(0)
         if any(self._transport.address(place) != endpoint for place in range(1, _PLACES)):
             raise AddressError(
-                "this scheme gives each worker an endpoint of its own, so that workers cannot "
+                "this scheme gives each worker another endpoint, so that workers cannot "
                 "share an address; type sender.address(sender.add_worker()) for each of them"
             )
         return endpoint
@@ -126,9 +126,9 @@ class Admission:
         """Act on the outcome of what was sent to a place."""
         place, answer = delivery.worker_id, delivery.latest
         name = None if answer is None or answer.request is None else bytes.fromhex(answer.request)
-        known, worker_id = self._told.get(place, (b"", -1))
+        known, worker_id = self._named.get(place, (b"", -1))
         if name == known:
-            return  # what it is told now is on its way
+            return  # its id is on its way
         if place in self._unanswered:
             self._unanswered.discard(place)
             forget = self._forget()
@@ -138,9 +138,9 @@ class Admission:
                 self._invite((place,))
         admit = self._admit()
         if name is not None and admit is not None:
-            self._told[place] = name, admit()
+            self._named[place] = name, admit()
             self._unanswered.add(place)
-            self._send((place,), *self._told[place])
+            self._send((place,), *self._named[place])
 
     def _invite(self, places: tuple[int, ...]) -> None:
         self._send(places, bytes(_NAME_NBYTES), 0)

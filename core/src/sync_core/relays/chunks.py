@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ from sync_core.weights.payload import Payload
 
 _LANES = 2
 _KEPT_CAPABILITIES = frozenset({"background", "cross_host", "cross_process", "late_join", "pull"})
-#: What a worker says that lacks the chunks before the one it got.
+#: The request of a worker that lacks the chunks before the one it got.
 AGAIN = "again"
-# Closing waits so many seconds for a chunk that is being sent; an estimate.
+# How long closing waits for a chunk that is being sent, in seconds; an estimate.
 _PATIENCE = 5.0
 
 
@@ -90,6 +90,10 @@ def chunked(scheme: Any, chunk_mb: float, *, zero_copy: bool) -> ChunkedScheme:
     return ChunkedScheme(scheme, max(1, int(chunk_mb * 1e6)))
 
 
+#: An inner transport, a delivery of it, and its outcome.
+_Event: TypeAlias = tuple[int, Delivery, WorkerError | None]
+
+
 @lru_cache(maxsize=64)
 def _chunk_layout(nbytes: int) -> Layout:
     return Layout.of_kinds([(CHUNK, torch.uint8, (nbytes,)), (CHUNK_HEAD, torch.int64, (4,))])
@@ -138,23 +142,26 @@ class ChunkedVersion:
 
 @dataclass(eq=False)
 class _Progress:
-    """What one worker has of a version.
+    """The progress of one worker with a version.
 
     Args:
         version: the version.
         delivery: ends when the worker has committed it, or cannot.
         index: the chunk that it gets next.
-        sent: for each transport, the chunk that is on its way, and its delivery.
+        sent: for each transport, the chunk that it was given last, and its delivery: another
+            receiver in the worker's place is given that one first, and asks for the others.
+        busy: the transports whose chunk was not answered.
     """
 
     version: ChunkedVersion
     delivery: Delivery
     index: int = 0
     sent: dict[int, tuple[int, Delivery]] = field(default_factory=dict)
+    busy: set[int] = field(default_factory=set)
 
 
 class ChunkedSender(SenderTransport):
-    """Sends each worker one chunk after the other, in a thread of its own.
+    """Sends each worker one chunk after the other, in its own thread.
 
     Args:
         context: what the sender gave to `create_transport`.
@@ -170,7 +177,7 @@ class ChunkedSender(SenderTransport):
         self._number = 0
         self._workers: dict[int, _Progress | None] = dict.fromkeys(context.worker_ids)
         self._newest: ChunkedVersion | None = None
-        self._events: queue.SimpleQueue[tuple[int, Delivery] | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._lanes: list[SenderTransport] = []
         with ExitStack() as opened:
             for lane in range(_LANES):
@@ -254,29 +261,36 @@ class ChunkedSender(SenderTransport):
 
     def _run(self) -> None:
         while (event := self._events.get()) is not None:
-            lane, delivery = event
+            lane, delivery, error = event
             with self._lock:
                 progress = self._workers.get(delivery.worker_id)
                 if progress is not None:
                     index, sent = progress.sent.get(lane, (0, None))
                     if sent is delivery:
-                        self._act(progress, lane, index, delivery)
+                        self._act(progress, lane, index, delivery, error)
 
-    def _act(self, progress: _Progress, lane: int, index: int, sent: Delivery) -> None:
-        """Act on the outcome of a chunk."""
+    def _act(
+        self,
+        progress: _Progress,
+        lane: int,
+        index: int,
+        sent: Delivery,
+        error: WorkerError | None,
+    ) -> None:
+        """Act on an outcome of a chunk, perhaps one that comes after another outcome."""
         answer = sent.latest
         if answer is not None and answer.request == AGAIN:
             # Another receiver has come in the worker's place, or it has seen a newer version first.
             progress.index = 0
-            progress.sent.clear()
-        elif sent.error is not None and (answer is None or answer.error is None):
-            progress.delivery.fail(sent.error)
-        elif index == progress.version.count - 1 or sent.error is not None:
+            progress.busy.clear()
+        elif error is not None and (answer is None or answer.error is None):
+            progress.delivery.fail(error)
+        elif index == progress.version.count - 1 or error is not None:
             if answer is not None:
                 answer = replace(answer, version=progress.version.version)
             progress.delivery.acknowledge(answer)
         else:
-            del progress.sent[lane]
+            progress.busy.discard(lane)
         self._continue(sent.worker_id)
 
     def _continue(self, worker_id: int) -> None:
@@ -284,7 +298,7 @@ class ChunkedSender(SenderTransport):
         progress = self._workers[worker_id]
         while progress is not None and progress.index < progress.version.available:
             lane = progress.index % _LANES
-            if lane in progress.sent:
+            if lane in progress.busy:
                 return
             self._number += 1
             payload = progress.version.payload(progress.index, self._number)
@@ -295,23 +309,23 @@ class ChunkedSender(SenderTransport):
                 progress.delivery.fail(WorkerError(worker_id, message))
                 return
             progress.sent[lane] = progress.index, sent
+            progress.busy.add(lane)
             progress.index += 1
             sent.watch(partial(_put, self._events, lane))
 
     def _hear(self, worker_id: int, notice: Notice) -> None:
-        # What is acknowledged is a chunk.
+        # An acknowledgement is about a chunk.
         if notice.kind != "acknowledged":
             self._notify(worker_id, notice)
 
 
 def _put(
-    events: queue.SimpleQueue[tuple[int, Delivery] | None],
+    events: queue.SimpleQueue[_Event | None],
     lane: int,
     delivery: Delivery,
     error: WorkerError | None,
 ) -> None:
-    del error
-    events.put((lane, delivery))
+    events.put((lane, delivery, error))
 
 
 def _report_late(notify: Any, delivery: Delivery, error: WorkerError | None) -> None:

@@ -17,9 +17,9 @@ from sync_core.relays.chunks import ChunkedReceiver, ChunkedScheme, ChunkedSende
 from sync_core.transports.transport import Answer, Delivery
 
 _log = logging.getLogger("sync_core")
-# A relay waits so many seconds for a chunk, and then again; `close` wakes it at once.
+# How long a relay waits for a chunk before it waits again, in seconds; `close` wakes it.
 _WAITING = 3600.0
-# Closing waits so many seconds for a chunk that is being passed on; an estimate.
+# How long closing waits for a chunk that is being passed on, in seconds; an estimate.
 _PATIENCE = 5.0
 
 
@@ -28,7 +28,7 @@ class Relay:
 
     With a relay on each host, a version crosses the link between two hosts once, whatever number of
     workers there are. Relays can be in a row, or form a tree. The sender counts the relay as one
-    worker, which has committed a version when all of its own workers have. It needs no model, and
+    worker, which has committed a version when all those that it serves have. It needs no model, and
     memory for two versions.
 
     Args:

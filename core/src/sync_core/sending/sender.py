@@ -640,7 +640,7 @@ class Sender(Updater):
         return resolve(self._context, handle)
 
     def _next_version(self, given: int | None) -> int:
-        """The number of the version that is to be sent."""
+        """The number of the version that is sent next."""
         if given is None:
             return self._version + 1
         version = check_count(given, "version")

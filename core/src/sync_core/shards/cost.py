@@ -45,7 +45,7 @@ def predict(
 ) -> SendCost:
     """Predict what a send costs, from what each link and each rank has to carry.
 
-    Every rank has a link of its own; sources send at the same time, and so do destinations receive.
+    Each rank has its own link; sources send at the same time, and so do destinations receive.
     With relays, the replicas of a shard pass it on to each other; else the sources send it to each.
 
     Args:

@@ -51,7 +51,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank has of one tensor.
+    """The part of one tensor that one rank has.
 
     Args:
         tensor: the rank's part, without a copy.

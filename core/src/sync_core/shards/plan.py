@@ -45,7 +45,7 @@ def whole(shape: Iterable[int]) -> Region:
 
 
 def size_of(region: Region) -> int:
-    """How many elements a region has; that of a scalar has one.
+    """The number of elements of a region; that of a scalar has one.
 
     Example:
         >>> size_of(((0, 4), (1, 3))), size_of(()), size_of(((2, 2), (0, 8)))
@@ -95,7 +95,7 @@ def shifted(region: Region, by: Sequence[int]) -> Region:
 
 
 def subtract(region: Region, taken: Region) -> list[Region]:
-    """What is left of a region without another, as regions that do not overlap.
+    """The rest of a region without another, as regions that do not overlap.
 
     Example:
         >>> subtract(((0, 4), (0, 4)), ((1, 3), (0, 4)))
@@ -186,7 +186,7 @@ class _Geometry:
     """
 
     def __init__(self, wanted: Region, held: Held, destination: int) -> None:
-        #: What is wrong; ``{!r}`` stands for the name of the tensor.
+        #: The problems found; ``{!r}`` stands for the name of the tensor.
         self.problems: list[str] = []
         holders: dict[Region, list[int]] = defaultdict(list)
         for rank, region in held:
@@ -207,7 +207,7 @@ class _Geometry:
         ]
         if not self.problems and size_of(wanted):
             self.problems += self._gap(wanted, destination)
-        #: The same for every tensor, where nothing is to be chosen.
+        #: The same for every tensor, where there is nothing to choose.
         self._fixed: tuple[Part, ...] | None = None
         if all(len(ranks) == 1 for _, ranks, _ in self._parts):
             self._fixed = tuple(Part(ranks[0], part) for part, ranks, _ in self._parts)

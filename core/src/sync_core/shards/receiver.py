@@ -31,7 +31,7 @@ from sync_core.weights.payload import Payload
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What one rank sends to this worker.
+    """The part of a version that one rank sends to this worker.
 
     Args:
         address: the rank's address.
@@ -46,7 +46,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _JoinPlan:
-    """How a version is made of what the ranks send.
+    """The way in which a version is made of the payloads of all ranks.
 
     Args:
         sources: the ranks.
@@ -227,7 +227,7 @@ class JoinedReceiver(ReceiverTransport):
 
     def __init__(self, context: TransportContext, joined: _JoinPlan) -> None:
         self._joined = joined
-        #: A version that some ranks have not sent is given up after so many seconds.
+        #: How long to wait for ranks that have not sent a version, in seconds.
         self._patience = context.timeout / 2
         self._seen = 0
         self._since: float | None = None

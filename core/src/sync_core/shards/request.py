@@ -1,4 +1,4 @@
-"""What a rank of a trainer holds, what a worker asks it for, and how both name the parts."""
+"""The tensors that a rank of a trainer holds, and the regions that a worker requests of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RegionSource:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one rank holds; it travels in the address.
+    """The tensors that one rank holds; it travels in the address.
 
     Args:
         ranks: the rank, and how many there are.
@@ -74,7 +74,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class ShardEndpoint:
-    """Where a worker reaches one rank, and what that holds.
+    """The endpoint of one rank, and what that holds.
 
     Args:
         inner: the endpoint of the scheme's transport.

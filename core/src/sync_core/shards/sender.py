@@ -46,7 +46,7 @@ from sync_core.weights.payload import Payload
 
 _log = logging.getLogger("sync_core")
 _ASK_LAYOUT = Layout.of_kinds([(ASK, torch.uint8, (1,))])
-# What a transport that is made of others can still do, if they can.
+# A transport that is made of others has these, if they do.
 _KEPT_CAPABILITIES = frozenset(
     {"background", "broadcast", "cross_host", "cross_process", "late_join", "pull"}
 )
@@ -137,7 +137,7 @@ class ShardedScheme:
 
 
 def _holding(layout: Layout, shards: LocalShards, ranks: Ranks, layers: Sequence[Any]) -> Holding:
-    """What this rank holds, as the layers have changed it."""
+    """Return what this rank holds, as the layers have changed it."""
     held = []
     for spec in layout.specs:
         region, shape = shards.places.get(spec.name, (None, None))

@@ -72,7 +72,7 @@ class _Regrouping:
             layout: of the trainer's tensors, where each rank has a part of them.
 
         Raises:
-            ModelError: a tensor is transposed, and so is no region of another.
+            ModelError: a tensor is transposed, so that it is not a region of another.
         """
         return {
             name: list(_regions(name, source, layout))
