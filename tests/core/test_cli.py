@@ -86,6 +86,18 @@ def test_bench_measures_and_checks(scheme: str) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_bench_of_increments(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "shm", "--workers", "1", "--model", "small", "--rounds", "7"]
+    assert main([*command, "--changed", "0.05", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["changed"] == 0.05
+    assert 0 < measured["travelled"] < measured["nbytes"] / 2
+    with pytest.raises(SystemExit):
+        main([*command, "--changed", "2"])
+    assert "--changed is a share" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(120)
 def test_bench_of_a_consolidated_model(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "thread", "--workers", "1", "--model", "small", "--rounds", "7"]
     assert main([*command, "--consolidate"]) == 0

@@ -102,7 +102,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, max_size=7))
 def test_any_order_of_versions(steps: list[tuple[str, float, bool]]) -> None:
     model = Model()
