@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import socket
 import threading
 import time
@@ -117,6 +118,25 @@ def test_closing_ends_the_thread_and_the_port(sender: Sender) -> None:
     assert not threads()
     with pytest.raises(StatusError, match="no sender answers"):
         fetch(sender.status_address)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_keep_the_port_open(sender: Sender) -> None:
+    held, release = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(release)
+        os.read(held, 1)
+        os._exit(0)
+    try:
+        sender.close()
+        with pytest.raises(StatusError, match="no sender answers"):
+            fetch(sender.status_address)
+    finally:
+        os.close(release)
+        os.close(held)
+        os.waitpid(child, 0)
 
 
 def test_a_forgotten_sender_is_not_kept_alive() -> None:
