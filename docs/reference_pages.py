@@ -28,7 +28,9 @@ from sync_collector.bench import command as bench_collector
 from sync_core import cli, errors, registry
 from sync_core.cli.doctor import Diagnosis
 from sync_core.cli.listing import Listed
+from sync_core.cli.plan import Estimate
 from sync_core.hooks import HOOKS, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core.sending.status import SenderView, WorkerView
 from sync_core.transports import Finding
 
 _CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext", "BindContext")
@@ -51,10 +53,13 @@ PUBLIC = (
     "sync_plugin_std.stores",
     "sync_plugin_ray",
 )
-#: The output of commands with ``--json``: a list of the first, or an object with a list of each.
+#: The output of commands with ``--json``: a list of the first (``""``), an object (``"{}"``), or an
+#: object with lists.
 PRINTED: Mapping[str, Mapping[str, type]] = {
     "sync-core list": {"": Listed},
     "sync-core doctor": {"schemes": Diagnosis, "findings": Finding},
+    "sync-core plan": {"": Estimate},
+    "sync-core watch": {"{}": SenderView, "workers": WorkerView},
 }
 
 
@@ -338,9 +343,10 @@ def _commands() -> str:
 
 
 def _printed(key: str, described: type) -> str:
-    where = f"the list ``{key}`` of the object" if key else "the list"
+    places = {"": "Each entry of the list", "{}": "The object"}
+    where = places.get(key, f"Each entry of its list ``{key}``")
     rows = [(f"``{name}``", told) for name, told in arguments_of(described).items()]
-    head = f"\nEach entry of {where} that ``--json`` prints:\n\n"
+    head = f"\n{where} that ``--json`` prints:\n\n"
     return head + _table(("key", "what it is"), rows)
 
 

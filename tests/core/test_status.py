@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -157,14 +158,19 @@ def test_without_a_status_there_is_no_address() -> None:
 
 
 def test_watch_prints_a_table(sender: Sender, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")
     send_to_the_first(sender)
     assert main(["watch", sender.status_address, "--once"]) == 0
     printed = capsys.readouterr().out
     assert "policy by thread" in printed
     assert "1 sends, 1 failed" in printed
-    (stale,) = (line for line in printed.splitlines() if "suspect" in line)
-    assert "worker 1: did" in stale
+    fresh, stale = (re.search(rf"^ +{i} .*$", printed, re.MULTILINE) for i in range(2))
+    assert fresh is not None
+    assert fresh[0].split()[:2] == ["0", "current"]
+    assert fresh[0].split()[-1] == "0.0"
+    assert stale is not None
+    assert stale[0].split() == ["1", "suspect", "0", "s", "0", "1"]
+    assert "worker 1: did not confirm version 1" in printed
 
 
 def test_watch_goes_on_until_the_sender_closes(sender: Sender, capsys: Any) -> None:
