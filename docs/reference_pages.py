@@ -35,7 +35,6 @@ from sync_core.transports import Finding
 
 _CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext", "BindContext")
 _WIDTH = 96
-_OURS = {"sync_core", "sync_collector", "sync_plugin_std", "sync_plugin_ray", "sync_plugin_dist"}
 _MEMBERS = (FunctionType, property, classmethod, staticmethod, cached_property)
 #: Whose ``__all__`` is public.
 PUBLIC = (
@@ -53,6 +52,7 @@ PUBLIC = (
     "sync_plugin_std.stores",
     "sync_plugin_ray",
 )
+_OURS = {module.partition(".")[0] for module in PUBLIC}
 #: The output of commands with ``--json``: a list of the first (``""``), an object (``"{}"``), or an
 #: object with lists.
 PRINTED: Mapping[str, Mapping[str, type]] = {
@@ -105,14 +105,7 @@ _AUTHOR_ORDER = (
 
 def pages() -> dict[str, str]:
     """Return the text of every page by name."""
-    return {
-        "users": _index("For users", "Classes and commands.", (*_USER_PAGES, *_USER_ORDER)),
-        "authors": _index(
-            "For authors of plugins",
-            "What schemes, layers and worker groups are made from, and :doc:`what may change "
-            "</reference/stability>`.",
-            (*_AUTHOR_ORDER, "/reference/stability"),
-        ),
+    written = {
         "interface": _interface(),
         **{
             page: _page(title, "", *(_automatic("sync_core", name) for name in names))
@@ -137,6 +130,17 @@ def pages() -> dict[str, str]:
         "collector": _exported("Collector", "sync_collector"),
         "environments": _exported("Environments", "sync_collector.envs"),
         "ray": _exported("Actors of Ray", "sync_plugin_ray"),
+    }
+    users = [*_USER_PAGES, *_USER_ORDER]
+    users += [name for name in written if name not in {*users, *_AUTHOR_ORDER, "interface"}]
+    return written | {
+        "users": _index("For users", "Classes and commands.", users),
+        "authors": _index(
+            "For authors of plugins",
+            "What schemes, layers and worker groups are made from, and :doc:`what may change "
+            "</reference/stability>`.",
+            (*_AUTHOR_ORDER, "/reference/stability"),
+        ),
     }
 
 
