@@ -31,12 +31,13 @@ from sync_collector.bench import command as bench_collector
 from sync_core import cli, errors, registry
 from sync_core.cli.doctor import Diagnosis
 from sync_core.cli.listing import Listed
+from sync_core.cli.plan import Estimate
 from sync_core.hooks import HOOKS, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core.sending.status import SenderView, WorkerView
 from sync_core.transports import Finding
 
 _CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext", "BindContext")
 _WIDTH = 96
-_OURS = {"sync_core", "sync_collector", "sync_plugin_std", "sync_plugin_ray", "sync_plugin_dist"}
 _MEMBERS = (FunctionType, property, classmethod, staticmethod, cached_property)
 #: Whose ``__all__`` is public.
 PUBLIC = (
@@ -57,10 +58,14 @@ PUBLIC = (
     "sync_plugin_trl",
     "sync_plugin_vllm",
 )
-#: The output of commands with ``--json``: a list of the first, or an object with a list of each.
+_OURS = {module.partition(".")[0] for module in PUBLIC}
+#: The output of commands with ``--json``: a list of the first (``""``), an object (``"{}"``), or an
+#: object with lists.
 PRINTED: Mapping[str, Mapping[str, type]] = {
     "sync-core list": {"": Listed},
     "sync-core doctor": {"schemes": Diagnosis, "findings": Finding},
+    "sync-core plan": {"": Estimate},
+    "sync-core watch": {"{}": SenderView, "workers": WorkerView},
 }
 
 
@@ -106,14 +111,7 @@ _AUTHOR_ORDER = (
 
 def pages() -> dict[str, str]:
     """Return the text of every page by name."""
-    return {
-        "users": _index("For users", "Classes and commands.", (*_USER_PAGES, *_USER_ORDER)),
-        "authors": _index(
-            "For authors of plugins",
-            "What schemes, layers and worker groups are made from, and :doc:`what may change "
-            "</reference/stability>`.",
-            (*_AUTHOR_ORDER, "/reference/stability"),
-        ),
+    written = {
         "interface": _interface(),
         **{
             page: _page(title, "", *(_automatic("sync_core", name) for name in names))
@@ -141,6 +139,17 @@ def pages() -> dict[str, str]:
         "torchrl": _exported("Schemes in TorchRL", "sync_plugin_torchrl"),
         "trl": _exported("TRL and transformers", "sync_plugin_trl"),
         "vllm": _exported("Engines of vLLM", "sync_plugin_vllm"),
+    }
+    users = [*_USER_PAGES, *_USER_ORDER]
+    users += [name for name in written if name not in {*users, *_AUTHOR_ORDER, "interface"}]
+    return written | {
+        "users": _index("For users", "Classes and commands.", users),
+        "authors": _index(
+            "For authors of plugins",
+            "What schemes, layers and worker groups are made from, and :doc:`what may change "
+            "</reference/stability>`.",
+            (*_AUTHOR_ORDER, "/reference/stability"),
+        ),
     }
 
 
@@ -347,9 +356,10 @@ def _commands() -> str:
 
 
 def _printed(key: str, described: type) -> str:
-    where = f"the list ``{key}`` of the object" if key else "the list"
+    places = {"": "Each entry of the list", "{}": "The object"}
+    where = places.get(key, f"Each entry of its list ``{key}``")
     rows = [(f"``{name}``", told) for name, told in arguments_of(described).items()]
-    head = f"\nEach entry of {where} that ``--json`` prints:\n\n"
+    head = f"\n{where} that ``--json`` prints:\n\n"
     return head + _table(("key", "what it is"), rows)
 
 

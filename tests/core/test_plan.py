@@ -73,7 +73,7 @@ def test_the_command_prints_what_the_model_says(capsys: Any) -> None:
     printed = capsys.readouterr().out
     job = Job(nbytes=14e9, workers=16, nodes=2, gbit=100.0)
     for estimate in estimates(job):
-        (line,) = (line for line in printed.splitlines() if estimate.way in line)
+        line = next(line for line in printed.splitlines() if estimate.way in line)
         assert seconds_text(estimate) in line
         assert size_text(estimate.trainer_gb) in line
     assert main([*command.split(), "--json"]) == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import re
 import socket
 import threading
 import time
@@ -119,6 +121,25 @@ def test_closing_ends_the_thread_and_the_port(sender: Sender) -> None:
         fetch(sender.status_address)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_keep_the_port_open(sender: Sender) -> None:
+    held, release = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(release)
+        os.read(held, 1)
+        os._exit(0)
+    try:
+        sender.close()
+        with pytest.raises(StatusError, match="no sender answers"):
+            fetch(sender.status_address)
+    finally:
+        os.close(release)
+        os.close(held)
+        os.waitpid(child, 0)
+
+
 def test_a_forgotten_sender_is_not_kept_alive() -> None:
     forgotten = Sender("thread", nn.Linear(2, 2), num_workers=1, status=True)
     fetch(forgotten.status_address)
@@ -137,14 +158,19 @@ def test_without_a_status_there_is_no_address() -> None:
 
 
 def test_watch_prints_a_table(sender: Sender, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")
     send_to_the_first(sender)
     assert main(["watch", sender.status_address, "--once"]) == 0
     printed = capsys.readouterr().out
     assert "policy by thread" in printed
     assert "1 sends, 1 failed" in printed
-    (stale,) = (line for line in printed.splitlines() if "suspect" in line)
-    assert "worker 1: did" in stale
+    fresh, stale = (re.search(rf"^ +{i} .*$", printed, re.MULTILINE) for i in range(2))
+    assert fresh is not None
+    assert fresh[0].split()[:2] == ["0", "current"]
+    assert fresh[0].split()[-1] == "0.0"
+    assert stale is not None
+    assert stale[0].split() == ["1", "suspect", "0", "s", "0", "1"]
+    assert "worker 1: did not confirm version 1" in printed
 
 
 def test_watch_goes_on_until_the_sender_closes(sender: Sender, capsys: Any) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -274,19 +275,23 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
 
 def _print(job: Job, found: list[Estimate], console: Console) -> None:
     network = f" on {job.nodes} machines, {job.gbit:g} Gbit/s" if job.nodes > 1 else ""
-    title = f"{size_text(job.gigabytes)} to {job.workers} workers{network}; memory besides models"
-    table = Table(title=title, title_justify="left")
-    columns = ("way", "seconds", "trainer's machine", "each other machine", "each worker")
-    for column in (*columns, "remark"):
-        table.add_column(column, justify="right" if column in columns[1:] else "left")
+    console.print(f"{size_text(job.gigabytes)} to {job.workers} workers{network}")
+    table = Table(box=SIMPLE, padding=0)
+    table.add_column("way")
+    for column in ("seconds", "memory: here", "elsewhere", "worker"):
+        table.add_column(column, justify="right", no_wrap=True)
     for estimate in found:
-        table.add_row(
-            estimate.way,
-            seconds_text(estimate),
-            *map(size_text, (estimate.trainer_gb, estimate.node_gb, estimate.worker_gb)),
-            estimate.remark,
-        )
+        memory = estimate.trainer_gb, estimate.node_gb, estimate.worker_gb
+        table.add_row(estimate.way, seconds_text(estimate), *map(size_text, memory))
     console.print(table)
+    for estimate in found:
+        if estimate.remark:
+            console.print(f"{estimate.way}: {estimate.remark}", soft_wrap=True)
+    console.print(
+        "Memory besides models: on the trainer's machine, on each other one, and in each worker; "
+        "below 0 where a worker needs no model of its own.",
+        soft_wrap=True,
+    )
 
 
 def seconds_text(estimate: Estimate) -> str:

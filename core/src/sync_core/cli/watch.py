@@ -11,6 +11,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
+from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -30,7 +31,14 @@ _STYLES = {
     "bad": "bold red",
     "lost": "bold red",
 }
-_PHASES = ("deliver", "stage", "commit", "pause", "acknowledge")
+# The milliseconds of a worker's last update, by the title of their column.
+_PHASES = {
+    "deliver": "deliver_seconds",
+    "stage": "stage_seconds",
+    "commit": "commit_seconds",
+    "pause": "pause_seconds",
+    "answer": "acknowledge_seconds",
+}
 
 
 class StatusError(SyncError):
@@ -109,20 +117,21 @@ def _watch(address: str, status: Mapping[str, Any], interval: float, console: Co
 
 
 def render(status: Mapping[str, Any]) -> Group:
-    """Return the status as a line about the sender and a table of its workers.
+    """Return a line about the sender, a table of its workers, and their errors.
 
     Args:
         status: the fields of `SenderView`.
     """
-    table = Table(expand=False)
+    table = Table(box=SIMPLE, padding=0, caption_justify="left")
+    table.caption = "deliver to answer: milliseconds of the worker's last update"
     table.add_column("worker", justify="right")
     table.add_column("state")
-    for column in ("for", "version", "lag", *(f"{phase} ms" for phase in _PHASES), "MB"):
+    for column in ("since", "version", "lag", *_PHASES, "MB"):
         table.add_column(column, justify="right")
-    table.add_column("last error", overflow="fold")
     for worker in status["workers"]:
         table.add_row(*_cells(worker))
-    return Group(Text(_headline(status)), table)
+    errors = [Text(w["error"], style="red") for w in status["workers"] if w["error"]]
+    return Group(Text(_headline(status)), table, *errors)
 
 
 def _headline(status: Mapping[str, Any]) -> str:
@@ -145,16 +154,16 @@ def _headline(status: Mapping[str, Any]) -> str:
 
 def _cells(worker: Mapping[str, Any]) -> Sequence[str | Text]:
     state = worker["state"]
-    last = worker["last"]
+    # Of an update that failed, nothing is known but how long that took.
+    last = None if worker["last"] is None or worker["last"]["error"] else worker["last"]
     return [
         str(worker["worker_id"]),
         Text(state, style=_STYLES.get(state, "")),
         f"{worker['state_seconds']:.0f} s",
         str(worker["version"]),
         Text(str(worker["lag"]), style="yellow" if worker["lag"] else ""),
-        *(_milliseconds(last, f"{phase}_seconds") for phase in _PHASES),
+        *(_milliseconds(last, field) for field in _PHASES.values()),
         "" if last is None else f"{last['nbytes'] / 1e6:,.1f}",
-        Text(worker["error"] or "", style="red"),
     ]
 
 

@@ -131,6 +131,8 @@ class StatusEndpoint:
 
     def close(self) -> None:
         """Refuse further connections; a request in progress is answered first."""
+        # Closing is not enough: a process that was forked from this one has the socket, too.
+        self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -186,7 +188,7 @@ class StatusEndpoint:
                     continue
                 with connection, suppress(OSError):
                     self._answer(connection)
-            # A process that was forked from this one has the listener, too.
+            # As with the other socket; macOS has no such call for listeners.
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
 
