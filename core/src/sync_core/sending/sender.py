@@ -174,10 +174,7 @@ class Sender(Updater):
     ) -> None:
         super().__init__()
         timeout = check_seconds(timeout)
-        if only not in (None, "trainable"):
-            raise OptionError(f"only must be 'trainable' or None, got {only!r}")
-        if only is not None and gather:
-            raise OptionError("only='trainable' does not know which gathered tensors are trained")
+        self._only = TrainableOnly.of(only, strategy, gather=gather)
         if on_report is not None:
             check_function(on_report, "on_report")
         if chunk_mb is not None:
@@ -230,7 +227,6 @@ class Sender(Updater):
         if self._pipeline.moves_nothing is not None:
             register_owner(self._terms.token, self._source)
         self._tensor_versions = TensorVersions()
-        self._only = None if only is None else TrainableOnly(strategy)
         self._cadence = PushCounter(self._pipeline.stack, model_id)
         self._version = check_count(version, "version", least=0)
         # Reentrant, as a layer may add a worker.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from sync_core.errors import ModelError
+from sync_core.errors import ModelError, OptionError
 from sync_core.models.extract import Strategy, named_tensors
 from sync_core.weights.payload import Update
 
@@ -50,6 +50,21 @@ class TrainableOnly:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._sent: dict[str, _Reference] = {}
+
+    @classmethod
+    def of(cls, only: object, strategy: Strategy, *, gather: bool) -> Self | None:
+        """What `Sender` uses for its argument ``only``; None where that is None.
+
+        Raises:
+            OptionError: it is something else, or cannot be combined with ``gather``.
+        """
+        if only is None:
+            return None
+        if only != "trainable":
+            raise OptionError(f"only must be 'trainable' or None, got {only!r}")
+        if gather:
+            raise OptionError("only='trainable' does not know which gathered tensors are trained")
+        return cls(strategy)
 
     def select(self, update: Update, model: Any) -> Update:
         """Return the part of an update of the whole model that has to travel.
