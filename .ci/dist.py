@@ -6,7 +6,8 @@
 Nothing comes from the environment of the caller: the wheels are built from the sdists by tools in
 an environment of their own, and each is installed into an empty one, with what it names. There its
 entry points load and its public names exist; then what its README says is typed: the install line,
-and the example. ``--tag v0.1.0`` also fails if that is not the version.
+and the example, unless a comment before it says that it is "not a whole program". ``--tag v0.1.0``
+also fails if that is not the version.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ CONSTRAINTS = ROOT / "constraints.txt"
 # Wheels of this repository that a distribution needs are taken from here, before any index.
 DIST = ROOT / "dist"
 INSTALL = re.compile(r"^pip install (.+)$", re.MULTILINE)
-EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(
+    r'(?<!"not a whole program" --->\n)^```python\n(.*?)^```', re.MULTILINE | re.DOTALL
+)
 # An example of a README ends, or is ended.
 DEADLINE_S = 300
 

@@ -21,7 +21,7 @@ _LOADED = re.compile(
     r'<(?:script|img|iframe|source)\b[^>]*\ssrc="(.*?)"|<link\b[^>]*\shref="(.*?)"'
 )
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("pages")]
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What was measured, see docs/benchmarks.md and docs/explanation/scaling.md; in seconds.
+    """Measured costs in seconds, from docs/benchmarks.md and docs/explanation/scaling.md.
 
     Args:
         start: of a send.
@@ -66,7 +66,7 @@ _VERSIONS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is sent, and where to.
+    """A model, and the workers that it is sent to.
 
     Args:
         nbytes: bytes of the model as it travels.
@@ -120,7 +120,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one way of sending costs.
+    """The cost of one way of sending.
 
     Args:
         way: what to type.
