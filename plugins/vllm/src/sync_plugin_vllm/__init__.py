@@ -8,6 +8,8 @@ vLLM calls `register` in each of its processes, and finds the weight transfer en
 from sync_plugin_vllm.clients import EngineError, HttpClient
 from sync_plugin_vllm.target import EngineStatus, VllmTarget
 
+__version__ = "0.1.0"
+
 __all__ = ["EngineError", "EngineStatus", "HttpClient", "VllmTarget", "register"]
 
 
