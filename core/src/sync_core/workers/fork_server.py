@@ -57,7 +57,7 @@ _MAX_DESCRIPTORS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ForkRequest:
     """The request for a forked process: its function and directory.
 
     Args:
@@ -73,7 +73,7 @@ class Request:
     environment: dict[str, str]
 
 
-def send_request(control: socket.socket, request: Request, descriptors: list[int]) -> None:
+def send_request(control: socket.socket, request: ForkRequest, descriptors: list[int]) -> None:
     """Ask for a process.
 
     Args:
@@ -175,7 +175,7 @@ class _Server:
                     os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(end)
 
-    def _become(self, request: Request, descriptors: list[int]) -> NoReturn:
+    def _become(self, request: ForkRequest, descriptors: list[int]) -> NoReturn:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -190,7 +190,7 @@ class _Server:
         run(request.main, [*descriptors[3:], *request.args])
 
 
-def _receive(control: socket.socket) -> tuple[Request, list[int]] | None:
+def _receive(control: socket.socket) -> tuple[ForkRequest, list[int]] | None:
     length, descriptors, _, _ = socket.recv_fds(control, _LENGTH, _MAX_DESCRIPTORS)
     if not length:
         return None
@@ -201,10 +201,10 @@ def _receive(control: socket.socket) -> tuple[Request, list[int]] | None:
         if not part:
             return None
         text += part
-    return Request(**json.loads(text)), descriptors
+    return ForkRequest(**json.loads(text)), descriptors
 
 
-def _settle(request: Request, stdout: int, stderr: int, directory: int) -> None:
+def _settle(request: ForkRequest, stdout: int, stderr: int, directory: int) -> None:
     """Make this process look like a fresh interpreter."""
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from sync_core.workers.fork_server import Request, receive_reply, send_request
+from sync_core.workers.fork_server import ForkRequest, receive_reply, send_request
 
 
 class WorkerProcess(ABC):
@@ -198,7 +198,7 @@ class ForkServer:
                 setsigmask=[signal.SIGINT],
             )
 
-    def fork(self, request: Request, fds: Sequence[int]) -> ForkedProcess:
+    def fork(self, request: ForkRequest, fds: Sequence[int]) -> ForkedProcess:
         """Have a process forked.
 
         Raises:
@@ -247,7 +247,7 @@ _READ_WHEN_LOADED = (
 )
 
 
-def fork(request: Request, fds: Sequence[int]) -> ForkedProcess:
+def fork(request: ForkRequest, fds: Sequence[int]) -> ForkedProcess:
     """Have a process forked; see `start_process`."""
     return _current.fork(request, fds)
 
@@ -269,7 +269,7 @@ class _Current:
         current = [] if self._server is None else [self._server]
         return {server.pid for server in [*current, *self._closed]}
 
-    def fork(self, request: Request, fds: Sequence[int]) -> ForkedProcess:
+    def fork(self, request: ForkRequest, fds: Sequence[int]) -> ForkedProcess:
         with self._lock:
             self._closed = [server for server in self._closed if not server.reaped()]
             load, inherited = _to_load(), _inherited()
@@ -342,10 +342,6 @@ atexit.register(_current.end)
 os.register_at_fork(after_in_child=_current.forget)
 
 
-if sys.platform == "linux":
-    pass
-
-
 def start_process(main: str, *args: str, fds: Sequence[int] = ()) -> WorkerProcess:
     """Start a process that runs one function with torch and the core loaded, and then ends.
 
@@ -372,5 +368,5 @@ def start_process(main: str, *args: str, fds: Sequence[int] = ()) -> WorkerProce
     """
     if sys.platform != "linux":
         return FreshProcess(main, args, fds)
-    request = Request(main, list(args), absolute_path(), dict(os.environ))
+    request = ForkRequest(main, list(args), absolute_path(), dict(os.environ))
     return fork(request, fds)

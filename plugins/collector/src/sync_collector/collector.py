@@ -34,7 +34,7 @@ from sync_collector.options import (
     refresh_interval,
 )
 from sync_collector.policy_module import module_of
-from sync_collector.relay import Relay
+from sync_collector.relay import PolicyRelay
 from sync_collector.rollout import RolloutOptions
 from sync_collector.schedules import FirstReady, Synchronous
 from sync_collector.schemes import (
@@ -305,7 +305,7 @@ class Collector:
         self._state = State(
             self._pool, self._requests, self._delivery, self._weights, random, timeout
         )
-        self._relay = Relay(self._weights, self._pool)
+        self._relay = PolicyRelay(self._weights, self._pool)
         self._background = BackgroundCollection(self._delivery, self._relay.look)
         try:
             self.register_scheme_receiver(weight_recv_schemes or {})

@@ -125,7 +125,7 @@ LET_END = 0.5
 
 
 @dataclass(slots=True)
-class _Progress:
+class _BatchProgress:
     """The progress of the batch in hand.
 
     Args:
@@ -180,7 +180,7 @@ class BatchDelivery:
         # Their version and sync_seconds are filled in when they are asked for.
         self._counts = CollectorStats()
         # Kept until the batch is handed over: Ctrl-C or a replay buffer may raise before that.
-        self._progress = _Progress()
+        self._progress = _BatchProgress()
 
     @property
     def wanted(self) -> int | None:
@@ -234,7 +234,7 @@ class BatchDelivery:
         self._counts = CollectorStats(**state["counts"])
         in_hand = state["in_hand"]
         yielded = copy.deepcopy(state["yielded"])
-        self._progress = _Progress(state["noted"], state["written"], yielded)
+        self._progress = _BatchProgress(state["noted"], state["written"], yielded)
         self._requests.in_hand = in_hand and replace(in_hand, batch=in_hand.batch.clone())
         following = self._pool.ids[state["turn"] :]
         self._schedule.turn = following[0] if following else 0
@@ -243,7 +243,7 @@ class BatchDelivery:
 
     def drop(self) -> None:
         """Let what was not handed on be lost, uncounted."""
-        self._requests.in_hand, self._progress = None, _Progress()
+        self._requests.in_hand, self._progress = None, _BatchProgress()
 
     def check_background(self) -> None:
         """Raise `RuntimeError` unless batches can be collected in the background."""
@@ -287,7 +287,7 @@ class BatchDelivery:
         if end_workers and 0 <= self._total_frames <= counts.frames:
             self._weights.let_end(LET_END)
             self._pool.dismiss()
-        following, yielded = _Progress(), progress.yielded[0]
+        following, yielded = _BatchProgress(), progress.yielded[0]
         # From here on nothing is called, so that Ctrl-C comes before the batch counts, and the next
         # call hands it over, or after it was handed over.
         self._counts, self._progress, self._requests.in_hand = counts, following, None

@@ -22,7 +22,7 @@ from sync_core.models import Binding, named_tensors
 _TURN = 0.01
 
 
-class Relay:
+class PolicyRelay:
     """Receives a collector's models from senders elsewhere.
 
     A version is acknowledged when the collector's own workers have committed it, and not before;
