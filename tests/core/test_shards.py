@@ -449,6 +449,7 @@ def test_reports_of_all_ranks_are_one() -> None:
         report = merge_reports(reports)
         assert (report.version, report.updated, report.failed) == (1, (0, 1), {})
         assert report.nbytes == sum(each.nbytes for each in reports)
+        assert report.scheme == "thread"
         receivers[1].close()
         pending = [sender.send_async() for sender in senders]
         receivers[0].receive()
