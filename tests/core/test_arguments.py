@@ -47,8 +47,8 @@ def test_a_sender(arguments: Any, error: type[Exception], message: str) -> None:
 
 def test_calls_of_a_sender(sender: Sender) -> None:
     nobody: Any = None
-    with pytest.raises(UnknownWorkerError, match=r"no worker None; the workers are \[0, 1\]"):
-        sender.address(nobody)
+    with pytest.raises(UnknownWorkerError, match=r"no worker 2; the workers are \[0, 1\]"):
+        sender.address(2)
     with pytest.raises(UnknownWorkerError, match=r"no worker None; the workers are \[0, 1\]"):
         sender.remove_worker(nobody)
     with pytest.raises(TypeError, match="callback is None, which cannot be called"):

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -404,6 +405,40 @@ def test_a_rank_that_is_killed_while_it_sends_is_named(scheme: str, options: Any
             process.join()
 
 
+def _receive_until_killed(pipe: Any, address: Address) -> None:
+    with Receiver(address, {"w": torch.zeros(4, 2)}) as receiver:
+        receiver.receive()
+        pipe.send(receiver.version)
+        threading.Event().wait()
+
+
+def test_a_worker_that_is_killed_is_named_by_every_rank_and_the_others_are_updated() -> None:
+    whole = weights(w=(4, 2))
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe()
+    with trainer(whole, 2, num_workers=2, scheme="shm", timeout=20.0) as senders:
+        model = like(whole)
+        receiver = Receiver(address_of(senders, 0), model)
+        process = context.Process(
+            target=_receive_until_killed, args=(there, address_of(senders, 1))
+        )
+        process.start()
+        try:
+            assert send_all(senders, [receiver]) == [1]
+            assert here.recv() == 1
+            process.kill()
+            process.join()
+            pending = [sender.send_async() for sender in senders]
+            assert receiver.receive() == 2
+            for each in pending:
+                with pytest.raises(SendError, match="worker 1: ") as caught:
+                    each.wait()
+                assert caught.value.report.updated == (0,)
+        finally:
+            process.kill()
+            process.join()
+
+
 def test_reports_of_all_ranks_are_one() -> None:
     whole = weights(w=(4, 2))
     with trainer(whole, 2, num_workers=2, timeout=2.0) as senders:
@@ -414,6 +449,7 @@ def test_reports_of_all_ranks_are_one() -> None:
         report = merge_reports(reports)
         assert (report.version, report.updated, report.failed) == (1, (0, 1), {})
         assert report.nbytes == sum(each.nbytes for each in reports)
+        assert report.scheme == "thread"
         receivers[1].close()
         pending = [sender.send_async() for sender in senders]
         receivers[0].receive()

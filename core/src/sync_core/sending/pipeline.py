@@ -36,13 +36,17 @@ from sync_core.models.multi_model import look_up, names_of, refers, same
 from sync_core.models.shared_model_check import check_same
 from sync_core.models.tensor_layout import KnownLayout, check_memory, travelling
 from sync_core.registry import Plugin
+from sync_core.relays.chunks import ChunkedScheme
 from sync_core.report import Reporter
 from sync_core.sending.membership import Membership
+from sync_core.shards.sender import ShardedScheme
 from sync_core.stack import Defaults, Stack
 from sync_core.transports.transport import Delivery, SenderTransport, unheard
 from sync_core.verify import Verification, Verify
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
+
+_MADE_OF_OTHERS = (ChunkedScheme, ShardedScheme)
 
 
 class Source:
@@ -279,7 +283,8 @@ class Pipeline:
         self.prepares = self.stack.calls_plugins("prepare_weights")
         self.skips = self.stack.implements("skip_update")
         #: The name of the scheme.
-        self.scheme = self._backend.name
+        scheme = self._backend.object
+        self.scheme = scheme.name if isinstance(scheme, _MADE_OF_OTHERS) else self._backend.name
         self.transport: SenderTransport | None = None
         self._make_address: Callable[..., Address]
         self._close: Callable[[], Any] | None = None

@@ -30,7 +30,7 @@ from sync_core.weights.payload import Payload
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class RankSource:
     """The part of a version that one rank sends to this worker.
 
     Args:
@@ -45,7 +45,7 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _JoinPlan:
+class JoinPlan:
     """The way in which a version is made of the payloads of all ranks.
 
     Args:
@@ -55,7 +55,7 @@ class _JoinPlan:
             in the source's layout.
     """
 
-    sources: tuple[_Source, ...]
+    sources: tuple[RankSource, ...]
     layout: Layout
     origins: tuple[tuple[int, int], ...]
 
@@ -68,7 +68,7 @@ class JoinedScheme:
         joined: how a version is made; None before it is known which regions the worker wants.
     """
 
-    def __init__(self, addresses: Sequence[Address], joined: _JoinPlan | None = None) -> None:
+    def __init__(self, addresses: Sequence[Address], joined: JoinPlan | None = None) -> None:
         self.addresses = tuple(addresses)
         self._joined = joined
         backend = self.addresses[0].scheme
@@ -206,11 +206,11 @@ def join(address: Address, model: Any, regions: Regions | None) -> tuple[Address
         address.scheme.addresses, map(Request.of, requests), strict=True
     ):
         layout = request.layout(_holding(rank_address).tensors)
-        sources.append(_Source(rank_address, request, layout))
+        sources.append(RankSource(rank_address, request, layout))
     places = [{piece: i for i, piece in enumerate(s.request.regions)} for s in sources]
     layout = Layout.of_kinds(kinds)
     origins = tuple((rank, places[rank][piece]) for rank, piece in taken_from)
-    scheme = JoinedScheme(address.scheme.addresses, _JoinPlan(tuple(sources), layout, origins))
+    scheme = JoinedScheme(address.scheme.addresses, JoinPlan(tuple(sources), layout, origins))
     return (
         replace(address, scheme=scheme, layout=layout, source_layout=layout),
         RegionViews(model, regions, pieces),
@@ -225,7 +225,7 @@ class JoinedReceiver(ReceiverTransport):
         joined: how a version is made.
     """
 
-    def __init__(self, context: TransportContext, joined: _JoinPlan) -> None:
+    def __init__(self, context: TransportContext, joined: JoinPlan) -> None:
         self._joined = joined
         #: How long to wait for ranks that have not sent a version, in seconds.
         self._patience = context.timeout / 2
@@ -347,7 +347,7 @@ class _RankReceiver:
         timeout: the deadline of calls that may block, in seconds.
     """
 
-    def __init__(self, source: _Source, timeout: float) -> None:
+    def __init__(self, source: RankSource, timeout: float) -> None:
         self._source = source
         address = source.address
         self.rank = _rank(address)

@@ -8,8 +8,9 @@ for the same regions share a payload, so that it is packed, or put, once.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -196,6 +197,9 @@ class ShardedSender(SenderTransport):
         self._timeout = context.timeout
         self._notify = context.notify
         self._holding = holding
+        # Of `send` of the inner transport, which one thread calls at a time: workers are added
+        # while versions are sent. Callbacks never take it.
+        self._lock = threading.RLock()
         self._number = 0
         # The sender's versions, by those of the inner transport, for late answers.
         self._versions: dict[int, int] = {}
@@ -215,14 +219,17 @@ class ShardedSender(SenderTransport):
         """Send each group of workers that want the same what they want."""
         started = time.monotonic()
         self._inner_of = {outer: d for outer, d in self._inner_of.items() if not d.ended}
-        self._ask([i for i in worker_ids if self._must_be_asked(self._members[i])])
-        deliveries: dict[int, Delivery] = {}
-        left = list(worker_ids)
+        # Another thread may remove workers meanwhile.
+        members = dict(self._members)
+        left = [worker_id for worker_id in worker_ids if worker_id in members]
+        deliveries = {i: _removed(i, payload) for i in worker_ids if i not in members}
+        self._ask([i for i in left if self._must_be_asked(members[i])])
         for share in (8, 2):
-            self._learn(left, started + self._timeout / share)
-            deliveries |= self._send_to_known(left, payload)
+            self._learn([members[i] for i in left], started + self._timeout / share)
+            known = {i: members[i] for i in left if members[i].request is not None}
+            deliveries |= self._send_to_known(known, payload)
             left = [worker_id for worker_id in left if worker_id not in deliveries]
-        deliveries |= {worker_id: self._absent(worker_id, payload) for worker_id in left}
+        deliveries |= {i: self._absent(i, members[i], payload) for i in left}
         return {worker_id: deliveries[worker_id] for worker_id in worker_ids}
 
     def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
@@ -242,7 +249,7 @@ class ShardedSender(SenderTransport):
 
     def remove_worker(self, worker_id: int) -> None:
         """Stop serving a worker."""
-        del self._members[worker_id]
+        self._members.pop(worker_id, None)
         self._inner.remove_worker(worker_id)
 
     def close(self) -> None:
@@ -253,9 +260,13 @@ class ShardedSender(SenderTransport):
         if not worker_ids:
             return
         question = (torch.zeros(1, dtype=torch.uint8),)
-        payload = Payload(self._next_number(0), _ASK_LAYOUT, question)
-        for worker_id, delivery in self._inner.send(payload, worker_ids).items():
-            self._members[worker_id].asked = delivery
+        with self._lock:
+            payload = Payload(self._next_number(0), _ASK_LAYOUT, question)
+            asked = self._inner.send(payload, worker_ids)
+        for worker_id, delivery in asked.items():
+            member = self._members.get(worker_id)
+            if member is not None:
+                member.asked = delivery
 
     def _must_be_asked(self, member: _Member) -> bool:
         """Return whether a question has ended without a request, as its worker was lost."""
@@ -267,9 +278,8 @@ class ShardedSender(SenderTransport):
             and self._request_in(asked) is None
         )
 
-    def _learn(self, worker_ids: Sequence[int], deadline: float) -> None:
+    def _learn(self, members: Sequence[_Member], deadline: float) -> None:
         """Take the workers' requests; of those that never had one, wait for it."""
-        members = [self._members[worker_id] for worker_id in worker_ids]
         awaited = [m.asked for m in members if m.request is None and m.asked and not m.waited]
         if awaited:
             self._inner.wait(awaited, max(0.0, deadline - time.monotonic()))
@@ -288,19 +298,26 @@ class ShardedSender(SenderTransport):
             _log.warning("worker %d asks for what there is not: %s", asked.worker_id, error)
             return None
 
-    def _send_to_known(self, worker_ids: Sequence[int], payload: Payload) -> dict[int, Delivery]:
-        groups: dict[Request, list[int]] = {}
-        for worker_id in worker_ids:
-            request = self._members[worker_id].request
-            if request is not None:
-                groups.setdefault(request, []).append(worker_id)
+    def _send_to_known(
+        self, members: Mapping[int, _Member], payload: Payload
+    ) -> dict[int, Delivery]:
+        groups: dict[Request, dict[int, _Member]] = {}
+        for worker_id, member in members.items():
+            if member.request is not None:
+                groups.setdefault(member.request, {})[worker_id] = member
         deliveries: dict[int, Delivery] = {}
-        for request, members in groups.items():
-            deliveries |= self._send_to(members, request, payload)
+        for request, group in groups.items():
+            try:
+                deliveries |= self._send_to(group, request, payload)
+            except Exception as error:
+                # The sender reports the error for all workers, if none was sent anything.
+                if not deliveries:
+                    raise
+                deliveries |= {i: _failed(i, payload, error) for i in group}
         return deliveries
 
     def _send_to(
-        self, worker_ids: Sequence[int], request: Request, payload: Payload
+        self, members: Mapping[int, _Member], request: Request, payload: Payload
     ) -> dict[int, Delivery]:
         layout = self._layouts.get(request)
         if layout is None:
@@ -308,26 +325,20 @@ class ShardedSender(SenderTransport):
         tensors, held = payload.tensors, self._holding.tensors
         parts = [tensors[i][inside(region, held[i].region)] for i, region in request.regions]
         parts.append(torch.tensor([payload.version]))
-        number = self._next_number(payload.version)
-        deliveries = {i: Delivery(i, payload.version, layout.nbytes) for i in worker_ids}
-        try:
-            inner = self._inner.send(
-                Payload(number, layout, parts, packing=payload.packing), worker_ids
-            )
-        except Exception as error:
-            message = f"version {payload.version} could not be sent: {error!r}"
-            for worker_id, delivery in deliveries.items():
-                failure = TransportError(worker_id, message)
-                failure.__cause__ = error
-                delivery.fail(failure)
-            return deliveries
-        for worker_id, delivery in deliveries.items():
-            self._inner_of[delivery] = inner[worker_id]
-            inner[worker_id].watch(partial(_forward, delivery, self._members[worker_id]))
+        with self._lock:
+            number = self._next_number(payload.version)
+            packed = Payload(number, layout, parts, packing=payload.packing)
+            sent = self._inner.send(packed, tuple(members))
+        deliveries = {}
+        for worker_id, inner in sent.items():
+            delivery = Delivery(worker_id, payload.version, layout.nbytes)
+            deliveries[worker_id] = delivery
+            self._inner_of[delivery] = inner
+            inner.watch(partial(_forward, delivery, members[worker_id]))
         return deliveries
 
-    def _absent(self, worker_id: int, payload: Payload) -> Delivery:
-        self._members[worker_id].waited = True
+    def _absent(self, worker_id: int, member: _Member, payload: Payload) -> Delivery:
+        member.waited = True
         delivery = Delivery(worker_id, payload.version, 0)
         delivery.fail(
             WorkerTimeoutError(
@@ -350,6 +361,20 @@ class ShardedSender(SenderTransport):
         self._versions[self._number] = version
         self._versions.pop(self._number - _KEPT, None)
         return self._number
+
+
+def _removed(worker_id: int, payload: Payload) -> Delivery:
+    delivery = Delivery(worker_id, payload.version, 0)
+    delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+    return delivery
+
+
+def _failed(worker_id: int, payload: Payload, cause: Exception) -> Delivery:
+    delivery = Delivery(worker_id, payload.version, 0)
+    error = TransportError(worker_id, f"could not send version {payload.version}: {cause!r}")
+    error.__cause__ = cause
+    delivery.fail(error)
+    return delivery
 
 
 def _forward(
