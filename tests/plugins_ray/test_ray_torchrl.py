@@ -12,7 +12,7 @@ from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
 from sync_plugin_torchrl import Scheme
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore")
 def test_actors_act_with_what_was_sent() -> None:
     policy = TensorDictModule(nn.Linear(7, 7), ["observation"], ["action"])
