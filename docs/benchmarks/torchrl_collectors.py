@@ -33,11 +33,12 @@ _FIRST_WEIGHTS_SECONDS = 300.0
 class PatientScheme(MultiProcessWeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
     """TorchRL's scheme, whose workers wait for the first weights of large models, too."""
 
-    def create_transport(self, **kwargs: Any) -> Any:
-        """Return a transport that does not give up after 10 seconds."""
-        transport = super().create_transport(**kwargs)
-        transport.timeout = _FIRST_WEIGHTS_SECONDS
-        return transport
+    def connect(self, **kwargs: Any) -> None:
+        """Connect, and do not give up after 10 seconds."""
+        for transport in (self.receiver_transport, *(self.sender_transports or {}).values()):
+            if transport is not None:
+                transport.timeout = _FIRST_WEIGHTS_SECONDS
+        super().connect(**kwargs)
 
 
 _WAYS = {

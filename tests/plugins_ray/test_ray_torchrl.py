@@ -12,17 +12,19 @@ from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
 from sync_plugin_torchrl import Scheme
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore")
 def test_actors_act_with_what_was_sent() -> None:
-    policy = TensorDictModule(nn.Linear(7, 7), ["observation"], ["action"])
-    nn.init.zeros_(policy.module.weight)
-    nn.init.constant_(policy.module.bias, 1.0)
+    linear = nn.Linear(7, 7)
+    nn.init.zeros_(linear.weight)
+    nn.init.constant_(linear.bias, 1.0)
+    policy = TensorDictModule(linear, ["observation"], ["action"])
     collector = RayCollector(
         [ContinuousActionVecMockEnv] * 2,
         policy,
         frames_per_batch=20,
         total_frames=60,
+        sync=True,
         remote_configs={"num_cpus": 1, "num_gpus": 0, "memory": 10**8},
         weight_sync_schemes={"policy": Scheme("ray")},
     )
@@ -31,7 +33,7 @@ def test_actors_act_with_what_was_sent() -> None:
         for value, batch in enumerate(collector, 2):
             seen.append(batch["action"].unique().tolist())
             with torch.no_grad():
-                policy.module.bias.fill_(float(value))
+                linear.bias.fill_(float(value))
             collector.update_policy_weights_()
     finally:
         collector.shutdown(shutdown_ray=False)

@@ -147,13 +147,14 @@ def test_workers_generate_what_the_trainers_model_generates(
 def test_a_grpo_run(
     rollouts: tuple[LlamaForCausalLM, Rollouts], tokenizer: Any, tmp_path: Path
 ) -> None:
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     model, workers = rollouts
     first = workers.version
     seen: list[list[int]] = []
 
-    def reward(completion_ids: list[list[int]], version: list[int], **_: Any) -> list[float]:
+    def reward(completion_ids: list[list[int]], version: list[int], **_: Any) -> list[float | None]:
         seen.append(version)
         return [sum(token == 2 for token in tokens) / 8 for tokens in completion_ids]
 

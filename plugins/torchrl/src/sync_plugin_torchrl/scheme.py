@@ -1,4 +1,4 @@
-"""A scheme of sync-core where TorchRL takes one of its own."""
+"""A weight sync scheme of TorchRL over any scheme of sync-core."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sync_core.models import resolve
 from sync_plugin_torchrl.guarded_receiver import GuardedReceiver
 from sync_plugin_torchrl.sources import find_devices, find_sources
 
-# What a scheme that travels to a worker leaves behind.
+# Attributes that a pickled scheme leaves behind.
 _STAYS = ("_sender_of", "_senders", "_pending", "_receiver", "_context_ref", "_model_ref")
 
 
@@ -203,10 +203,10 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
             yield self._senders[0], weights, [self._sender_of[index][1] for index in chosen]
 
     def _settle(self) -> None:
-        """Wait for what was sent.
+        """Wait for the sends that are pending.
 
-        What is raised about the first version is not: it was sent to workers that were still
-        being made, and those that were late for it have got it when they connected.
+        Errors about the first version are left out: it was sent to workers that were still being
+        made, and a worker that was late for it got it when it connected.
         """
         pending, self._pending = self._pending, []
         errors: list[SendError] = []
@@ -334,7 +334,7 @@ def _first_index(context: Any) -> int:
 
 
 def _is_by_worker(weights: Any) -> bool:
-    # A TensorDict is no dict, and its keys are strings.
+    # A TensorDict is not a dict, and its keys are strings.
     return (
         isinstance(weights, dict) and bool(weights) and all(isinstance(key, int) for key in weights)
     )

@@ -101,7 +101,7 @@ class Rollouts:
         """
         pending = self._sender.send_async()
         for worker_id in self._group.worker_ids:
-            # The sender learns what came of it.
+            # A failure is in the report.
             self._group.call(worker_id, _Generator.receive)
         try:
             return pending.wait()
