@@ -329,11 +329,13 @@ def differing(old: Units, new: Units) -> NDArray[np.int64]:
     """
     each = 8 // old.itemsize
     if each > 1 and len(old) % each == 0:
-        words = np.flatnonzero(old.view(np.uint64) != new.view(np.uint64))
-        if len(words) * each * _DENSE < len(old):
-            apart = old.reshape(-1, each)[words] != new.reshape(-1, each)[words]
-            found: NDArray[np.int64] = ((words * each)[:, None] + np.arange(each))[apart]
-            return found
+        before, after = old.view(np.uint64), new.view(np.uint64)
+        words = np.flatnonzero(before != after)
+        if len(words) * _DENSE < len(before):
+            # Units that are equal in both are 0 here.
+            units = (before[words] ^ after[words]).view(old.dtype)
+            found = np.flatnonzero(units)
+            return words[found // each] * each + found % each
     return np.flatnonzero(old != new)
 
 
