@@ -33,7 +33,7 @@ Compression: TypeAlias = Literal["zstd"]
 
 # Of units: no machine has the memory for so many.
 _TOO_LARGE = 1 << 48
-# What is compared at a time, in bytes: the pieces of both sides fit into a core's cache.
+# Compared at a time, in bytes: the pieces of both sides fit into a core's cache.
 _PIECE = 1 << 18
 # Small tensors are packed together, up to so many bytes, before they are compared.
 _GROUP = 1 << 20
@@ -51,7 +51,7 @@ _LEVEL = 1
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """What turns the packed body of a version, from ``base`` on, into that of ``version``.
+    """Turns the packed body of any version from ``base`` on into that of ``version``.
 
     Args:
         base: the oldest version that it applies to; 0 for a whole version, which it describes.
@@ -210,7 +210,7 @@ def unit_nbytes(layout: Layout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a payload differs from a body, and its values there."""
+    """The positions at which a payload differs from a body, and its values there."""
 
     positions: NDArray[np.int64]
     values: Units
