@@ -351,15 +351,15 @@ def shorten(positions: NDArray[np.int64], unit: int) -> Units:
         array([  2,   3, 255,  40], dtype=uint8)
     """
     gaps = np.diff(positions, prepend=0)
-    longer = np.maximum(gaps - 1, 0)
-    bridges = {width: int((longer // limit).sum()) for width, limit in _LONGEST.items()}
-    width = min(_LONGEST, key=lambda width: (width + unit) * (len(gaps) + bridges[width]))
-    if not bridges[width]:
-        return gaps.astype(f"u{width}")
-    before = longer // _LONGEST[width]
-    bridged = np.full(len(gaps) + bridges[width], _LONGEST[width], f"u{width}")
-    bridged[np.arange(len(gaps)) + np.cumsum(before)] = gaps - before * _LONGEST[width]
-    return bridged
+    # The few long gaps, and how many bridges each of them needs.
+    where = {width: np.flatnonzero(gaps > limit) for width, limit in _LONGEST.items()}
+    bridges = {width: (gaps[where[width]] - 1) // limit for width, limit in _LONGEST.items()}
+    width = min(
+        _LONGEST, key=lambda width: (width + unit) * (len(gaps) + int(bridges[width].sum()))
+    )
+    gaps[where[width]] -= bridges[width] * _LONGEST[width]
+    before = np.repeat(where[width], bridges[width])
+    return np.insert(gaps.astype(f"u{width}"), before, _LONGEST[width])
 
 
 _LONGEST = {1: (1 << 8) - 1, 2: (1 << 16) - 1}
