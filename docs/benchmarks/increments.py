@@ -39,7 +39,7 @@ Step = dict[str, tuple[Tensor, Tensor]]
 
 
 def main() -> None:
-    """Train, then measure each link in a process of its own."""
+    """Train, then measure each link in its own process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a directory that transformers can load")
     parser.add_argument("--rate", type=float, default=3e-6, help="the learning rate (3e-6)")
@@ -96,7 +96,7 @@ def train(path: str, rate: float) -> tuple[dict[str, Tensor], list[Step]]:
 
 
 def measured_at(rate: str, file: Path) -> dict[str, tuple[float, float]] | None:
-    """What a process measures whose loopback has this rate; None where that cannot be had."""
+    """The figures of a process whose loopback has this rate; None where it cannot be limited."""
     command = [sys.executable, __file__, "--model", "", "--measure", str(file)]
     if rate:
         limit = f"tc qdisc add dev lo root tbf rate {rate} burst 1mb latency 400ms"

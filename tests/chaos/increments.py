@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--orders", type=int, default=1000, help="orders over each scheme")
     parser.add_argument("--seed", type=int, default=0, help="of the first order")
     arguments = parser.parse_args()
-    # Sends that are missed on purpose are no news.
+    # Workers miss sends on purpose.
     logging.getLogger("sync_core").setLevel(logging.ERROR)
     for scheme in arguments.schemes:
         begin = time.monotonic()

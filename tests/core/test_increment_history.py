@@ -83,7 +83,7 @@ def check_increments(model: Model) -> None:
 
 
 def check_versions(model: Model) -> None:
-    """What the history gives of a version is that version, and it knows those it was to keep."""
+    """The history returns the right bits of a version, and knows those that it had to keep."""
     for version, weights in model.versions.items():
         payload = model.history.at(version)
         if payload is None:

@@ -25,7 +25,7 @@ class Far(Loopback):
 
 
 class Silent(Far):
-    """A third party's: it keeps the newest payload for whoever asks, and reports nothing."""
+    """A third party's: it keeps the newest payload for any worker, and reports nothing."""
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:

@@ -147,7 +147,7 @@ def test_the_rule_against_a_model_that_keeps_every_version(
 ) -> None:
     """After each send, a worker that is reported as updated has all that its version is made of."""
     model = weights()
-    # What the trainer has given so far, which is what every version consists of.
+    # The weights given so far, of which every version consists.
     given_so_far = weights()
     versions: dict[int, dict[str, Tensor]] = {}
     copies = [weights(-1.0), weights(-1.0)]

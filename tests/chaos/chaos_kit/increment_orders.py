@@ -26,7 +26,7 @@ from sync_core import (
 )
 from sync_core.errors import IncrementError
 
-# What a send may take before it counts as hanging, in seconds.
+# A send that takes longer counts as hanging, in seconds.
 _DEADLINE = 20.0
 _MOST_WORKERS = 4
 _STEPS = 12
@@ -46,7 +46,7 @@ class Mixed(nn.Module):
 
 
 class Skipper:
-    """Holds back the workers that it is told to."""
+    """Holds back some workers."""
 
     def __init__(self) -> None:
         self.skipped: set[int] = set()
@@ -66,7 +66,7 @@ class Worker:
     unnoticed: bool = False
 
     def receive(self) -> None:
-        """Commit what is there; a sender that has gone is no fault of the worker's."""
+        """Commit a version if there is one; the sender may have gone."""
         if self.receiver is not None:
             with suppress(SyncError):
                 self.receiver.receive(0)
@@ -243,7 +243,7 @@ class Order:
         name = self.random.choice(["wide.weight", "wide.bias", "norm.running_mean", "mask"])
         self.change({name})
         tensor = self.model.state_dict()[name]
-        # Of its own, or by hand.
+        # The model's own tensor, or another one.
         given = tensor if self.random.random() < 0.5 else tensor.clone()
         self.send({name: given})
 

@@ -1,4 +1,4 @@
-"""What each worker lacks, and how little of a version has to travel.
+"""Partial and incremental versions: workers are sent only the parts that they lack.
 
 One rule: the sender knows in which version each part last changed, and for each worker the version
 that it holds completely; a worker needs the parts that changed after that. In `partial` the parts

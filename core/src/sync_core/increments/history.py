@@ -73,7 +73,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What one version changed.
+    """The changes of one version.
 
     Args:
         previous: the version before it.
@@ -132,7 +132,7 @@ class History:
             payload: the version, newer than every one before.
             keep: whether a worker may yet ask for the version that is the newest now.
         """
-        # What is interrupted leaves nothing known.
+        # An interrupted call leaves nothing known.
         previous, self.version = self.version, 0
         changes, self._changes = self._changes, []
         if previous and payload.layout == self._newest.layout:
@@ -201,7 +201,7 @@ class History:
         return Patch(base, self.version, digest, self._checksum, len(body), gaps, values)
 
     def _restored(self, version: int) -> Packed | None:
-        """Return an older version in memory of its own."""
+        """Return an older version in its own memory."""
         packed, reached = self._newest, self.version
         undone: list[_Change] = []
         for change in reversed(self._changes):

@@ -11,7 +11,7 @@ from sync_core.weights.patch import Compression, zstd
 
 @dataclass(frozen=True, slots=True)
 class Increments:
-    """How versions travel as increments: ``Sender(…, increments=Increments(below=0.1))``.
+    """Options of increments: ``Sender(…, increments=Increments(below=0.1))``.
 
     Args:
         below: an increment travels where it takes less than this share of a whole version's bytes.

@@ -21,9 +21,9 @@ _BAD = ("load", "readback")
 
 
 class IncrementalReceiver(ReceiverTransport):
-    """Keeps the newest version in memory of its own, and applies increments to it.
+    """Keeps the newest version in its own memory, and applies increments to it.
 
-    What it hands on is a whole version, good until the next `receive`. A version that cannot be
+    It hands on whole versions, each good until the next `receive`. A version that cannot be
     made whole is refused, and the sender sends it again.
 
     Args:
@@ -129,7 +129,7 @@ class IncrementalReceiver(ReceiverTransport):
             )
         if kept.layout.digest != patch.digest:
             raise PayloadError("the layout has changed")
-        # What is interrupted from here on is neither version.
+        # Interrupted from here on, it is neither version.
         self._kept, self._version = None, 0
         patch.apply(kept.body)
         return kept

@@ -1,8 +1,8 @@
 """The sender's side of incremental versions: between the sender and its scheme's transport.
 
-A version comes here whole, after all layers. What goes on to the transport is a payload of bytes
-like any other: the version with a description of itself, or an increment. Workers that can use
-the same increment share it. Each payload has a number of its own, since the transport may be given
+A version arrives here whole, after all layers. The transport is given a payload of bytes like any
+other: the version with a description of itself, or an increment. Workers that can use
+the same increment share it. Each payload has its own number, since the transport may be given
 two for one version; the version's own number travels inside.
 """
 
@@ -57,7 +57,7 @@ class _Outgoing(Delivery):
 
     @property
     def remark(self) -> str:
-        """What the transport says of a late worker."""
+        """The transport's clause about a late worker."""
         return "" if self.inner is None else self.inner.remark
 
     @remark.setter
@@ -74,7 +74,7 @@ class _Outgoing(Delivery):
 
 @dataclass(eq=False)
 class _Worker:
-    """What is known of a worker.
+    """A worker's state: the versions that it holds and wants.
 
     Args:
         worker_id: its id.

@@ -20,7 +20,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """What is known of a tensor as it was sent: some of its bits, and the sum of all."""
+    """A tensor as it was sent: some of its bits, and the sum of all."""
 
     sampled: Tensor
     total: int

@@ -33,7 +33,7 @@ Compression: TypeAlias = Literal["zstd"]
 
 # Of units: no machine has the memory for so many.
 _TOO_LARGE = 1 << 48
-# What is compared at a time, in bytes: the pieces of both sides fit into a core's cache.
+# Compared at a time, in bytes: the pieces of both sides fit into a core's cache.
 _PIECE = 1 << 18
 # Small tensors are packed together, up to so many bytes, before they are compared.
 _GROUP = 1 << 20
@@ -51,7 +51,7 @@ _LEVEL = 1
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """What turns the packed body of a version, from ``base`` on, into that of ``version``.
+    """Turns the packed body of any version from ``base`` on into that of ``version``.
 
     Args:
         base: the oldest version that it applies to; 0 for a whole version, which it describes.
@@ -210,7 +210,7 @@ def unit_nbytes(layout: Layout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a payload differs from a body, and its values there."""
+    """The positions at which a payload differs from a body, and its values there."""
 
     positions: NDArray[np.int64]
     values: Units
@@ -329,11 +329,13 @@ def differing(old: Units, new: Units) -> NDArray[np.int64]:
     """
     each = 8 // old.itemsize
     if each > 1 and len(old) % each == 0:
-        words = np.flatnonzero(old.view(np.uint64) != new.view(np.uint64))
-        if len(words) * each * _DENSE < len(old):
-            apart = old.reshape(-1, each)[words] != new.reshape(-1, each)[words]
-            found: NDArray[np.int64] = ((words * each)[:, None] + np.arange(each))[apart]
-            return found
+        before, after = old.view(np.uint64), new.view(np.uint64)
+        words = np.flatnonzero(before != after)
+        if len(words) * _DENSE < len(before):
+            # Units that are equal in both are 0 here.
+            units = (before[words] ^ after[words]).view(old.dtype)
+            found = np.flatnonzero(units)
+            return words[found // each] * each + found % each
     return np.flatnonzero(old != new)
 
 
@@ -349,15 +351,15 @@ def shorten(positions: NDArray[np.int64], unit: int) -> Units:
         array([  2,   3, 255,  40], dtype=uint8)
     """
     gaps = np.diff(positions, prepend=0)
-    longer = np.maximum(gaps - 1, 0)
-    bridges = {width: int((longer // limit).sum()) for width, limit in _LONGEST.items()}
-    width = min(_LONGEST, key=lambda width: (width + unit) * (len(gaps) + bridges[width]))
-    if not bridges[width]:
-        return gaps.astype(f"u{width}")
-    before = longer // _LONGEST[width]
-    bridged = np.full(len(gaps) + bridges[width], _LONGEST[width], f"u{width}")
-    bridged[np.arange(len(gaps)) + np.cumsum(before)] = gaps - before * _LONGEST[width]
-    return bridged
+    # The few long gaps, and how many bridges each of them needs.
+    where = {width: np.flatnonzero(gaps > limit) for width, limit in _LONGEST.items()}
+    bridges = {width: (gaps[where[width]] - 1) // limit for width, limit in _LONGEST.items()}
+    width = min(
+        _LONGEST, key=lambda width: (width + unit) * (len(gaps) + int(bridges[width].sum()))
+    )
+    gaps[where[width]] -= bridges[width] * _LONGEST[width]
+    before = np.repeat(where[width], bridges[width])
+    return np.insert(gaps.astype(f"u{width}"), before, _LONGEST[width])
 
 
 _LONGEST = {1: (1 << 8) - 1, 2: (1 << 16) - 1}

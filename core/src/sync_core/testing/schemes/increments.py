@@ -36,7 +36,7 @@ def change(model: nn.Module, *positions: int) -> None:
 
 
 class IncrementCases(SchemeCases):
-    """What travels is less, and what arrives is the same."""
+    """Fewer bytes travel, and the same bits arrive."""
 
     @pytest.fixture(autouse=True)
     def leaves_the_process(self) -> None:
