@@ -106,7 +106,7 @@ class HurtCases(SchemeCases):
         patience: how much of that the others may have to wait.
         late: what is said of that worker.
         loss: what is said of a worker that died.
-        asks: whether a worker asks for what it is offered, and so notices a trainer that is stopped.
+        asks: whether a worker asks for what it is offered, and so notices a stopped trainer.
     """
 
     scheme = "dist"
