@@ -61,7 +61,7 @@ def test_tokens_are_those_of_hugging_face_after_each_send(llm: Any, scheme: str)
 
 def test_adapters_arrive_merged(llm: Any) -> None:
     from peft import LoraConfig, get_peft_model
-    from sync_plugin_std.lora import MergedLora
+    from sync_plugin_std import lora
 
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     model = get_peft_model(make_llama(2), config)
@@ -70,7 +70,7 @@ def test_adapters_arrive_merged(llm: Any) -> None:
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
     target = VllmTarget(llm)
-    with connected(target, model, layers=[MergedLora()]):
+    with connected(target, model, layers=[lora("merged")]):
         target.send()
     tokens, _ = generated(llm)
     assert tokens == greedy(model.merge_and_unload())
