@@ -61,6 +61,7 @@ def test_tokens_are_those_of_hugging_face_after_each_send(llm: Any, scheme: str)
 
 def test_adapters_arrive_merged(llm: Any) -> None:
     from peft import LoraConfig, get_peft_model
+
     from sync_plugin_std import lora
 
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])

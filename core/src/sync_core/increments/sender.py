@@ -73,7 +73,7 @@ class _Outgoing(Delivery):
 
 
 @dataclass(eq=False)
-class _Worker:
+class _Recipient:
     """A worker's state: the versions that it holds and wants.
 
     Args:
@@ -92,7 +92,7 @@ class _Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PayloadPart:
     """One payload of a version, its workers, and the share of the version that it brings."""
 
     payload: Payload
@@ -130,10 +130,10 @@ class IncrementalSender(SenderTransport):
         # For what is known of workers; no other lock is taken with it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._workers = {i: _Worker(i) for i in worker_ids}
+        self._workers = {i: _Recipient(i) for i in worker_ids}
         # The newest version that went to all, and whether the transport has that whole.
         self._for_all, self._for_all_whole = 0, False
-        self._requests: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_Recipient | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._transport = make(layout=described(layout), notify=self._heard)
@@ -191,7 +191,7 @@ class IncrementalSender(SenderTransport):
         """Serve one more worker, which gets the newest version that went to all, whole."""
         with self._calling:
             with self._lock:
-                added = _Worker(worker_id, wanted=self._for_all, whole=self._for_all_whole)
+                added = _Recipient(worker_id, wanted=self._for_all, whole=self._for_all_whole)
                 self._workers[worker_id] = added
             try:
                 self._transport.add_worker(worker_id, worker)
@@ -224,7 +224,7 @@ class IncrementalSender(SenderTransport):
         if thread is not None and thread is not threading.current_thread():
             thread.join(_PATIENCE)
 
-    def _divide(self, version: int, held: Mapping[int, int]) -> list[_Part]:
+    def _divide(self, version: int, held: Mapping[int, int]) -> list[_PayloadPart]:
         """Return the payloads of a version, each with its workers."""
         patch = self._best_increment(version, sorted({*held.values()} - {0}))
         some = () if patch is None else [i for i, have in held.items() if have >= patch.base]
@@ -233,12 +233,12 @@ class IncrementalSender(SenderTransport):
         if others:
             whole = self._history.at(version)
             assert whole is not None
-            parts.append(_Part(whole, others, 1.0))
+            parts.append(_PayloadPart(whole, others, 1.0))
         if patch is None:
             self._last_whole = version
         else:
             increment = _travelling(patch, self._options.compress)
-            parts.append(_Part(increment, some, len(patch.gaps) / max(1, patch.size)))
+            parts.append(_PayloadPart(increment, some, len(patch.gaps) / max(1, patch.size)))
         return parts
 
     def _best_increment(self, version: int, held: Sequence[int]) -> Patch | None:
@@ -249,7 +249,7 @@ class IncrementalSender(SenderTransport):
         return next(filter(None, map(self._history.since, held)), None)
 
     def _hand_over(
-        self, part: _Part, outgoing: Mapping[int, _Outgoing], packing: Stopwatch
+        self, part: _PayloadPart, outgoing: Mapping[int, _Outgoing], packing: Stopwatch
     ) -> None:
         """Give the transport one payload under the next number."""
         version, whole = part.payload.version, not part.payload.base
@@ -280,7 +280,7 @@ class IncrementalSender(SenderTransport):
 
     def _answered(
         self,
-        worker: _Worker | None,
+        worker: _Recipient | None,
         outgoing: _Outgoing | None,
         delivery: Delivery,
         error: WorkerError | None,
@@ -342,7 +342,7 @@ class IncrementalSender(SenderTransport):
         if notice.kind == "connected" and worker is not None:
             self._request(worker)
 
-    def _request(self, worker: _Worker) -> bool:
+    def _request(self, worker: _Recipient) -> bool:
         """Have a worker sent what it wants whole, unless the transport has that for it already."""
         with self._lock:
             if not self._lacks_whole(worker):
@@ -355,7 +355,7 @@ class IncrementalSender(SenderTransport):
         self._requests.put(worker)
         return True
 
-    def _lacks_whole(self, worker: _Worker) -> bool:
+    def _lacks_whole(self, worker: _Recipient) -> bool:
         served = self._workers.get(worker.worker_id) is worker and not self._closed
         return served and bool(worker.wanted) and not worker.whole
 
@@ -370,7 +370,7 @@ class IncrementalSender(SenderTransport):
                 if worker.outgoing is not None:
                     self._fail(worker.outgoing, WorkerError(worker.worker_id, message))
 
-    def _send_again(self, worker: _Worker) -> None:
+    def _send_again(self, worker: _Recipient) -> None:
         """Send a worker what it wants whole."""
         with self._lock:
             if not self._lacks_whole(worker):
@@ -387,7 +387,7 @@ class IncrementalSender(SenderTransport):
                 self._fail(outgoing, WorkerError(worker.worker_id, message))
             return
         carried = {} if outgoing is None else {worker.worker_id: outgoing}
-        self._hand_over(_Part(whole, [worker.worker_id], 1.0), carried, Stopwatch())
+        self._hand_over(_PayloadPart(whole, [worker.worker_id], 1.0), carried, Stopwatch())
         if alone:
             self._for_all_whole = version == self._for_all
 
