@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from sync_core import Receiver, Sender
+from sync_core import OptionError, Receiver, Sender
 from sync_core.testing import SchemeConformance
 
 
@@ -36,11 +37,17 @@ def test_another_tool_reads_the_files(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    with pytest.raises(OptionError, match=f"no directory '{missing}' on this machine; make it"):
+        Sender("file", torch.nn.Linear(3, 2), num_workers=1, directory=missing)
+
+
 def test_a_forked_child_does_not_leave_in_its_parents_name(tmp_path: Path) -> None:
     program = f"""
 import os
 import torch
-from sync_core import Receiver, Sender
+from sync_core import OptionError, Receiver, Sender
 
 with Sender("file", torch.nn.Linear(2, 2), num_workers=1, directory={str(tmp_path)!r}) as sender:
     receiver = Receiver(sender.address(0), torch.nn.Linear(2, 2))

@@ -8,7 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sync_core import ReceiverTransport, SenderTransport, TransportContext, hookimpl
+from sync_core import (
+    OptionError,
+    ReceiverTransport,
+    SenderTransport,
+    TransportContext,
+    hookimpl,
+)
 from sync_plugin_std.stores import Store, StoreOptions, store_transport
 
 
@@ -36,6 +42,11 @@ class FileScheme:
         """The sender's or a receiver's side."""
         options = context.parse_options(FileOptions)
         directory = Path(options.directory or tempfile.gettempdir())
+        if not directory.is_dir():
+            raise OptionError(
+                f"scheme 'file': there is no directory {str(directory)!r} on this machine; make "
+                "it, or mount it"
+            )
         return store_transport(context, DirectoryStore(directory), options)
 
 
