@@ -192,7 +192,7 @@ def test_a_peer_that_answers_something_else_is_lost_and_the_sender_lives(
         receiver = Receiver(sender.address(0), nn.Linear(2, 2))
         pending = sender.send_async()
         transport: Any = receiver._transport
-        channel = transport._line.channel if scheme == "dist" else transport._channel
+        channel = transport._channel
         channel.send({"type": "answer", "answer": answer, "held": []})
         with pytest.raises(SendError) as info:
             pending.wait()

@@ -334,7 +334,7 @@ def test_torn_reads_are_looked_for() -> None:
 
 
 def test_the_page_about_them(capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).parents[2] / "docs" / "how-to" / "faults.md"
+    page = Path(__file__).parents[2] / "docs" / "authors" / "faults.md"
     code, printed = re.findall(r"```(?:python|text)\n(.*?)```", page.read_text(), re.DOTALL)
     exec(compile(code, str(page), "exec"), {})
     assert capsys.readouterr().out == printed

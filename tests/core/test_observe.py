@@ -100,7 +100,7 @@ def test_a_clock_of_the_same_name_that_tells_another_time(
         return message
 
     monkeypatch.setattr(Answer, "to_message", ahead)
-    with Sender("shm", nn.Linear(2, 2), num_workers=1) as sender:
+    with Sender("dist", nn.Linear(2, 2), num_workers=1, shared_memory=False) as sender:
         receiver = Receiver(sender.address(0), nn.Linear(2, 2))
         assert send_and_receive(sender, receiver).workers[0].deliver_seconds is None
 

@@ -12,6 +12,7 @@ from torch import nn
 from sync_core.testing.schemes.models import fingerprints, make_policy
 from sync_core.testing.schemes.pool import SchemeCases, Start, Workers
 from sync_core.testing.schemes.worker import Worker
+from sync_core.testing.worker_groups import eventually
 
 
 def make_wide() -> nn.Linear:
@@ -37,11 +38,6 @@ def change(model: nn.Module, *positions: int) -> None:
 
 class IncrementCases(SchemeCases):
     """Fewer bytes travel, and the same bits arrive."""
-
-    @pytest.fixture(autouse=True)
-    def leaves_the_process(self) -> None:
-        """Increments are refused within one process."""
-        self.need("cross_process")
 
     def test_an_increment_brings_what_changed(self, start: Start) -> None:
         policy, workers = self._start(start)
@@ -77,6 +73,8 @@ class IncrementCases(SchemeCases):
         workers.connect(worker_id, make=make_wide_of_zeros)
         assert workers.receive(worker_id) == 2
         assert workers.fingerprints() == [fingerprints(policy)] * 3
+        # Before its answer is read, the sender would send the next version whole.
+        assert eventually(lambda: workers.sender.workers[worker_id].version == 2, 20)
         change(policy, 9)
         assert {result.base for result in workers.send().workers.values()} == {2}
         assert workers.fingerprints() == [fingerprints(policy)] * 3
@@ -121,6 +119,8 @@ class IncrementCases(SchemeCases):
 
     def _start(self, start: Start, **options: Any) -> tuple[nn.Module, Workers]:
         """The model, and two workers that have another of the kind."""
+        # Increments are refused within one process.
+        self.need("cross_process")
         if self.called:
             policy = make_policy()
             return policy, start(policy, increments=True, **options)
