@@ -212,9 +212,12 @@ def test_workers_are_added_and_removed_by_another_thread_during_a_send() -> None
         store = cast("Any", sender._pipeline.transport)._store
         put = store.put
 
+        added = []
+
         def put_while_workers_change(payload: Payload) -> Any:
             threads.submit(sender.remove_worker, 1).result(20)
-            threads.submit(sender.add_worker).result(20)
+            # It waits until the send has begun.
+            added.append(threads.submit(sender.add_worker))
             return put(payload)
 
         store.put = put_while_workers_change
@@ -223,6 +226,7 @@ def test_workers_are_added_and_removed_by_another_thread_during_a_send() -> None
             assert receiver.receive() == 1
             with pytest.raises(SendError, match="was removed from the sender") as caught:
                 pending.wait()
+            assert added[0].result(20) == 2
         assert caught.value.report.updated == (0,)
         assert list(caught.value.report.failed) == [1]
     assert values(model) == {1.0}
