@@ -34,7 +34,7 @@ from sync_core.testing.negated import Negated
 from sync_core.testing.schemes.models import fill, make_policy
 from sync_core.testing.schemes.pool import Pool, SchemeCases, Start
 from sync_core.testing.schemes.worker import Worker
-from sync_core.transports import Finding
+from sync_core.transports import Finding, FindingsContext
 
 
 class ProtocolCases(SchemeCases):
@@ -131,8 +131,10 @@ class ProtocolCases(SchemeCases):
 
     def test_what_it_finds_amiss_is_told_in_time(self) -> None:
         self.need("findings")
+        plugin = registry.find(registry.SCHEMES, self.scheme)
+        context = FindingsContext(scheme=plugin.name, options=self.options)
         begin = time.perf_counter()
-        found = list(registry.find(registry.SCHEMES, self.scheme).object.findings())
+        found = list(plugin.object.findings(context))
         assert time.perf_counter() - begin < 10.0, "doctor waits for so long, and no longer"
         assert all(isinstance(finding, Finding) for finding in found)
         assert not any("\n" in str(finding) for finding in found), "each is one line"
