@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# So that all runs of pytester share the modules: it forgets those that a run of its own imports.
+import sync_core.address
+import sync_core.testing  # noqa: F401
 from sync_core.cli import main
 
 pytest_plugins = ["pytester"]
