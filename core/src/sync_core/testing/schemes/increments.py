@@ -12,6 +12,7 @@ from torch import nn
 from sync_core.testing.schemes.models import fingerprints, make_policy
 from sync_core.testing.schemes.pool import SchemeCases, Start, Workers
 from sync_core.testing.schemes.worker import Worker
+from sync_core.testing.worker_groups import eventually
 
 
 def make_wide() -> nn.Linear:
@@ -46,13 +47,19 @@ class IncrementCases(SchemeCases):
     def test_an_increment_brings_what_changed(self, start: Start) -> None:
         policy, workers = self._start(start)
         whole = workers.send()
-        assert {result.base for result in whole.workers.values()} == {0}
+        assert {result.base for result in whole.workers.values()} == {0}, (
+            "the first version must be whole"
+        )
         # Over some transports the second version arrives twice.
         for number in range(1, 4):
             change(policy, 7, 100 * number)
             report = workers.send()
-            assert {result.base for result in report.workers.values()} == {number}
-            assert report.nbytes < whole.nbytes / (1 if self.called else 5)
+            assert {result.base for result in report.workers.values()} == {number}, (
+                "an increment must build on the version that the workers hold"
+            )
+            assert report.nbytes < whole.nbytes / (1 if self.called else 5), (
+                "an increment must bring less than a whole version"
+            )
             assert workers.fingerprints() == [fingerprints(policy)] * 2
 
     def test_an_increment_after_versions_that_one_worker_missed(self, start: Start) -> None:
@@ -77,8 +84,14 @@ class IncrementCases(SchemeCases):
         workers.connect(worker_id, make=make_wide_of_zeros)
         assert workers.receive(worker_id) == 2
         assert workers.fingerprints() == [fingerprints(policy)] * 3
+        # No delivery brings that answer, so it comes when the transport has heard it.
+        assert eventually(lambda: workers.sender.workers[worker_id].version == 2, 5.0), (
+            "the transport must report by context.notify that a late worker has a version"
+        )
         change(policy, 9)
-        assert {result.base for result in workers.send().workers.values()} == {2}
+        assert {result.base for result in workers.send().workers.values()} == {2}, (
+            "an increment must build on the version that the workers hold"
+        )
         assert workers.fingerprints() == [fingerprints(policy)] * 3
 
     @pytest.mark.usefixtures("asking")
@@ -104,7 +117,9 @@ class IncrementCases(SchemeCases):
         change(policy, 5)
         report = workers.send()
         assert [report.workers[i].base for i in range(2)] == [0, 1]
-        assert report.workers[0].nbytes > whole
+        assert report.workers[0].nbytes > whole, (
+            "a worker that lacks the base must get a whole version"
+        )
         assert workers.fingerprints() == [fingerprints(policy)] * 2
 
     def test_increments_of_partial_updates(self, start: Start) -> None:
