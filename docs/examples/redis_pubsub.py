@@ -4,11 +4,11 @@
     pip install redis
     python docs/examples/redis_pubsub.py redis://127.0.0.1:6379
 
-What counts is in keys: the version that each worker should have, and its bytes. Messages only say
-that something has changed, so that one which is lost costs `TICK` seconds and no version. Redis
-ends the subscription of a process that dies, by which the other end notices it. All names begin
-with a digest of the sender's token, which is not kept there; use Redis's own passwords beside that.
-A Redis string holds 512 MB at most, and so does a version here.
+Keys hold the version that each worker should have, and its bytes. Messages only say that something
+has changed, so a message that is lost costs `TICK` seconds, and no version. Redis ends the
+subscription of a process that dies, by which the other end notices it. All names begin with a digest
+of the sender's token, which itself is not written to Redis; that a client may connect at all is for
+Redis's own passwords. A Redis string holds 512 MB at most, and so does a version here.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Place:
 
 
 class RedisSender(sync_core.SenderTransport):
-    """Puts a version once, and hears the answers in a thread of its own."""
+    """Puts a version once, and reads the answers on its own thread."""
 
     def __init__(self, context: TransportContext, connection: Connection) -> None:
         self._redis = connection
@@ -230,7 +230,7 @@ class RedisSender(sync_core.SenderTransport):
                 return
             worker_id, owner = message["worker"], message["owner"]
             if message["kind"] == "connected":
-                # What is on its way is this one's to answer; it finds the version by its key.
+                # It finds the version that is on its way by the key, and answers for it.
                 place.owner, place.process, place.lost = owner, message["process"], None
                 self._notify(worker_id, Notice("connected"))
             elif owner != place.owner:
@@ -300,7 +300,7 @@ class RedisReceiver(sync_core.ReceiverTransport):
             self._tell("answer", version=answer.version, answer=answer.to_message())
 
     def wake(self) -> None:
-        """Let `receive` return, by a message of its own."""
+        """Let `receive` return, by a message to this receiver."""
         self._woken = True
         with self._reaching():
             self._redis.client.publish(self._redis.own(self._owner), "")
@@ -313,7 +313,7 @@ class RedisReceiver(sync_core.ReceiverTransport):
         """Say why, and end the subscription; in a process that was forked, do nothing."""
         if os.getpid() != self._process or self._subscription is None:
             return
-        # What is not sent, the sender notices by the subscription.
+        # If that is not sent, the sender notices the end of the subscription.
         with suppress(redis.RedisError, SenderLostError):
             self._tell("left", reason=self._left)
         self._subscription.close()
