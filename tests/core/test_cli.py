@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 
-from sync_core.cli import main
+import sync_core
+from sync_core.cli import listing, main
 
 
 def test_list_shows_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,6 +29,36 @@ def test_list_shows_what_is_installed(capsys: pytest.CaptureFixture[str]) -> Non
     assert plugins["layers", "interval"]["options"] == ["pushes"]
     assert plugins["worker groups", "process"]["options"] == ["torch_threads"]
     assert not any(plugin["disabled"] or plugin["conflicts"] for plugin in plugins.values())
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"sync-core {sync_core.__version__}\n"
+
+
+def test_list_with_nothing_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(listing, "entry_points_of", lambda group: [])
+    assert main(["list"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "schemes: none is installed; to install some, type:" in lines
+    assert "pip install sync-plugin-std  # none, thread, shm, mp, file" in lines
+    assert "pip install sync-plugin-dist  # dist, rpc" in lines
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_list_cuts_nothing_off_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("SYNC_DISABLE", "bf16")
+    assert main(["list"]) == 0
+    out = Text.from_ansi(capsys.readouterr().out).plain
+    assert "…" not in out
+    assert "bf16: disabled; to use it, take it out of SYNC_DISABLE" in out.splitlines()
 
 
 def test_list_in_a_pipe_keeps_a_plugin_to_one_line(capsys: pytest.CaptureFixture[str]) -> None:

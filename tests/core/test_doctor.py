@@ -199,7 +199,27 @@ def test_a_name_that_nothing_provides(
     assert not captured.out
 
 
-@pytest.mark.parametrize("extra", [["--slots", "4"], ["--timeout", "0"], ["--timeout", "nan"]])
-def test_arguments_that_make_no_sense(extra: list[str]) -> None:
+@pytest.mark.timeout(120)
+def test_options_of_a_scheme(capfd: pytest.CaptureFixture[str]) -> None:
+    status, found = doctor(capfd, "shm", "--slots", "4")
+    assert (status, found["shm"]["verdict"]) == (0, "ok")
+    # One that the user has given is refused: nothing more can come from the user.
+    status, found = doctor(capfd, "shm", "--slot=4")
+    assert (status, found["shm"]["verdict"]) == (1, "failed")
+    assert "has no option 'slot'; its options are: directory, slots" in found["shm"]["problem"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["none", "--timeout", "0"],
+        ["none", "--timeout", "nan"],
+        ["none", "--slots"],
+        ["none", "--layers", "bf16"],
+        ["none", "shm", "--slots", "4"],
+        ["--slots=4"],
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["doctor", "none", *extra])
+        main(["doctor", *arguments])

@@ -177,7 +177,7 @@ from sync_plugin_std.none import NoneScheme
 
 class Scheme(NoneScheme):
     capabilities = NoneScheme.capabilities | {"findings"}
-    def findings(self):
+    def findings(self, context):
 """
 
 
@@ -204,15 +204,22 @@ def test_what_a_scheme_finds_itself(install: Install, body: str, line: str) -> N
     assert_line(str(finding), line)
 
 
+def test_options_that_a_scheme_refuses_are_reported_by_trying_it(install: Install) -> None:
+    declared = "from dataclasses import make_dataclass\nOptions = make_dataclass('Options', [])\n"
+    source = f"{declared}{FINDING}        context.parse_options(Options)\n        return []"
+    install("nest", group="sync.schemes", name="owl", source=source, to="found_nest:Scheme")
+    assert findings.check_scheme("owl", options={"perch": 3}) == []
+
+
 def test_what_declares_nothing_or_does_not_load_finds_nothing(install: Install) -> None:
     install("nest", group="sync.schemes", name="owl", source="raise RuntimeError('asleep')")
     assert findings.check_scheme("none") == []
     assert findings.check_scheme("owl") == []
 
 
-@pytest.mark.parametrize("method", ["findings = None", "def findings(self, sky): return []"])
+@pytest.mark.parametrize("method", ["findings = None", "def findings(self): return []"])
 def test_findings_that_cannot_be_asked_for(install: Install, method: str) -> None:
-    source = FINDING.replace("    def findings(self):\n", f"    {method}\n")
+    source = FINDING.replace("    def findings(self, context):\n", f"    {method}\n")
     install("nest", group="sync.schemes", name="owl", source=source, to="found_nest:Scheme")
     with pytest.raises(NotAPluginError, match="declares the capability 'findings', and has no"):
         registry.find(registry.SCHEMES, "owl")
@@ -220,12 +227,13 @@ def test_findings_that_cannot_be_asked_for(install: Install, method: str) -> Non
 
 @pytest.mark.timeout(60)
 def test_doctor_asks_the_schemes(install: Install, capfd: pytest.CaptureFixture[str]) -> None:
-    source = f"{FINDING}        yield Finding('sky', 'is dark', 'type: dawn')"
+    body = "yield Finding(context.scheme, f'has {context.options}', 'type: dawn')"
+    source = f"{FINDING}        {body}"
     install("nest", group="sync.schemes", name="owl", source=source, to="found_nest:Scheme")
-    assert main(["doctor", "owl", "--json"]) == 0
+    main(["doctor", "owl", "--perch", "3", "--json"])
     told = json.loads(capfd.readouterr().out)
-    assert told["schemes"][0]["verdict"] == "ok"
-    assert {"about": "sky", "problem": "is dark", "remedy": "type: dawn"} in told["findings"]
+    finding = {"about": "owl", "problem": "has {'perch': 3}", "remedy": "type: dawn"}
+    assert finding in told["findings"]
 
 
 @pytest.mark.timeout(60)

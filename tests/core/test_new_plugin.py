@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+# So that all runs of pytester share the modules: it forgets those that a run of its own imports.
+import sync_core.address
+import sync_core.testing  # noqa: F401
 from sync_core.cli import main
 
 pytest_plugins = ["pytester"]
@@ -37,12 +41,40 @@ def test_what_is_written_is_clean(written: Path) -> None:
     files = {str(p.relative_to(written)) for p in written.rglob("*") if p.is_file()}
     assert {
         "my-transport/.github/workflows/test.yml",
+        "my-transport/.gitignore",
+        "my-transport/LICENSE",
         "my-transport/README.md",
         "my-transport/pyproject.toml",
-        "my-transport/src/my_transport/__init__.py",
-        "my-transport/src/my_transport/py.typed",
-        "my-transport/tests/test_my_transport.py",
+        "my-transport/src/sync_plugin_my_transport/__init__.py",
+        "my-transport/src/sync_plugin_my_transport/py.typed",
+        "my-transport/tests/test_sync_plugin_my_transport.py",
     } <= files
+    assert "the authors of sync-plugin-my-layer" in (written / "my-layer/LICENSE").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "distribution"),
+    [
+        ([], "sync-plugin-redis"),
+        (["--distribution", "weights-over-redis"], "weights-over-redis"),
+    ],
+)
+def test_the_names_of_a_plugin(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    distribution: str,
+) -> None:
+    module = distribution.replace("-", "_")
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-plugin", "redis", *options]) == 0
+    assert f"cd {distribution}\n" in capsys.readouterr().out
+    project = tomllib.loads((tmp_path / distribution / "pyproject.toml").read_text())["project"]
+    assert project["name"] == distribution
+    assert project["entry-points"] == {"sync.schemes": {"redis": f"{module}:Redis"}}
+    assert project["license-files"] == ["LICENSE"]
+    assert (tmp_path / distribution / "src" / module / "__init__.py").is_file()
 
 
 @pytest.mark.parametrize(
@@ -50,14 +82,14 @@ def test_what_is_written_is_clean(written: Path) -> None:
     [
         [
             "--scheme",
-            "my_transport:MyTransport",
+            "sync_plugin_my_transport:MyTransport",
             "--group",
             "thread",
             "-k",
             "not 5000 and not large",
         ],
-        ["--layer", "my_layer:MyLayer", "--tolerance", "1e-7"],
-        ["--workers", "my_group:MyGroup"],
+        ["--layer", "sync_plugin_my_layer:MyLayer", "--tolerance", "1e-7"],
+        ["--workers", "sync_plugin_my_group:MyGroup"],
     ],
     ids=["scheme", "layer", "workers"],
 )
@@ -77,9 +109,12 @@ def test_what_is_written_conforms(
         (["My_Transport"], "not a name for a plugin: lower-case letters"),
         (["shm"], "sync-plugin-std has a scheme 'shm' already.* such as my-shm"),
         (["bf16", "--layer"], "sync-plugin-std has a layer 'bf16' already"),
-        (["json"], "the module 'json' exists already.* such as sync-json"),
-        (["torch"], "the module 'torch' exists already.* such as sync-torch"),
-        (["class"], "no module can be called 'class'.* such as my-class"),
+        (["sync-plugin-owl"], "would be typed as the scheme.* new-plugin owl"),
+        (["std"], "the module 'sync_plugin_std' exists already.* --distribution my-sync-plugin-s"),
+        (["owl", "--distribution", "json"], "the module 'json' exists already"),
+        (["owl", "--distribution", "torch"], "the module 'torch' exists already.* my-torch"),
+        (["owl", "--distribution", "class"], "no module can be called 'class'"),
+        (["owl", "--distribution", "Owl_1"], "'Owl_1' is not a name for a distribution: lower"),
         (["options"], "the class would be called 'Options'.* such as my-options"),
         (["directory-store"], "the class would be called 'DirectoryStore'"),
         (["path"], "the class would be called 'Path'"),

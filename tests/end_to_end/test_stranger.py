@@ -26,8 +26,12 @@ PROJECTS = {
     "sync-plugin-ray": ROOT / "plugins_ray",
     "sync-plugin-dist": ROOT / "plugins_dist",
 }
-# The plugins that `sync-core new-plugin` writes, and their arguments.
-GENERATED = {"my-transport": (), "my-layer": ("--layer",), "my-workers": ("--workers",)}
+# The distributions that `sync-core new-plugin` writes, and its arguments.
+GENERATED = {
+    "sync-plugin-my-transport": ("my-transport",),
+    "sync-plugin-my-layer": ("my-layer", "--layer"),
+    "sync-plugin-my-workers": ("my-workers", "--workers"),
+}
 
 USE = """
 import sync_core, torch
@@ -106,7 +110,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folder of a generated plugin of each kind."""
     folders = {name: tmp_path_factory.mktemp("generated") / name for name in GENERATED}
     for name, folder in folders.items():
-        main(["new-plugin", name, *GENERATED[name], "--directory", str(folder)])
+        main(["new-plugin", *GENERATED[name], "--directory", str(folder)])
     return folders
 
 
@@ -191,8 +195,15 @@ def test_what_is_generated_is_found_and_its_tests_run(
     # The scheme is one over a store, whose kit sync-plugin-std has.
     stranger.install("sync-core", "sync-plugin-std", *GENERATED)
     found = json.loads(stranger.run("sync-core", "list", "--json"))
-    assert {(name, None) for name in GENERATED} <= {(each["name"], each["error"]) for each in found}
-    settings = ("-p", "no:cacheprovider", "-c", str(generated["my-transport"] / "pyproject.toml"))
+    assert {(name, None) for name, *_ in GENERATED.values()} <= {
+        (each["name"], each["error"]) for each in found
+    }
+    settings = (
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        str(generated["sync-plugin-my-transport"] / "pyproject.toml"),
+    )
     tests = [str(folder / "tests") for folder in generated.values()]
     # All of them run in tests/core; here, some of each that do what users do.
     some = ("-k", "every_bit or every_version or killed_between or comes_back or keyword")

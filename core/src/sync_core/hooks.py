@@ -92,7 +92,7 @@ SCHEME_CAPABILITIES = MappingProxyType(
         "cross_process": "workers may be in other processes",
         "cuda": "tensors on a GPU travel without a copy in the memory of the host",
         "descriptors": "each worker needs an open file, such as the end of a pipe",
-        "findings": "its ``findings()`` tell ``sync-core doctor`` what is amiss around it",
+        "findings": "its ``findings(context)`` tells ``sync-core doctor`` what is amiss around it",
         "late_join": "workers may be added while the sender runs",
         "pull": "workers fetch what they want; the sender need not be able to reach them",
         "same_object": "workers act with the trainer's own object, so nothing travels",
@@ -145,6 +145,40 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.about}: {self.problem}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingsContext:
+    """The argument of a scheme's ``findings``.
+
+    Args:
+        scheme: the name of the scheme, for messages.
+        options: the options that follow the scheme in the command, such as
+            ``sync-core doctor shm --slots 5``; read them with `parse_options`.
+    """
+
+    scheme: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def parse_options(self, options_type: type[Options]) -> Options:
+        """Return the options as an instance of a dataclass that declares them.
+
+        Args:
+            options_type: a dataclass whose fields are the scheme's options.
+
+        Raises:
+            OptionError: as `TransportContext.parse_options` raises it. A ``findings`` that does not
+                catch it finds nothing: trying the scheme reports the same error.
+
+        Example:
+            >>> from dataclasses import dataclass
+            >>> @dataclass(frozen=True)
+            ... class Options:
+            ...     slots: int = 3
+            >>> FindingsContext(scheme="shm").parse_options(Options)
+            Options(slots=3)
+        """
+        return parse_options(options_type, self.options, f"scheme {self.scheme!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -376,9 +376,10 @@ def _made(owner: str, group: str, given: Any) -> Any:
     return made
 
 
-def _needs_arguments(given: Callable[..., Any]) -> bool:
+def _needs_arguments(given: Callable[..., Any], *arguments: Any) -> bool:
+    """Return whether a call needs more arguments than these, or other ones."""
     try:
-        inspect.signature(given).bind()
+        inspect.signature(given).bind(*arguments)
     except (TypeError, ValueError):
         # ValueError: of some that are built in, Python does not know what they take.
         return True
@@ -424,10 +425,10 @@ def _check(owner: str, group: str, plugin: Any) -> None:
 
 def _check_findings(owner: str, plugin: Any) -> None:
     findings = getattr(plugin, "findings", None)
-    if not callable(findings) or _needs_arguments(findings):
+    if not callable(findings) or _needs_arguments(findings, None):
         raise NotAPluginError(
-            f"{owner} declares the capability 'findings', and has no findings() that takes no "
-            "arguments and gives sync_core.transports.Finding objects; write it, or leave that out"
+            f"{owner} declares the capability 'findings', and has no findings(context) that gives "
+            "sync_core.transports.Finding objects; write it, or leave that out"
         )
 
 

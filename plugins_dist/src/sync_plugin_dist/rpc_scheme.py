@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sync_core import ReceiverTransport, SenderTransport, TransportContext, hookimpl
-from sync_core.transports import Finding
+from sync_core.transports import Finding, FindingsContext
 from sync_plugin_dist import findings
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.receiver import create_receiver
@@ -54,6 +54,7 @@ class RpcScheme:
             return RpcSender(context, options)
         return DistSender(context, options)
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self, context: FindingsContext) -> Iterator[Finding]:
         """Return what is amiss with the network, and with NCCL."""
+        del context
         return findings.find()

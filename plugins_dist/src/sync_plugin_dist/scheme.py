@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sync_core import ReceiverTransport, SenderTransport, TransportContext, hookimpl
-from sync_core.transports import Finding
+from sync_core.transports import Finding, FindingsContext
 from sync_plugin_dist import findings
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.protocol import Endpoint
@@ -41,6 +41,7 @@ class DistScheme:
             return create_receiver(context, options)
         return DistSender(context, options)
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self, context: FindingsContext) -> Iterator[Finding]:
         """Return what is amiss with the network, and with NCCL."""
+        del context
         return findings.find()

@@ -17,6 +17,7 @@ import ray
 from sync_core.transports import Finding
 
 _ADDRESS = "RAY_ADDRESS"
+_GIVEN = "ray_init_config: address"
 # Where Ray looks for the cluster that was started last, below the first of these that is set.
 _TEMPORARY = ("RAY_TMPDIR", "TMPDIR")
 _CURRENT = "ray/ray_current_cluster"
@@ -41,9 +42,13 @@ class ClusterFacts:
     stores: tuple[float, ...]
 
 
-def find() -> Iterator[Finding]:
-    """All of it."""
-    about, address = cluster_address(os.environ)
+def find(given: str | None = None) -> Iterator[Finding]:
+    """Yield the problems of the cluster that a sender would join.
+
+    Args:
+        given: the address in ``ray_init_config``, which counts before ``RAY_ADDRESS``.
+    """
+    about, address = cluster_address(os.environ, given)
     if address is None:
         return
     try:
@@ -58,18 +63,24 @@ def find() -> Iterator[Finding]:
         yield from stores(about, facts)
 
 
-def cluster_address(environment: Mapping[str, str]) -> tuple[str, str | None]:
+def cluster_address(
+    environment: Mapping[str, str], given: str | None = None
+) -> tuple[str, str | None]:
     """Return the setting that names the cluster to join, and its address; None for a new one.
 
     A ``ray://`` address is a proxy's, which only `ray.init` can talk to; it is not checked.
 
     Args:
         environment: the environment variables.
+        given: the address in ``ray_init_config``, if there is one.
     """
-    value = environment.get(_ADDRESS, "")
+    # "auto" stands for what the environment says.
+    given = "" if given in (None, "auto") else given
+    setting = _GIVEN if given else _ADDRESS
+    value = given or environment.get(_ADDRESS, "")
     if value not in ("", "auto"):
         skipped = value == "local" or value.startswith("ray://")
-        return f"{_ADDRESS}={value}", None if skipped else value
+        return f"{setting}={value}", None if skipped else value
     folder = next((environment[name] for name in _TEMPORARY if name in environment), os.sep + "tmp")
     current = Path(folder, _CURRENT)
     try:
@@ -115,7 +126,7 @@ def versions(about: str, facts: ClusterFacts) -> Iterator[Finding]:
         yield Finding(
             about,
             f"its cluster runs {name} {there}, and here is {ours}: ray.init() refuses that",
-            f"{remedy}, or let a cluster of your own be started: export {_ADDRESS}=local",
+            f"{remedy}, or let a cluster of your own be started: {_local(about)}",
         )
 
 
@@ -153,7 +164,13 @@ def _read(address: str, facts: Future[ClusterFacts]) -> None:
         facts.set_result(found)
 
 
+def _local(about: str) -> str:
+    return "leave out that address" if about.startswith(_GIVEN) else f"export {_ADDRESS}=local"
+
+
 def _leave(about: str) -> str:
+    if about.startswith(_GIVEN):
+        return "give the address of one that runs, or start it: ray start --head"
     forget = f"unset {_ADDRESS}" if about.startswith(_ADDRESS) else f"rm {about}"
     return f"if the cluster has ended, type: {forget}; or start it: ray start --head"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sync_core import OptionError, ReceiverTransport, SenderTransport, TransportContext, hookimpl
-from sync_core.transports import Finding, HandedTransport
+from sync_core.transports import Finding, FindingsContext, HandedTransport
 from sync_plugin_ray import findings
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.pull import PullSender
@@ -75,6 +75,7 @@ class RayScheme:
             cluster.leave()
             raise
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self, context: FindingsContext) -> Iterator[Finding]:
         """Return problems of the cluster that a sender would join; none is started."""
-        return findings.find()
+        config = context.parse_options(RayOptions).ray_init_config or {}
+        return findings.find(config.get("address"))

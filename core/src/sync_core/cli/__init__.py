@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 from importlib import import_module
 
+from sync_core import __version__
 from sync_core.errors import SyncError
 
 #: The module of each command, imported when the command is used, and its line of help.
@@ -31,9 +32,10 @@ def make_parser(commands: Collection[str] = tuple(COMMANDS)) -> argparse.Argumen
         commands: those whose arguments it has; of others it knows the names only.
     """
     parser = argparse.ArgumentParser(prog="sync-core", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command, (module, line) in COMMANDS.items():
-        subparser = subparsers.add_parser(command, help=line)
+        subparser = subparsers.add_parser(command, help=line, allow_abbrev=False)
         if command in commands:
             import_module(f"sync_core.cli.{module}").add_arguments(subparser)
     return parser

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from inspect import signature
 from typing import Any
 
 from importlib_metadata import entry_points
@@ -14,13 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from sync_core.bench import MODELS, Measurement, measure
+from sync_core.cli.scheme_options import parse_scheme_options
 from sync_core.errors import PluginNotFoundError
-from sync_core.hooks import read_option
-from sync_core.sending.sender import Sender
 
 _MODEL = "large"
-# Arguments of the sender that the command gives itself, or that would change the values.
-_NO_OPTIONS = frozenset(signature(Sender.__init__).parameters) - {"options", "timeout", "verify"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +69,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
         consolidated=arguments.consolidate,
         rounds=arguments.rounds,
         changed=arguments.changed,
-        options=_options(rest, parser),
+        options=parse_scheme_options(rest, parser),
     )
     if arguments.json:
         sys.stdout.write(json.dumps(_as_json(measurement)) + "\n")
@@ -91,25 +87,6 @@ def _run_collector(arguments: argparse.Namespace, rest: list[str]) -> int:
         )
     run = next(iter(entries)).load()
     return int(run(rest, arguments.workers, arguments.rounds, arguments.json))
-
-
-def _options(rest: list[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    rest = [part for given in rest for part in _divided(given)]
-    names, values = rest[::2], rest[1::2]
-    if len(rest) % 2 or not all(name.startswith("--") for name in names):
-        parser.error(f"options of the scheme are --name value pairs, not {' '.join(rest)!r}")
-    options = {
-        name.removeprefix("--").replace("-", "_"): read_option(value)
-        for name, value in zip(names, values, strict=True)
-    }
-    for name in _NO_OPTIONS.intersection(options):
-        parser.error(f"--{name} is not an option of a scheme")
-    return options
-
-
-def _divided(given: str) -> list[str]:
-    """The name and the value, where both are in one."""
-    return given.split("=", 1) if given.startswith("--") else [given]
 
 
 def _as_json(measurement: Measurement) -> dict[str, Any]:

@@ -13,9 +13,11 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import Any
 
 from importlib_metadata import EntryPoint
@@ -25,6 +27,7 @@ from rich.table import Table
 from sync_core import registry
 from sync_core.cli.findings import check_imports, check_machine, check_plugins
 from sync_core.cli.listing import make_console
+from sync_core.cli.scheme_options import format_scheme_options, parse_scheme_options
 from sync_core.cli.trial import MODEL, VERSIONS, WORKERS, Outcome
 from sync_core.errors import PluginNotFoundError
 from sync_core.hooks import Finding
@@ -60,12 +63,27 @@ class Diagnosis:
     problem: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A trial of a scheme with options, up to a deadline in seconds."""
+
+    scheme: str
+    timeout: float
+    options: Mapping[str, Any]
+
+    @property
+    def typed(self) -> str:
+        """Return the scheme and its options as they are typed."""
+        return f"{self.scheme}{format_scheme_options(self.options)}"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     parser.description = (
         f"Sends {VERSIONS} versions of a small model to {WORKERS} workers by each scheme, and "
         "checks on the workers what arrived. Then it tells what is amiss around them, with "
-        "a remedy each. The exit status is 1 if a scheme failed."
+        "a remedy each. Further --name value pairs are options of the scheme, where one is named. "
+        "The exit status is 1 if a scheme failed."
     )
     parser.add_argument(
         "schemes", nargs="*", metavar="SCHEME", help="only these, without loading others"
@@ -77,7 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run)
 
 
-def diagnose(entry: EntryPoint, timeout: float) -> tuple[Diagnosis, list[Finding]]:
+def diagnose(
+    entry: EntryPoint, timeout: float, options: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Diagnosis, list[Finding]]:
     """Try a scheme in its own process, of which nothing is left afterwards.
 
     A plugin may hang where it heeds no deadline, crash, or change what a process has only once,
@@ -86,6 +106,7 @@ def diagnose(entry: EntryPoint, timeout: float) -> tuple[Diagnosis, list[Finding
     Args:
         entry: the scheme's entry point, which is not loaded here.
         timeout: deadline in seconds.
+        options: the scheme's options.
 
     Returns:
         The outcome, and the scheme's own findings.
@@ -95,7 +116,7 @@ def diagnose(entry: EntryPoint, timeout: float) -> tuple[Diagnosis, list[Finding
         with theirs:
             process = start_process(_MAIN, entry.name, str(timeout), fds=[theirs.fileno()])
         try:
-            outcome, findings = _await(ours, process, entry.name, timeout)
+            outcome, findings = _await(ours, process, Trial(entry.name, timeout, options))
         finally:
             # The process group is the scheme's alone: whatever it has started and did not end.
             with suppress(ProcessLookupError):
@@ -105,19 +126,21 @@ def diagnose(entry: EntryPoint, timeout: float) -> tuple[Diagnosis, list[Finding
 
 
 def _await(
-    connection: Connection, process: WorkerProcess, scheme: str, timeout: float
+    connection: Connection, process: WorkerProcess, trial: Trial
 ) -> tuple[Outcome, list[Finding]]:
     findings: list[Finding] = []
+    limit = trial.timeout + GRACE
     try:
+        connection.send(dict(trial.options))
         _receive(connection, _START)
         # Loading it is part of this, and not of trying it.
-        findings = _receive(connection, timeout + GRACE)
-        return _receive(connection, timeout + GRACE), findings
+        findings = _receive(connection, limit)
+        return _receive(connection, limit), findings
     except TimeoutError:
-        return Outcome("failed", problem=_hung(scheme, timeout)), findings
-    except EOFError:
+        return Outcome("failed", problem=_hung(trial)), findings
+    except (EOFError, ConnectionError):
         process.exited(GRACE)
-        return Outcome("failed", problem=_died(scheme, process.returncode)), findings
+        return Outcome("failed", problem=_died(trial, process.returncode)), findings
 
 
 def _receive(connection: Connection, limit: float) -> Any:
@@ -126,26 +149,27 @@ def _receive(connection: Connection, limit: float) -> Any:
     return connection.recv()
 
 
-def _hung(scheme: str, timeout: float) -> str:
+def _hung(trial: Trial) -> str:
     return (
-        f"hung for more than {timeout:g} s and was ended; if it is only slow, type: "
-        f"sync-core doctor {scheme} --timeout {math.ceil(4 * timeout)}"
+        f"hung for more than {trial.timeout:g} s and was ended; if it is only slow, type: "
+        f"sync-core doctor {trial.typed} --timeout {math.ceil(4 * trial.timeout)}"
     )
 
 
-def _died(scheme: str, code: int | None) -> str:
+def _died(trial: Trial, code: int | None) -> str:
     how = "hung up" if code is None else f"exited with code {code}"
     if code is not None and code < 0:
         how = f"was killed by signal {-code}"
     return (
         f"the process that tried it {how}; to see where, type: "
-        f"python -X faulthandler -m sync_core bench {scheme} --model {MODEL}"
+        f"python -X faulthandler -m sync_core bench {trial.typed} --model {MODEL}"
     )
 
 
 def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
-    if rest:
-        parser.error(f"doctor has no {' '.join(rest)!r}")
+    options = parse_scheme_options(rest, parser)
+    if options and len(arguments.schemes) != 1:
+        parser.error("options of a scheme follow its name: sync-core doctor shm --slots 4")
     if not 0 < arguments.timeout < math.inf:
         parser.error("--timeout is a number of seconds above 0")
     diagnoses, findings = [], []
@@ -153,7 +177,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     progress = Console(stderr=True)
     for entry in _entries(arguments.schemes):
         with progress.status(f"trying {entry.name}"):
-            diagnosis, found = diagnose(entry, arguments.timeout)
+            diagnosis, found = diagnose(entry, arguments.timeout, options)
         diagnoses.append(diagnosis)
         findings += found
     # Schemes of one distribution may find the same.

@@ -10,17 +10,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from importlib_metadata import PackageNotFoundError, distribution
 from packaging.requirements import Requirement
 
 from sync_core import registry
-from sync_core.errors import PluginConflictError, SyncError
-from sync_core.hooks import Finding
+from sync_core.errors import OptionError, PluginConflictError, SyncError
+from sync_core.hooks import Finding, FindingsContext
 from sync_core.registry import (
     DistributionInfo,
     Plugin,
@@ -263,14 +265,17 @@ def _distributions() -> dict[str, DistributionInfo]:
     return found
 
 
-def check_scheme(name: str, timeout: float = 10.0) -> list[Finding]:
+def check_scheme(
+    name: str, timeout: float = 10.0, options: Mapping[str, Any] = MappingProxyType({})
+) -> list[Finding]:
     """Return the findings of a scheme that declares the capability ``findings``.
 
-    Of one that does not load, trying it says so.
+    A scheme that does not load, or refuses the options, has none: trying it reports the error.
 
     Args:
         name: the scheme's name.
         timeout: seconds after which it is not waited for; it is left running.
+        options: the scheme's options.
     """
     try:
         plugin = registry.find(registry.SCHEMES, name)
@@ -279,18 +284,21 @@ def check_scheme(name: str, timeout: float = 10.0) -> list[Finding]:
     if "findings" not in plugin.capabilities:
         return []
     found: Future[list[Finding]] = Future()
-    threading.Thread(target=_ask, args=(plugin, found), daemon=True).start()
+    context = FindingsContext(scheme=name, options=options)
+    threading.Thread(target=_ask, args=(plugin, context, found), daemon=True).start()
     try:
         return found.result(timeout)
     except TimeoutError:
         return [_complaint(plugin, f"its findings() took more than {timeout:g} s")]
+    except OptionError:
+        return []
     except Exception as error:
         return [_complaint(plugin, f"its findings() raised {type(error).__name__}: {error}")]
 
 
-def _ask(plugin: Plugin, found: Future[list[Finding]]) -> None:
+def _ask(plugin: Plugin, context: FindingsContext, found: Future[list[Finding]]) -> None:
     try:
-        findings = list(plugin.object.findings())
+        findings = list(plugin.object.findings(context))
         # Nor its own class, which the process that asks could not read without the plugin.
         strangers = [each for each in findings if type(each) is not Finding]
         if strangers:

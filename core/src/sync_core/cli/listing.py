@@ -136,29 +136,48 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
         return 0
     console = make_console()
     box = HEAVY_HEAD if sys.stdout.isatty() else None
-    for title in _TITLES.values():
+    for group, title in _TITLES.items():
         of_kind = [plugin for plugin in plugins if plugin.kind == title]
-        console.print(_table(title, of_kind, box))
+        if of_kind:
+            console.print(_table(title, of_kind, box))
+        else:
+            console.print(f"{title}: none is installed; to install some, type:")
+            _print_known(console, group)
+    for plugin in plugins:
+        if remark := _remark(plugin):
+            # Not in the table, which would break what has to be typed.
+            console.print(f"{plugin.name}: {remark}", style=_style(plugin), soft_wrap=True)
     return 0
+
+
+def _print_known(console: Console, group: str) -> None:
+    known = registry.KNOWN[group]
+    for distribution in dict.fromkeys(known.values()):
+        names = ", ".join(name for name, owner in known.items() if owner == distribution)
+        console.print(f"  pip install {distribution}  # {names}", soft_wrap=True)
 
 
 def _table(title: str, plugins: list[Listed], box: Box | None) -> Table:
     table = Table(title=title, title_justify="left", box=box)
-    for column in ("name", "distribution", "version", "hooks", "capabilities, or what is wrong"):
-        table.add_column(column)
+    for column in ("name", "distribution", "version", "hooks", "capabilities"):
+        # A name is typed, so it is broken before it is cut off.
+        table.add_column(column, overflow="fold")
     for plugin in plugins:
         table.add_row(
             plugin.name,
             plugin.distribution,
             plugin.version,
             ", ".join(plugin.hooks),
-            _remark(plugin),
-            style="red" if plugin.error else "yellow" if plugin.disabled or plugin.needs else None,
+            "see below" if _remark(plugin) else ", ".join(plugin.capabilities),
+            style=_style(plugin),
         )
     return table
 
 
-def _remark(plugin: Listed) -> str:
-    if plugin.disabled:
-        return _DISABLED
-    return plugin.error or plugin.needs or ", ".join(plugin.capabilities)
+def _style(plugin: Listed) -> str | None:
+    return "red" if plugin.error else "yellow" if plugin.disabled or plugin.needs else None
+
+
+def _remark(plugin: Listed) -> str | None:
+    """Return why a plugin cannot be used, and what to type."""
+    return _DISABLED if plugin.disabled else plugin.error or plugin.needs

@@ -6,19 +6,22 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from torch import nn
 
 from sync_core import registry
 from sync_core.bench import SETTLE_SECONDS, BenchWorker, make_model, mark
 from sync_core.cli.findings import check_scheme
+from sync_core.cli.scheme_options import format_scheme_options
 from sync_core.errors import OptionError, SendError, SyncError
 from sync_core.group_choice import choose_group, shares_policy
 from sync_core.sending.sender import Sender
@@ -56,8 +59,8 @@ def answer(fd: int, scheme: str, timeout: str) -> None:
     First that the process is there, then what the scheme finds amiss, and then the outcome.
 
     Args:
-        fd: a connection to the process that asks. When that hangs up, this one and all that it
-            has started are ended.
+        fd: a connection to the process that asks, which sends the scheme's options. When that
+            hangs up, this process and all that it has started are ended.
         scheme: the scheme's name.
         timeout: deadline in seconds.
     """
@@ -67,10 +70,11 @@ def answer(fd: int, scheme: str, timeout: str) -> None:
     # The output of plugins is not part of this program's, which may be JSON.
     os.dup2(2, 1)
     connection = Connection(fd)
+    options = connection.recv()
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     connection.send(None)
-    connection.send(check_scheme(scheme))
-    connection.send(try_scheme(scheme, float(timeout)))
+    connection.send(check_scheme(scheme, options=options))
+    connection.send(try_scheme(scheme, float(timeout), options))
 
 
 def _end_with(connection: Connection) -> None:
@@ -78,26 +82,30 @@ def _end_with(connection: Connection) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def try_scheme(scheme: str, timeout: float) -> Outcome:
+def try_scheme(
+    scheme: str, timeout: float, options: Mapping[str, Any] = MappingProxyType({})
+) -> Outcome:
     """Send a few versions of a small model by a scheme, and check that they arrive.
 
     Args:
         scheme: the scheme's name.
         timeout: deadline in seconds, for a scheme that keeps to deadlines.
+        options: the scheme's options. One that refuses those that are given has failed.
 
     Example:
         >>> try_scheme("none", 30.0).verdict
         'ok'
     """
     try:
-        return Outcome("ok", 1e3 * _median_seconds(scheme, timeout))
+        return Outcome("ok", 1e3 * _median_seconds(scheme, timeout, options))
     except OptionError as error:
-        return Outcome("skipped", problem=str(error))
+        return Outcome("failed" if options else "skipped", problem=str(error))
     except Exception as error:
-        return Outcome("failed", problem=_sentence(error, scheme))
+        typed = f"{scheme}{format_scheme_options(options)}"
+        return Outcome("failed", problem=_sentence(error, typed))
 
 
-def _median_seconds(scheme: str, timeout: float) -> float:
+def _median_seconds(scheme: str, timeout: float, options: Mapping[str, Any]) -> float:
     deadline = time.monotonic() + timeout
     group_type = choose_group([scheme], None)
     source = make_model(MODEL)
@@ -107,7 +115,8 @@ def _median_seconds(scheme: str, timeout: float) -> float:
         group = group_type(host, WORKERS, timeout=timeout)
         stack.callback(group.stop, _STOPPING)
         left = _until(deadline)
-        sender = stack.enter_context(Sender(scheme, source, num_workers=WORKERS, timeout=left))
+        sender = Sender(scheme, source, num_workers=WORKERS, timeout=left, **options)
+        stack.enter_context(sender)
         connects = {
             i: group.call(i, BenchWorker.connect, sender.address(i)) for i in group.worker_ids
         }
@@ -164,14 +173,14 @@ def _ask(group: WorkerGroup) -> dict[int, Future[int | None]]:
     return {i: group.call(i, BenchWorker.receive) for i in group.worker_ids}
 
 
-def _sentence(error: Exception, scheme: str) -> str:
+def _sentence(error: Exception, typed: str) -> str:
     """One line of what may be a traceback, and how to see all of it."""
     if isinstance(error, SendError):
-        return _sentence(next(r.error for r in error.report.failed.values() if r.error), scheme)
+        return _sentence(next(r.error for r in error.report.failed.values() if r.error), typed)
     lines = str(error).splitlines() or [""]
     sentence = lines[0].replace(_TRACEBACK, lines[-1])
     if not isinstance(error, SyncError):
         sentence = f"{type(error).__name__}: {sentence}"
     elif len(lines) == 1:
         return sentence
-    return f"{sentence}; to see all of it, type: sync-core bench {scheme} --model {MODEL}"
+    return f"{sentence}; to see all of it, type: sync-core bench {typed} --model {MODEL}"

@@ -118,11 +118,13 @@ class LayerCases(Conformance):
 
     def check(self, got: Any, sent: Any) -> None:
         """Names and kinds are those that were sent; values too, but for what may be lost."""
-        assert _kinds(got) == _kinds(sent)
+        assert _kinds(got) == _kinds(sent), "the layer must restore every name, dtype and shape"
         for name, tensor in sent.items():
             mine, theirs = got[name].detach(), tensor.detach()
             if not theirs.is_floating_point() or theirs.dtype.itemsize == 1 or not self.tolerance:
-                assert fingerprints({name: mine}) == fingerprints({name: theirs})
+                assert fingerprints({name: mine}) == fingerprints({name: theirs}), (
+                    f"{name} must arrive as it was sent; set tolerance for a lossy layer"
+                )
                 continue
             allowed = self.tolerance * float(theirs.abs().max()) if theirs.numel() else 0.0
             torch.testing.assert_close(
@@ -191,7 +193,7 @@ class LayerValueCases(LayerCases):
     def test_tied_tensors_stay_tied(self, senders: ExitStack) -> None:
         target = Tied(0)
         self.link(senders, Tied(3), target).send()
-        assert target.is_tied()
+        assert target.is_tied(), "tied tensors must stay tied"
 
     def test_many_tensors(self, senders: ExitStack) -> None:
         source = {f"blocks.{i}.weight": torch.full((i % 3,), float(i)) for i in range(500)}
@@ -229,7 +231,9 @@ class HistoryCases(LayerCases):
         for seed in range(1, 21):
             versions.append(link.send({"w": eighths(seed)}))
             self.check(link.target, {"w": eighths(seed)})
-        assert versions == sorted(set(versions))
+        assert versions == sorted(set(versions)), (
+            "versions must arrive in ascending order, and none twice"
+        )
 
     def test_a_worker_that_missed_versions(self, senders: ExitStack) -> None:
         link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
@@ -290,7 +294,9 @@ class HistoryCases(LayerCases):
         before = fingerprints(target)
         with pytest.raises(SendError, match="do not fit"):
             link.send(make_policy(2.0))
-        assert fingerprints(target) == before
+        assert fingerprints(target) == before, (
+            "a version that does not fit must leave the model as it was"
+        )
         target[0].weight = fitting
         link.send(make_policy(3.0))
         self.check(target.state_dict(), make_policy(3.0).state_dict())
@@ -319,7 +325,9 @@ class HistoryCases(LayerCases):
                 context = SkipContext(
                     model_id="policy", worker_id=0, version=5, pushes=pushes, updated=updated
                 )
-                assert plugin.object.skip_update(context=context) in (True, False, None)
+                assert plugin.object.skip_update(context=context) in (True, False, None), (
+                    "skip_update must return True, False or None"
+                )
 
 
 class LayerCombinationCases(LayerCases):
@@ -331,9 +339,15 @@ class LayerCombinationCases(LayerCases):
         before = [(t.data_ptr(), t._version, t.requires_grad) for t in tensors]
         prints = fingerprints(policy)
         self.link(senders, policy, make_policy()).send()
-        assert fingerprints(policy) == prints
-        assert [(t.data_ptr(), t._version, t.requires_grad) for t in tensors] == before
-        assert all(parameter.grad_fn is None for parameter in policy.parameters())
+        assert fingerprints(policy) == prints, (
+            "the layer must not change the trainer's tensors: use update.replace"
+        )
+        assert [(t.data_ptr(), t._version, t.requires_grad) for t in tensors] == before, (
+            "the layer must not move the trainer's tensors or write to them"
+        )
+        assert all(parameter.grad_fn is None for parameter in policy.parameters()), (
+            "the layer must not record gradients: use tensor.detach()"
+        )
 
     def test_a_step_after_send_async_changes_nothing_that_arrives(self, senders: ExitStack) -> None:
         policy, target = make_policy(1.0), make_policy()
@@ -378,7 +392,9 @@ class LayerCombinationCases(LayerCases):
         with ExitStack() as senders:
             self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)}).send()
         gc.collect()
-        assert count_threads() == threads
+        assert count_threads() == threads, (
+            "threads of the layer must end with the sender and the receiver"
+        )
 
     def test_it_says_what_it_does(self) -> None:
         made = registry.find(registry.LAYERS, self.layer).object

@@ -187,7 +187,7 @@ class WorkerGroupConformance(Conformance):
 
     def test_a_call_cannot_be_cancelled(self, shared: WorkerGroup) -> None:
         call = shared.call(0, Counter.see, "kept")
-        assert not call.cancel()
+        assert not call.cancel(), "a call that was made must run; its future cannot be cancelled"
         assert call.result()[-1] == "kept"
 
     @pytest.mark.parametrize("worker_id", [-1, 2, True, "0"])
@@ -283,13 +283,15 @@ class WorkerGroupConformance(Conformance):
         wait_for(started)
         start = time.monotonic()
         group.stop(2.0)
-        assert time.monotonic() - start < 2.5
+        assert time.monotonic() - start < 2.5, (
+            "stop() must end within its timeout, by force if need be"
+        )
         with pytest.raises(WorkerLostError, match=r"worker 0: was stopped.* while running"):
             running.result(5)
         with pytest.raises(WorkerLostError, match=r"worker 0: was stopped.* before it could run"):
             waiting.result(5)
         release.touch()
-        assert not late.exists()
+        assert not late.exists(), "a worker that was stopped must not run on"
 
     @pytest.mark.usefixtures("parallel")
     def test_stop_lets_the_call_in_progress_finish(
@@ -339,7 +341,7 @@ class WorkerGroupConformance(Conformance):
         start = time.monotonic()
         with pytest.raises(WorkerTimeoutError, match=r"did not start within 0\.5 s"):
             self.group_class(lambda _: wait_for(release), 2, timeout=0.5)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 5, "a group that cannot start must fail at once"
         release.touch()
 
     def test_a_group_can_begin_without_workers(self) -> None:

@@ -9,7 +9,7 @@ from sync_core._lazy import lazy_names
 
 if TYPE_CHECKING:
     from sync_core._util import uninterrupted
-    from sync_core.hooks import Finding
+    from sync_core.hooks import Finding, FindingsContext
     from sync_core.receiving.called import CalledReceiver, CalledReceivers
     from sync_core.transports.calling import (
         CalledWorker,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "sync_core._util": ("uninterrupted",),
-    "sync_core.hooks": ("Finding",),
+    "sync_core.hooks": ("Finding", "FindingsContext"),
     "sync_core.receiving.called": ("CalledReceiver", "CalledReceivers"),
     "sync_core.transports.calling": (
         "CalledWorker",
@@ -76,6 +76,7 @@ __all__ = [
     "DeliveryOutcome",
     "DeliveryRequest",
     "Finding",
+    "FindingsContext",
     "HandedTransport",
     "LocalListener",
     "LocalPeer",

@@ -40,8 +40,10 @@ class DeliveryCases(SchemeCases):
             report = workers.send()
             assert (report.version, report.updated, report.failed) == (version, (0, 1), {})
             assert workers.values() == [{float(version)}] * 2
-            assert report.nbytes > 0
-            assert all(0 < result.seconds <= report.seconds for result in report.workers.values())
+            assert report.nbytes > 0, "a delivery must report the bytes that it brings"
+            assert all(
+                0 < result.seconds <= report.seconds for result in report.workers.values()
+            ), "a worker's seconds must lie within those of the send"
 
     @pytest.mark.usefixtures("asking", "parallel")
     def test_blocking_send_returns_when_everybody_has_committed(self, start: Start) -> None:
@@ -67,7 +69,9 @@ class DeliveryCases(SchemeCases):
         workers = start(make_policy(1.0))
         pending = workers.sender.send_async()
         workers.receive(1)
-        assert not eventually(pending.done, 0.2)
+        assert not eventually(pending.done, 0.2), (
+            "a send must not end before the worker has answered for this version"
+        )
         assert list(pending.unanswered) == [0]
         workers.receive(0)
         assert pending.wait().updated == (0, 1)
@@ -77,7 +81,9 @@ class DeliveryCases(SchemeCases):
         weights = make_policy(2.0).state_dict()
         least = sum(tensor.nbytes for tensor in weights.values())
         report = workers.send(weights)
-        assert all(result.nbytes >= least for result in report.workers.values())
+        assert all(result.nbytes >= least for result in report.workers.values()), (
+            "a delivery must report all the bytes that it brings"
+        )
         assert [result.version for result in report.workers.values()] == [1, 1]
 
     @pytest.mark.usefixtures("asking", "parallel")
@@ -100,8 +106,12 @@ class DeliveryCases(SchemeCases):
                 workers.sender.send_async().wait(0.002)
         seen = following.result(30)
         versions = [version for version, _ in seen]
-        assert versions == sorted(set(versions))
-        assert all(values == {float(version)} for version, values in seen)
+        assert versions == sorted(set(versions)), (
+            "receive() must give versions in ascending order, and none twice"
+        )
+        assert all(values == {float(version)} for version, values in seen), (
+            "a worker must never hold parts of two versions"
+        )
 
     @pytest.mark.usefixtures("asking", "parallel")
     def test_a_large_version_is_whole_while_others_are_sent(self, start: Start) -> None:
@@ -192,7 +202,9 @@ class DeliveryCases(SchemeCases):
         workers.send()
         assert workers.pool.call(0, Worker.update_by_hand, 9.0) == 1
         assert workers.values() == [{9.0}]
-        assert all((parameter == 1).all() for parameter in policy.parameters())
+        assert all((parameter == 1).all() for parameter in policy.parameters()), (
+            "an update in a worker must leave the trainer's model alone"
+        )
         workers.send()
         assert workers.values() == [{1.0}]
 
@@ -213,7 +225,9 @@ class DeliveryCases(SchemeCases):
         workers = start(make_policy(1.0), 1)
         with pytest.raises(SendError, match="did not confirm version 1 within") as failure:
             workers.sender.send(timeout=0.01)
-        assert isinstance(failure.value.report.workers[0].error, WorkerTimeoutError)
+        assert isinstance(failure.value.report.workers[0].error, WorkerTimeoutError), (
+            "a worker that does not answer must fail at the deadline"
+        )
         workers.receive(0)
         late = workers.sender.send_async()
         assert not late.done()
@@ -228,7 +242,9 @@ class DeliveryCases(SchemeCases):
         fill(policy, 2.0)
         pending = workers.sender.send_async()
         assert workers.pool.call(0, Worker.commit_staged) == 1
-        assert not eventually(pending.done, 0.2)
+        assert not eventually(pending.done, 0.2), (
+            "a send must not end before the worker has answered for this version"
+        )
         assert workers.receive(0) == 2
         assert pending.wait().updated == (0,)
 
@@ -255,7 +271,9 @@ class DeliveryCases(SchemeCases):
         pending = workers.sender.send_async()
         assert workers.pool.call(0, Worker.stage) == 1
         assert workers.pool.call(0, Worker.commit_after_another, workers.sender.address(0)) == 1
-        assert not eventually(pending.done, 0.2)
+        assert not eventually(pending.done, 0.2), (
+            "a send must not end before the worker has answered for this version"
+        )
         assert workers.receive(0) == 1
         assert pending.wait().updated == (0,)
 
@@ -265,7 +283,7 @@ class DeliveryCases(SchemeCases):
         begin = time.perf_counter()
         with pytest.raises(SendError, match="did not confirm version 1 within"):
             workers.sender.send()
-        assert 0.3 <= time.perf_counter() - begin < 2.0
+        assert 0.3 <= time.perf_counter() - begin < 2.0, "send() must end at its deadline"
 
     @pytest.mark.usefixtures("asking")
     def test_looking_for_news_answers_at_once(self, start: Start) -> None:
@@ -280,7 +298,9 @@ class DeliveryCases(SchemeCases):
                 looks.append(time.perf_counter() - begin)
             return looks
 
-        assert median(workers.pool.call(0, look_often)) < 0.005
+        assert median(workers.pool.call(0, look_often)) < 0.005, (
+            "receive(0) must look once, and wait for nothing"
+        )
 
     @pytest.mark.usefixtures("asking")
     def test_who_is_told_of_versions_need_not_look(self, start: Start) -> None:
@@ -302,5 +322,7 @@ class DeliveryCases(SchemeCases):
             assert worker.receive(0.2) is None
             return time.perf_counter() - begin
 
-        assert 0.2 <= workers.pool.call(0, wait) < 1.5
+        assert 0.2 <= workers.pool.call(0, wait) < 1.5, (
+            "receive(timeout) must return None when the timeout is over"
+        )
         assert workers.send().updated == (0,)

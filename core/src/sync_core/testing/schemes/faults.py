@@ -64,9 +64,15 @@ class FaultCases(SchemeCases):
             failure = error
         else:
             pytest.skip("the scheme reads tensors in a way that this case cannot interrupt")
-        assert isinstance(failure.__cause__, OSError)
-        assert isinstance(failure.report.workers[0].error, TransportError)
-        assert registry.find(registry.SCHEMES, self.scheme).describe() in str(failure)
+        assert isinstance(failure.__cause__, OSError), (
+            "the error must chain what the transport raised"
+        )
+        assert isinstance(failure.report.workers[0].error, TransportError), (
+            "what send() raises must count as the transport's failure, not the worker's"
+        )
+        assert registry.find(registry.SCHEMES, self.scheme).describe() in str(failure), (
+            "the error must name the plugin and its version"
+        )
         # No worker has failed, so none is dropped.
         assert workers.send().updated == (0,)
         assert workers.values() == [{1.0}]
@@ -94,7 +100,7 @@ class FaultCases(SchemeCases):
         fill(policy, 2.0)
         pending = workers.sender.send_async()
         workers.pool.call(0, Worker.refuse_staged)
-        assert workers.receive(0) == 2
+        assert workers.receive(0) == 2, "a refused version must not keep a worker from the next"
         assert pending.wait().updated == (0,)
         assert workers.values() == [{2.0}]
 
@@ -109,11 +115,13 @@ class FaultCases(SchemeCases):
             with pytest.raises(SendError, match="LayoutMismatchError") as failure:
                 pending.wait()
             assert list(failure.value.report.failed) == [0]
-            assert failure.value.report.seconds < 10
+            assert failure.value.report.seconds < 10, (
+                "a worker that has gone must be noticed at once, not at the deadline"
+            )
             if version == 1:
                 pending = workers.sender.send_async()
         workers.connect(0)
-        assert workers.receive(0) == 2
+        assert workers.receive(0) == 2, "a worker that comes back must get the newest version"
         assert workers.send().updated == (0, 1)
 
     @pytest.mark.usefixtures("asking")
@@ -124,8 +132,12 @@ class FaultCases(SchemeCases):
         assert workers.receive(1) == 1
         with pytest.raises(SendError, match="closed its receiver") as failure:
             pending.wait()
-        assert isinstance(failure.value.report.workers[0].error, WorkerLostError)
-        assert failure.value.report.seconds < 10
+        assert isinstance(failure.value.report.workers[0].error, WorkerLostError), (
+            "a worker whose receiver has closed must fail with WorkerLostError"
+        )
+        assert failure.value.report.seconds < 10, (
+            "a worker that has gone must be noticed at once, not at the deadline"
+        )
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
     def test_a_forked_copy_of_the_sender_sends_nothing(self, start: Start) -> None:
@@ -188,14 +200,18 @@ class FaultCases(SchemeCases):
         with pytest.raises(SendError) as failure:
             workers.send()
         report = failure.value.report
-        assert isinstance(report.workers[0].error, WorkerLostError)
+        assert isinstance(report.workers[0].error, WorkerLostError), (
+            "a worker whose process was killed must fail with WorkerLostError"
+        )
         assert report.updated == (1,)
-        assert report.seconds < 10
+        assert report.seconds < 10, (
+            "a lost worker must be noticed when it dies, not at the deadline"
+        )
         if "restart" not in workers.pool.group_class.capabilities:
             return
         workers.pool.restart(0)
         workers.connect(0)
-        assert workers.receive(0) == 2
+        assert workers.receive(0) == 2, "a worker that comes back must get the newest version"
         assert workers.values() == [{2.0}, {2.0}]
         fill(policy, 3.0)
         assert workers.send().updated == (0, 1)
@@ -210,10 +226,16 @@ class FaultCases(SchemeCases):
         with pytest.raises(SendError) as failure:
             pending.wait()
         report = failure.value.report
-        assert isinstance(report.workers[0].error, WorkerLostError)
-        assert str(pid) in str(report.workers[0].error)
+        assert isinstance(report.workers[0].error, WorkerLostError), (
+            "a worker whose process was killed must fail with WorkerLostError"
+        )
+        assert str(pid) in str(report.workers[0].error), (
+            "the message of a lost worker must name its process"
+        )
         assert report.updated == (1,)
-        assert report.seconds < 10
+        assert report.seconds < 10, (
+            "a lost worker must be noticed when it dies, not at the deadline"
+        )
         assert call.result(30) == 1
 
     @pytest.mark.usefixtures("processes")
@@ -234,7 +256,9 @@ class FaultCases(SchemeCases):
                     pending.wait(0.2)
                 report = failure.value.report
                 assert report.updated == (1,)
-                assert isinstance(report.workers[0].error, WorkerTimeoutError)
+                assert isinstance(report.workers[0].error, WorkerTimeoutError), (
+                    "a worker that is stopped, and not dead, must fail at the deadline"
+                )
         finally:
             workers.pool.signal(0, signal.SIGCONT)
         if receiving:
@@ -246,7 +270,9 @@ class FaultCases(SchemeCases):
             while received < 4:
                 version = workers.receive(0)
                 assert version is not None
-                assert version > received
+                assert version > received, (
+                    "receive() must not give a version twice, or an older one"
+                )
                 received = version
         assert workers.values() == [{5.0}, {5.0}]
         fill(policy, 6.0)
@@ -266,5 +292,7 @@ class FaultCases(SchemeCases):
         for receiver, target in zip(receivers, targets, strict=True):
             with pytest.raises(SenderLostError):
                 receiver.receive(10.0)
-            assert (target["weight"] == 5).all()
+            assert (target["weight"] == 5).all(), (
+                "the death of the trainer must leave the last version whole"
+            )
             target["weight"] += 1

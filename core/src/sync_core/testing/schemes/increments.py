@@ -42,13 +42,19 @@ class IncrementCases(SchemeCases):
     def test_an_increment_brings_what_changed(self, start: Start) -> None:
         policy, workers = self._start(start)
         whole = workers.send()
-        assert {result.base for result in whole.workers.values()} == {0}
+        assert {result.base for result in whole.workers.values()} == {0}, (
+            "the first version must be whole"
+        )
         # Over some transports the second version arrives twice.
         for number in range(1, 4):
             change(policy, 7, 100 * number)
             report = workers.send()
-            assert {result.base for result in report.workers.values()} == {number}
-            assert report.nbytes < whole.nbytes / (1 if self.called else 5)
+            assert {result.base for result in report.workers.values()} == {number}, (
+                "an increment must build on the version that the workers hold"
+            )
+            assert report.nbytes < whole.nbytes / (1 if self.called else 5), (
+                "an increment must bring less than a whole version"
+            )
             assert workers.fingerprints() == [fingerprints(policy)] * 2
 
     def test_an_increment_after_versions_that_one_worker_missed(self, start: Start) -> None:
@@ -73,10 +79,14 @@ class IncrementCases(SchemeCases):
         workers.connect(worker_id, make=make_wide_of_zeros)
         assert workers.receive(worker_id) == 2
         assert workers.fingerprints() == [fingerprints(policy)] * 3
-        # Before its answer is read, the sender would send the next version whole.
-        assert eventually(lambda: workers.sender.workers[worker_id].version == 2, 20)
+        # No delivery brings that answer, so it comes when the transport has heard it.
+        assert eventually(lambda: workers.sender.workers[worker_id].version == 2, 20.0), (
+            "the transport must report by context.notify that a late worker has a version"
+        )
         change(policy, 9)
-        assert {result.base for result in workers.send().workers.values()} == {2}
+        assert {result.base for result in workers.send().workers.values()} == {2}, (
+            "an increment must build on the version that the workers hold"
+        )
         assert workers.fingerprints() == [fingerprints(policy)] * 3
 
     @pytest.mark.usefixtures("asking")
@@ -102,7 +112,9 @@ class IncrementCases(SchemeCases):
         change(policy, 5)
         report = workers.send()
         assert [report.workers[i].base for i in range(2)] == [0, 1]
-        assert report.workers[0].nbytes > whole
+        assert report.workers[0].nbytes > whole, (
+            "a worker that lacks the base must get a whole version"
+        )
         assert workers.fingerprints() == [fingerprints(policy)] * 2
 
     def test_increments_of_partial_updates(self, start: Start) -> None:

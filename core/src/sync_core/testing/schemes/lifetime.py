@@ -40,7 +40,9 @@ class LifetimeCases(SchemeCases):
         workers.sender.close()
         failure = waiting.exception(30)
         assert failure is not None
-        assert isinstance(failure.__cause__, SenderLostError)
+        assert isinstance(failure.__cause__, SenderLostError), (
+            "a receiver must learn that its sender has closed"
+        )
 
     def test_a_worker_keeps_its_weights_when_the_sender_is_gone(
         self, start: Start, zero_copy: bool
@@ -93,7 +95,9 @@ class LifetimeCases(SchemeCases):
             pending.wait()
         report = failure.value.report
         assert report.updated == (1,)
-        assert not isinstance(report.workers[0].error, WorkerTimeoutError)
+        assert not isinstance(report.workers[0].error, WorkerTimeoutError), (
+            "the send of a removed worker must end at once, not at the deadline"
+        )
 
     def test_an_id_may_be_removed_and_added_again(self, start: Start) -> None:
         self.need("late_join")
@@ -120,7 +124,9 @@ class LifetimeCases(SchemeCases):
         workers.sender.add_worker(0)
         address = workers.sender.address(0)
         assert workers.pool.call(0, Worker.commit_after_another, address) == 1
-        assert not eventually(lambda: workers.sender.workers[0].version > 0, 0.2)
+        assert not eventually(lambda: workers.sender.workers[0].version > 0, 0.2), (
+            "an answer of a removed worker must not count for the one that has its id now"
+        )
         assert workers.send().updated == (0,)
 
     def test_a_late_worker_gets_what_went_to_all(self, start: Start) -> None:
@@ -145,7 +151,9 @@ class LifetimeCases(SchemeCases):
         received = workers.receive(1, timeout=0.5)
         assert workers.pool.call(1, Worker.values) == ({0.0} if received is None else {1.0, 6.0})
         if received is None:
-            assert workers.sender.workers[1].state is not WorkerState.CURRENT
+            assert workers.sender.workers[1].state is not WorkerState.CURRENT, (
+                "a worker that has not committed the version must not count as current"
+            )
         workers.send({"2.bias": torch.full((2,), 7.0)})
         assert workers.values() == [{1.0, 6.0, 7.0}] * 2
 
@@ -176,13 +184,15 @@ class LifetimeCases(SchemeCases):
         with pytest.raises(SendError) as failure:
             pending.wait()
         assert failure.value.report.updated == (1,)
-        assert time.perf_counter() - begin < 4.0
+        assert time.perf_counter() - begin < 4.0, "the send must end by its deadline"
 
     @pytest.mark.usefixtures("asking")
     def test_closing_a_receiver_wakes_a_thread_that_waits_in_it(self, start: Start) -> None:
         workers = start(make_policy(3.0), 1)
         begin = time.perf_counter()
-        assert workers.pool.call(0, Worker.hang_up_while_waiting) == "ClosedError"
+        assert workers.pool.call(0, Worker.hang_up_while_waiting) == "ClosedError", (
+            "close() must end a receive() that waits in another thread"
+        )
         assert time.perf_counter() - begin < 3.0, "receive() waited until its own deadline"
         workers.connect(0)
         assert workers.send().updated == (0,)
@@ -191,7 +201,9 @@ class LifetimeCases(SchemeCases):
     @pytest.mark.usefixtures("asking")
     def test_a_thread_that_looks_waits_for_none_that_waits(self, start: Start) -> None:
         workers = start(make_policy(3.0), 1)
-        assert workers.pool.call(0, Worker.look_while_waiting) < 1.0
+        assert workers.pool.call(0, Worker.look_while_waiting) < 1.0, (
+            "receive(0) must not wait for a receive() in another thread"
+        )
 
     def test_workers_come_and_go_while_versions_are_sent(self, start: Start) -> None:
         self.need("late_join")

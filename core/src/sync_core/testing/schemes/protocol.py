@@ -34,7 +34,7 @@ from sync_core.testing.negated import Negated
 from sync_core.testing.schemes.models import fill, make_policy
 from sync_core.testing.schemes.pool import Pool, SchemeCases, Start
 from sync_core.testing.schemes.worker import Worker
-from sync_core.transports import Finding
+from sync_core.transports import Finding, FindingsContext
 
 
 class ProtocolCases(SchemeCases):
@@ -45,7 +45,9 @@ class ProtocolCases(SchemeCases):
         target = make_policy()
         with self.sender(make_policy(2.0)) as sender:
             address = sender.address(0)
-            assert address.token not in repr(address)
+            assert address.token not in repr(address), (
+                "the repr of an address must not show its token"
+            )
             with Receiver(pickle.loads(pickler.dumps(address)), target) as receiver:
                 pending = sender.send_async()
                 assert receiver.receive() == 1
@@ -131,10 +133,14 @@ class ProtocolCases(SchemeCases):
 
     def test_what_it_finds_amiss_is_told_in_time(self) -> None:
         self.need("findings")
+        plugin = registry.find(registry.SCHEMES, self.scheme)
+        context = FindingsContext(scheme=plugin.name, options=self.options)
         begin = time.perf_counter()
-        found = list(registry.find(registry.SCHEMES, self.scheme).object.findings())
+        found = list(plugin.object.findings(context))
         assert time.perf_counter() - begin < 10.0, "doctor waits for so long, and no longer"
-        assert all(isinstance(finding, Finding) for finding in found)
+        assert all(isinstance(finding, Finding) for finding in found), (
+            "findings() must give sync_core.transports.Finding objects"
+        )
         assert not any("\n" in str(finding) for finding in found), "each is one line"
 
     def test_a_closed_sender(self) -> None:
@@ -165,11 +171,13 @@ class ProtocolCases(SchemeCases):
             assert first.receive() == 1
             pending.wait()
             second = Receiver(addresses[1], make_policy())
-            assert second.receive() == 1
+            assert second.receive() == 1, (
+                "the receiver that takes a worker's place must get the newest version"
+            )
             with pytest.raises(SenderLostError, match="another receiver"):
                 first.receive(5.0)
             pending = sender.send_async()
-            assert second.receive() == 2
+            assert second.receive() == 2, "versions must go to the receiver that came last"
             assert pending.wait().updated == (0,)
             second.close()
 
