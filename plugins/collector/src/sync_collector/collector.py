@@ -107,7 +107,8 @@ class Collector:
         create_env_fn: makes an environment (`sync_collector.envs.Env`, or one of Gymnasium's,
             single or vector); or a list, one for each worker.
         policy: takes a TensorDict or observations (`sync_collector.policies.adapt`); None
-            for random actions. Workers begin with a copy of it as it is now.
+            for random actions. One of observations returns the action, ``(action, log_prob)`` or a
+            dict with ``"action"``. Workers begin with a copy of it as it is now.
         policy_factory: makes a worker's policy in the worker; or a list, one for each worker. Only
             policies whose weights have the same names and shapes in every worker can be updated.
         scheme: how weights travel: the name of a scheme, or a plugin object; ``"shm"`` by default.
