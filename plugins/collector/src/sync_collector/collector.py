@@ -138,6 +138,9 @@ class Collector:
         worker_options: options of the worker group. In workers with a process of their own, torch
             uses one thread unless ``torch_threads`` is among them.
         track_policy_version: record ``policy_version`` and ``("next", "policy_version")``.
+        episode_stats: record ``("next", "episode_reward")`` and ``("next", "episode_length")``: the
+            reward and the number of steps of each frame's episode so far, which are its totals
+            where ``("next", "done")`` is True; and give their means in `stats`.
         split_trajs: yield a row for each trajectory (`split_trajectories`).
         postproc: changes every batch before it is yielded or written, after ``split_trajs``.
         replay_buffer: has ``extend``, which gets what each worker makes. None is yielded then.
@@ -188,6 +191,7 @@ class Collector:
         scheme_options: Mapping[str, Any] | None = None,
         worker_options: Mapping[str, Any] | None = None,
         track_policy_version: bool = True,
+        episode_stats: bool = False,
         split_trajs: bool = False,
         postproc: Callable[[TensorDictBase], Any] | None = None,
         replay_buffer: ReplayBuffer | None = None,
@@ -230,6 +234,7 @@ class Collector:
             postproc=postproc,
             replay_buffer=replay_buffer,
             extend_in_workers=extend_in_workers,
+            episode_stats=episode_stats,
         )
         specs = WorkerSpecs(
             env_fns=factories(create_env_fn, num_workers, "create_env_fn"),
@@ -246,6 +251,7 @@ class Collector:
                 RolloutOptions(
                     frames_per_batch=frames_per_batch // num_workers if sync else frames_per_batch,
                     track_policy_version=track_policy_version,
+                    episode_stats=episode_stats,
                     owns_process="cross_process" in group_class.capabilities,
                     parallel="parallel" in group_class.capabilities,
                     deliver=output.in_worker if extend_in_workers else None,
