@@ -92,10 +92,10 @@ class Output:
         return batch if self.postproc is None else _given("postproc", self.postproc, batch)
 
 
-def _given(name: str, function: Callable[[Any], Any], batch: Any) -> Any:
-    """Return the result of the user's function for a batch."""
+def _given(name: str, function: Callable[[Any], Any], value: Any) -> Any:
+    """Return the result of the user's function for a batch or its statistics."""
     try:
-        return function(batch)
+        return function(value)
     except StopIteration as error:
         # It would end the loop over the collector as if all frames had been yielded.
         raise RuntimeError(f"{name} raised StopIteration, as next() does at an end") from error
@@ -167,6 +167,7 @@ class BatchDelivery:
         stale: warns if they never are.
         output: what happens to a batch in the end.
         total_frames: the frames after which it ends; -1 for never.
+        observers: called with the statistics that include a batch, before it is handed over.
         close: ends the collector, unless it has ended. It must not keep the collector alive, for a
             thread that collects in the background holds this object.
     """
@@ -182,6 +183,7 @@ class BatchDelivery:
         stale: StaleWatch,
         output: Output,
         total_frames: int,
+        observers: Sequence[Callable[[CollectorStats], object]],
         close: weakref.finalize[Any, Any],
     ) -> None:
         self._pool = pool
@@ -192,6 +194,7 @@ class BatchDelivery:
         self._stale = stale
         self.output = output
         self._total_frames = total_frames
+        self._observers = observers
         self._close = close
         # Their version and sync_seconds are filled in when they are asked for.
         self._counts = CollectorStats()
@@ -208,9 +211,7 @@ class BatchDelivery:
 
     def stats(self) -> CollectorStats:
         """Return counts of what was collected, and the lag of policies."""
-        return replace(
-            self._counts, version=self._weights.version, sync_seconds=self._weights.seconds
-        )
+        return self._current(self._counts)
 
     def next_batch(self) -> Any:
         """The next batch, as it is yielded.
@@ -309,6 +310,8 @@ class BatchDelivery:
             progress.yielded = (self.output.yielded(batch),)
         episodes = self._episodes.with_batch(in_hand.batch)
         counts = self._counted(in_hand.batch, episodes, *self._began)
+        for observe in self._observers:
+            _given("what log_to names", observe, self._current(counts))
         if end_workers and 0 <= self._total_frames <= counts.frames:
             self._weights.let_end(LET_END)
             self._pool.dismiss()
@@ -318,6 +321,9 @@ class BatchDelivery:
         self._counts, self._progress, self._requests.in_hand = counts, following, None
         self._episodes = episodes
         return yielded
+
+    def _current(self, counts: CollectorStats) -> CollectorStats:
+        return replace(counts, version=self._weights.version, sync_seconds=self._weights.seconds)
 
     def _counted(
         self, batch: TensorDictBase, episodes: RecentEpisodes, began: float, frames_before: int
