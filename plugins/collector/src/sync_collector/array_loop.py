@@ -153,8 +153,8 @@ class ArrayLoop:
         self.restart()
 
     def observation_keys(self) -> list[Any]:
-        """The keys of the environment's specs."""
-        return list(self._env.array_specs)
+        """The keys of the environment's specs that a policy may take."""
+        return [key for key, spec in self._env.array_specs.items() if not spec.info]
 
     def restart(self) -> None:
         """Begin the next run with a reset, and drop what one that was cut short has gathered."""

@@ -17,6 +17,7 @@ from sync_collector.background import BackgroundCollection
 from sync_collector.batch_requests import BatchRequests, RandomFrames
 from sync_collector.collector_worker import CollectorWorker
 from sync_collector.delivery import LET_END, BatchDelivery, CollectorStats, Output, ReplayBuffer
+from sync_collector.envs.infos import InfoKeys
 from sync_collector.evaluation import Evaluation, Evaluator
 from sync_collector.model_weights import ModelWeights
 from sync_collector.models_elsewhere import ModelsElsewhere
@@ -144,6 +145,8 @@ class Collector:
         episode_stats: record ``("next", "episode_reward")`` and ``("next", "episode_length")``: the
             reward and the number of steps of each frame's episode so far, which are its totals
             where ``("next", "done")`` is True; and give their means in `stats`.
+        info_keys: entries of Gymnasium's ``info`` to record, at the root and under ``"next"`` as
+            observations are: names, or a mapping to dtypes; see `sync_collector.envs.GymEnv`.
         split_trajs: yield a row for each trajectory (`split_trajectories`).
         postproc: changes every batch before it is yielded or written, after ``split_trajs``.
         replay_buffer: has ``extend``, which gets what each worker makes. None is yielded then.
@@ -199,6 +202,7 @@ class Collector:
         worker_options: Mapping[str, Any] | None = None,
         track_policy_version: bool = True,
         episode_stats: bool = False,
+        info_keys: InfoKeys = (),
         split_trajs: bool = False,
         postproc: Callable[[TensorDictBase], Any] | None = None,
         replay_buffer: ReplayBuffer | None = None,
@@ -257,6 +261,7 @@ class Collector:
             seed=int(torch.randint(2**31, ()).item()),
             one_thread="torch_threads" not in (worker_options or {}),
             num_envs=check_count(num_workers_per_collector, "num_workers_per_collector"),
+            info_keys=info_keys,
             options=options_of_workers(
                 RolloutOptions(
                     frames_per_batch=frames_per_batch // num_workers if sync else frames_per_batch,
