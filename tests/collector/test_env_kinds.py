@@ -341,7 +341,7 @@ def test_a_vector_environment_that_resets_when_it_likes() -> None:
 def test_vectors_by_an_id(mode: str | None) -> None:
     made = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode=mode, max_episode_steps=5)
     if mode in ("sync", "async"):
-        vector = as_env(made)
+        vector: Any = as_env(made)
     else:
         with pytest.warns(UserWarning, match="vectorization_mode='sync'"):
             vector = as_env(made)

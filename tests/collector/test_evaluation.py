@@ -30,13 +30,9 @@ class Policy(nn.Module):
 
 
 class Paid(CountingEnv):
-    """Gives the action as the reward, and counts how often it was closed."""
+    """Gives the action as the reward, and notes when it was closed."""
 
     closed: list[Any] = []
-
-    def step_arrays(self, action: Any) -> Any:
-        observation, _, terminated, truncated = super().step_arrays(action)
-        return observation, action[..., 0], terminated, truncated
 
     def close(self) -> None:
         self.closed.append(self)
@@ -54,7 +50,7 @@ def test_the_trainers_policy_as_it_is_now(scheme: str) -> None:
         assert collector.evaluate(3).rewards == (4.0,) * 3
         assert next(collector).numel() == 4
         with torch.no_grad():
-            policy.weight += 1
+            policy.weight.fill_(2.0)
         result = collector.evaluate(3)
         assert (result.mean_reward, result.std_reward, result.mean_length) == (8.0, 0.0, 4.0)
         assert collector.evaluate(1, deterministic=False).mean_reward > 100

@@ -64,7 +64,11 @@ def vector(mode: AutoresetMode, *, as_list: bool = False) -> Any:
     "env",
     [
         Informed,
-        *(partial(vector, mode, as_list=as_list) for mode in AutoresetMode for as_list in (0, 1)),
+        *(
+            partial(vector, mode, as_list=as_list)
+            for mode in AutoresetMode
+            for as_list in (False, True)
+        ),
     ],
 )
 def test_entries_are_those_of_their_frame(env: Callable[[], Any]) -> None:

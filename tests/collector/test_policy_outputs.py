@@ -5,22 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv, GymEnv
+from sync_collector.envs.arrays import ArrayEnv, ArraySpec
 from sync_collector.policies import PolicyError
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class Counting(CountingEnv):
-    """The same environment by its TensorDict methods."""
+class ArrayCounting(ArrayEnv):
+    """The same environment by arrays."""
 
-    def step(self, tensordict: Any, /) -> Any:
-        return super().step(tensordict)
+    array_specs = {"observation": ArraySpec((1,), np.dtype(np.float32))}
+
+    def __init__(self, max_steps: int = 5) -> None:
+        self._limit, self._steps = max_steps, np.zeros(1, np.float32)
+
+    def reset_arrays(self, mask: Any = None) -> dict[str, Any]:
+        self._steps[:] = 0
+        return {"observation": self._steps}
+
+    def step_arrays(self, action: Any) -> tuple[Any, Any, Any, Any]:
+        self._steps += 1
+        return {"observation": self._steps}, action[0], self._steps[0] >= self._limit, False
+
+    def sample_action(self) -> Any:
+        return np.ones(1, np.float32)
 
 
 class Pair(nn.Module):
@@ -42,7 +57,7 @@ class Dict(Pair):
         return {"action": action, "action_log_prob": log_prob, ("critic", "value"): action + 1}
 
 
-@pytest.mark.parametrize("env", [CountingEnv, Counting], ids=["arrays", "tensordicts"])
+@pytest.mark.parametrize("env", [ArrayCounting, CountingEnv], ids=["arrays", "tensordicts"])
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("policy", [Pair(), Dict()], ids=["pair", "dict"])
 def test_outputs_are_recorded(env: Callable[[], Any], number: int, policy: nn.Module) -> None:
