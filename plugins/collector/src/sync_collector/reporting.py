@@ -131,13 +131,14 @@ class ProgressBar:
                 "{task.completed:>9,.0f} frames  {task.fields[stats].frames_per_second:,.0f}/s  "
                 "reward {task.fields[stats].episode_reward:.1f}  "
                 "length {task.fields[stats].episode_length:.1f}  "
-                "version {task.fields[stats].version}  lag {task.fields[stats].lag}"
+                "version {task.fields[stats].version}  lag {task.fields[stats].lag}  "
+                "sync {task.fields[sync_ms]:.2f} ms"
             ),
             TimeElapsedColumn(),
             auto_refresh=False,
         )
         total = None if total_frames < 0 else total_frames
-        self._task = self._bar.add_task("", total=total, stats=CollectorStats())
+        self._task = self._bar.add_task("", total=total, stats=CollectorStats(), sync_ms=0.0)
         self._drawn = -math.inf
 
     def show(self, stats: CollectorStats) -> None:
@@ -146,7 +147,13 @@ class ProgressBar:
         due = now - self._drawn >= _REDRAW
         # Not before the first batch: what is printed until then stays as it is.
         self._bar.start()
-        self._bar.update(self._task, completed=stats.frames, stats=stats, refresh=due)
+        self._bar.update(
+            self._task,
+            completed=stats.frames,
+            stats=stats,
+            sync_ms=1e3 * stats.sync_seconds,
+            refresh=due,
+        )
         if due:
             self._drawn = now
 
