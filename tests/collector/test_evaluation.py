@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn.probabilistic import InteractionType, interaction_type
 from torch import nn
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Policy(nn.Module):
-    """Acts with its weight, with noise unless it is to be deterministic."""
+    """Acts with its weight, and adds noise unless acting is deterministic."""
 
     def __init__(self, weight: float = 0.0) -> None:
         super().__init__()
@@ -87,7 +88,10 @@ def test_weights_of_another_model_and_of_workers() -> None:
         assert collector.evaluate(1).rewards == (12.0,)
         collector.update_policy_weights_(Policy(5.0))
         assert collector.evaluate(1).rewards == (20.0,)
-        assert collector.evaluate(1, weights=Policy(7.0)).rewards == (28.0,)
+        policy = Policy(7.0)
+        for given in (policy, policy.state_dict(), TensorDict.from_module(policy)):
+            assert collector.evaluate(1, weights=given).rewards == (28.0,)
+        assert collector.evaluate(1).rewards == (20.0,)
         with pytest.raises(LayoutMismatchError):
             collector.evaluate(1, weights=nn.Linear(2, 2))
 

@@ -537,7 +537,7 @@ class Collector:
     ) -> Evaluation:
         """Run episodes with the trainer's policy as it is now, apart from collection.
 
-        The calling thread runs a copy of the policy in an environment of its own, made by the first
+        The calling thread runs a copy of the policy in another environment, made by the first
         function of ``create_env_fn``, and no frame counts. Workers in other processes continue
         meanwhile. Workers in threads finish their batches and wait, as the exploration type and
         the random state belong to the whole process. The result is logged to ``log_to``, too.

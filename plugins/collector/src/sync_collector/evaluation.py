@@ -59,7 +59,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Runs a copy of the policy in an environment of its own, in the calling thread.
+    """Runs a copy of the policy in another environment, in the calling thread.
 
     Both are made by the first evaluation, as in a worker, and kept until `close`.
 

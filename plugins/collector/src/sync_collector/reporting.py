@@ -34,7 +34,7 @@ def log_function(log_to: Any) -> Log:
             ``log(values, step=step)``, as a run of W&B has, or is called with values and step.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: an object of another kind.
 
     Example:
         >>> log_function(print)({"episode/reward": 1.0}, 100)
