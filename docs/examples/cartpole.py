@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib as mpl
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
@@ -47,51 +46,19 @@ class Policy(nn.Module):
         super().__init__()
         self.logits = network(2, scale=0.01)
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        log_probs = self.logits(tensordict["observation"]).log_softmax(-1)
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs = self.logits(observation).log_softmax(-1)
         noise = torch.empty_like(log_probs).exponential_().log()
         action = nn.functional.one_hot((log_probs - noise).argmax(-1), 2)
-        tensordict["action"] = action
-        tensordict["log_prob"] = (log_probs * action).sum(-1)
-        return tensordict
-
-
-@dataclass
-class Episodes:
-    """Returns of episodes, put together from the batches that they are spread over."""
-
-    last: deque[float] = field(default_factory=lambda: deque(maxlen=20))
-    _open: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-
-    def add(self, batch: TensorDictBase) -> None:
-        """Count the rewards of a batch towards their trajectories."""
-        ids = batch["collector", "traj_ids"]
-        unique, inverse = ids.unique(return_inverse=True)
-        rewards = batch["next", "reward"].flatten()
-        sums = torch.zeros(len(unique)).index_add(0, inverse.flatten(), rewards)
-        for trajectory, total in zip(unique.tolist(), sums.tolist(), strict=True):
-            self._open[trajectory] += total
-        for trajectory in ids[batch["next", "done"].squeeze(-1)].tolist():
-            self.last.append(self._open.pop(trajectory))
-
-    @property
-    def mean(self) -> float:
-        """The mean return of the last 20."""
-        return sum(self.last) / max(1, len(self.last))
-
-    @property
-    def solved(self) -> bool:
-        """Return whether the last 20 were good enough."""
-        return len(self.last) == self.last.maxlen and self.mean >= GOAL
+        return action, (log_probs * action).sum(-1)
 
 
 @dataclass(frozen=True)
 class Point:
-    """The figures of one update, for the picture and the progress bar."""
+    """The figures of one update, for the picture."""
 
     frames: int
     mean: float
-    version: int
     sync_ms: float
     lag: int
 
@@ -113,7 +80,7 @@ class Trainer:
         samples = [
             batch["observation"].flatten(0, -2),
             batch["action"].flatten(0, -2).argmax(-1, keepdim=True),
-            batch["log_prob"].flatten(),
+            batch["action_log_prob"].flatten(),
             advantage.flatten(),
             target.flatten(),
         ]
@@ -179,26 +146,14 @@ def draw(points: list[Point], path: Path, title: str) -> None:
     plt.close(figure)
 
 
-def progress_bar() -> Progress:
-    """A bar with the figures that matter beside it."""
-    return Progress(
-        BarColumn(bar_width=16),
-        TextColumn(
-            "{task.fields[frames]:>7,} frames  return {task.fields[mean]:5.1f}  "
-            "version {task.fields[version]:>3}  sync {task.fields[sync_ms]:5.2f} ms  "
-            "lag {task.fields[lag]}"
-        ),
-        TimeElapsedColumn(),
-    )
-
-
 def run(args: argparse.Namespace) -> bool:
     """Learn, and say whether the goal was reached."""
     torch.manual_seed(args.seed)
     # The networks are small, and workers need the cores.
     torch.set_num_threads(1)
     policy = Policy()
-    trainer, episodes, points = Trainer(policy), Episodes(), list[Point]()
+    trainer, points, solved = Trainer(policy), list[Point](), False
+    returns = deque[float](maxlen=20)
     collector = Collector(
         lambda: GymEnv("CartPole-v1", num_envs=ENVS_PER_WORKER),
         policy,
@@ -207,30 +162,31 @@ def run(args: argparse.Namespace) -> bool:
         frames_per_batch=FRAMES_OF_A_WORKER * (1 if args.ahead else args.workers),
         total_frames=args.frames,
         sync=not args.ahead,
+        episode_stats=True,
+        progress=True,
     )
     started = time.perf_counter()
-    with collector, progress_bar() as bar:
-        task = bar.add_task("", total=args.frames, **vars(Point(0, 0.0, 0, 0.0, 0)))
+    with collector:
         collector.set_seed(args.seed)
         for batch in collector:
-            episodes.add(batch)
+            returns.extend(batch["next", "episode_reward"][batch["next", "done"]].tolist())
             stats = collector.stats()
             trainer.learn(batch, remaining=max(0.5, 1 - stats.frames / args.frames))
             collector.update_policy_weights_()
+            mean = sum(returns) / max(1, len(returns))
             sync_ms = 1e3 * collector.stats().sync_seconds
-            version = collector.stats().version
-            points.append(Point(stats.frames, episodes.mean, version, sync_ms, stats.lag))
-            bar.update(task, completed=stats.frames, **vars(points[-1]))
-            if episodes.solved:
+            points.append(Point(stats.frames, mean, sync_ms, stats.lag))
+            solved = len(returns) == returns.maxlen and mean >= GOAL
+            if solved:
                 break
     seconds = time.perf_counter() - started
     draw(points, args.out, f"CartPole-v1, scheme {args.scheme!r}, {args.workers} workers")
     print(
-        f"{'Reached' if episodes.solved else 'Missed'} the goal of {GOAL}: mean return "
-        f"{episodes.mean:.1f} over the last {len(episodes.last)} episodes, after "
+        f"{'Reached' if solved else 'Missed'} the goal of {GOAL}: mean return "
+        f"{points[-1].mean:.1f} over the last {len(returns)} episodes, after "
         f"{points[-1].frames:,} frames and {seconds:.0f} s. Picture: {args.out}"
     )
-    return episodes.solved
+    return solved
 
 
 def parse() -> argparse.Namespace:

@@ -331,7 +331,28 @@ def test_vector_environments_in_processes(mode: AutoresetMode) -> None:
 def test_a_vector_environment_that_resets_when_it_likes() -> None:
     entry = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point")
     with pytest.raises(TypeError, match="autoreset_mode"):
-        as_env(entry)
+        VectorGymEnv(entry)
+    with pytest.raises(TypeError, match="autoreset_mode"):
+        as_env(RecordEpisodeStatistics(entry))
+    entry.close()
+
+
+@pytest.mark.parametrize("mode", [None, "sync", "async", "vector_entry_point"])
+def test_vectors_by_an_id(mode: str | None) -> None:
+    made = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode=mode, max_episode_steps=5)
+    if mode in ("sync", "async"):
+        vector: Any = as_env(made)
+    else:
+        with pytest.warns(UserWarning, match="vectorization_mode='sync'"):
+            vector = as_env(made)
+    single = GymEnv(lambda: gymnasium.make("CartPole-v1", max_episode_steps=5), num_envs=2)
+    try:
+        assert vector.set_seed(3) == single.set_seed(3)
+        ours, theirs = (collect(env, Left(), 40) for env in (vector, single))
+    finally:
+        vector.close()
+    assert (ours == theirs).all()
+    assert ours["next", "truncated"].sum() == 8
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))

@@ -2,10 +2,11 @@
 
 from sync_collector.collector import Collector
 from sync_collector.delivery import CollectorStats
+from sync_collector.evaluation import Evaluation
 from sync_core.workers import preload
 
 preload("sync_collector.collector_worker")
 
 __version__ = "0.1.0"
 
-__all__ = ["Collector", "CollectorStats"]
+__all__ = ["Collector", "CollectorStats", "Evaluation"]

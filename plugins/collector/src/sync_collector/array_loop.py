@@ -45,15 +45,17 @@ class TensorChooser:
     def __init__(self, policy: TensorPolicy, seen: Rows) -> None:
         self.root: list[Leaves] = []
         self.next: list[Leaves] = []
-        self._act = policy.act
+        self._outputs = policy.outputs
+        self._action_key = policy.out_key
         inputs = (torch.from_numpy(seen[key]).unbind() for key in policy.in_keys)
         self._inputs = list(zip(*inputs, strict=True))
 
     def choose(self, t: int) -> Tensor:
         """The policy's action."""
-        action = self._act(*self._inputs[t]).detach().cpu()
-        self.root[t:] = [{"action": action.clone()}]
-        return action
+        outputs = self._outputs(*self._inputs[t])
+        made = {key: value.detach().cpu() for key, value in outputs.items()}
+        self.root[t:] = [copy_of(made)]
+        return made[self._action_key]
 
 
 class TensorDictChooser:
@@ -151,8 +153,8 @@ class ArrayLoop:
         self.restart()
 
     def observation_keys(self) -> list[Any]:
-        """The keys of the environment's specs."""
-        return list(self._env.array_specs)
+        """The keys of the environment's specs that a policy may take."""
+        return [key for key, spec in self._env.array_specs.items() if not spec.info]
 
     def restart(self) -> None:
         """Begin the next run with a reset, and drop what one that was cut short has gathered."""

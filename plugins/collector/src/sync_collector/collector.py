@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import torch
@@ -16,6 +17,8 @@ from sync_collector.background import BackgroundCollection
 from sync_collector.batch_requests import BatchRequests, RandomFrames
 from sync_collector.collector_worker import CollectorWorker
 from sync_collector.delivery import LET_END, BatchDelivery, CollectorStats, Output, ReplayBuffer
+from sync_collector.envs.infos import InfoKeys
+from sync_collector.evaluation import Evaluation, Evaluator
 from sync_collector.model_weights import ModelWeights
 from sync_collector.models_elsewhere import ModelsElsewhere
 from sync_collector.options import (
@@ -35,6 +38,7 @@ from sync_collector.options import (
 )
 from sync_collector.policy_module import module_of
 from sync_collector.relay import PolicyRelay
+from sync_collector.reporting import Reporter
 from sync_collector.rollout import RolloutOptions
 from sync_collector.schedules import FirstReady, Synchronous
 from sync_collector.schemes import (
@@ -107,7 +111,8 @@ class Collector:
         create_env_fn: makes an environment (`sync_collector.envs.Env`, or one of Gymnasium's,
             single or vector); or a list, one for each worker.
         policy: takes a TensorDict or observations (`sync_collector.policies.adapt`); None
-            for random actions. Workers begin with a copy of it as it is now.
+            for random actions. One of observations returns the action, ``(action, log_prob)`` or a
+            dict with ``"action"``. Workers begin with a copy of it as it is now.
         policy_factory: makes a worker's policy in the worker; or a list, one for each worker. Only
             policies whose weights have the same names and shapes in every worker can be updated.
         scheme: how weights travel: the name of a scheme, or a plugin object; ``"shm"`` by default.
@@ -137,6 +142,11 @@ class Collector:
         worker_options: options of the worker group. In workers with a process of their own, torch
             uses one thread unless ``torch_threads`` is among them.
         track_policy_version: record ``policy_version`` and ``("next", "policy_version")``.
+        episode_stats: record ``("next", "episode_reward")`` and ``("next", "episode_length")``: the
+            reward and the number of steps of each frame's episode so far, which are its totals
+            where ``("next", "done")`` is True; and give their means in `stats`.
+        info_keys: entries of Gymnasium's ``info`` to record, at the root and under ``"next"`` as
+            observations are: names, or a mapping to dtypes; see `sync_collector.envs.GymEnv`.
         split_trajs: yield a row for each trajectory (`split_trajectories`).
         postproc: changes every batch before it is yielded or written, after ``split_trajs``.
         replay_buffer: has ``extend``, which gets what each worker makes. None is yielded then.
@@ -146,6 +156,10 @@ class Collector:
         on_worker_failure: when a worker dies: ``"raise"`` an error that names it, and shut down; or
             ``"restart"``: another begins new episodes in its place, with the newest weights.
         collector_kwargs: options of single workers: a `WorkerOptions`, or one for each.
+        log_to: logs `stats` with each batch, at the number of frames: a TensorBoard
+            ``SummaryWriter``, a run of W&B, or a function ``log(values, step)``. It implies
+            ``episode_stats``.
+        progress: show a progress bar, by rich; it implies ``episode_stats`` too.
         timeout: deadline of blocking calls, in seconds; also of waiting for a batch.
         **worker: options of all workers: ``max_frames_per_traj``, ``reset_at_each_iter``,
             ``exploration_type``, ``trust_policy``, ``device``, ``env_device``, ``policy_device``
@@ -187,6 +201,8 @@ class Collector:
         scheme_options: Mapping[str, Any] | None = None,
         worker_options: Mapping[str, Any] | None = None,
         track_policy_version: bool = True,
+        episode_stats: bool = False,
+        info_keys: InfoKeys = (),
         split_trajs: bool = False,
         postproc: Callable[[TensorDictBase], Any] | None = None,
         replay_buffer: ReplayBuffer | None = None,
@@ -195,6 +211,8 @@ class Collector:
         num_workers_per_collector: int = 1,
         on_worker_failure: OnWorkerFailure = "raise",
         collector_kwargs: WorkerOptions | Sequence[WorkerOptions] | None = None,
+        log_to: Any = None,
+        progress: bool = False,
         timeout: float = 60.0,
         **worker: Unpack[WorkerOptions],
     ) -> None:
@@ -222,6 +240,7 @@ class Collector:
         frames_per_batch = count_frames(frames_per_batch, num_workers, sync=sync)
         total_frames = check_count(total_frames, "total_frames", least=0, never="no end")
         random_frames = check_count(init_random_frames, "init_random_frames", least=0, never="none")
+        reporter = Reporter(log_to, progress=progress, total_frames=total_frames)
         check_on_worker_failure(on_worker_failure, group_class)
         check_buffer(replay_buffer, extend_in_workers=extend_in_workers)
         output = Output(
@@ -229,6 +248,7 @@ class Collector:
             postproc=postproc,
             replay_buffer=replay_buffer,
             extend_in_workers=extend_in_workers,
+            episode_stats=episode_stats or reporter.enabled,
         )
         specs = WorkerSpecs(
             env_fns=factories(create_env_fn, num_workers, "create_env_fn"),
@@ -241,10 +261,12 @@ class Collector:
             seed=int(torch.randint(2**31, ()).item()),
             one_thread="torch_threads" not in (worker_options or {}),
             num_envs=check_count(num_workers_per_collector, "num_workers_per_collector"),
+            info_keys=info_keys,
             options=options_of_workers(
                 RolloutOptions(
                     frames_per_batch=frames_per_batch // num_workers if sync else frames_per_batch,
                     track_policy_version=track_policy_version,
+                    episode_stats=episode_stats or reporter.enabled,
                     owns_process="cross_process" in group_class.capabilities,
                     parallel="parallel" in group_class.capabilities,
                     deliver=output.in_worker if extend_in_workers else None,
@@ -256,7 +278,7 @@ class Collector:
         )
         specs.check_policy()
         specs.give_shapes()
-        self._timeout, self._specs = timeout, specs
+        self._timeout, self._specs, self._reporter = timeout, specs, reporter
         self._pool = WorkerPool(
             group_class,
             specs,
@@ -282,10 +304,14 @@ class Collector:
             self._elsewhere = ModelsElsewhere(
                 held, known, collector=weakref.ref(self), timeout=timeout
             )
+            self._relay = PolicyRelay(self._weights, self._pool)
+            self._evaluator = Evaluator(specs, self._weights, self._relay.read_model)
         except BaseException:
             self._pool.stop()
             raise
-        self._close = release_with(self, _end, self._pool, self._weights, self._elsewhere)
+        self._close = release_with(
+            self, _end, self._pool, self._weights, self._elsewhere, self._evaluator, reporter
+        )
         auto_update = AutoUpdate(interval, self._pool, self._requests, self._weights)
         self._delivery = BatchDelivery(
             pool=self._pool,
@@ -300,12 +326,12 @@ class Collector:
             ),
             output=output,
             total_frames=total_frames,
+            observers=(reporter.report,) if reporter.enabled else (),
             close=self._close,
         )
         self._state = State(
             self._pool, self._requests, self._delivery, self._weights, random, timeout
         )
-        self._relay = PolicyRelay(self._weights, self._pool)
         self._background = BackgroundCollection(self._delivery, self._relay.look)
         try:
             self.register_scheme_receiver(weight_recv_schemes or {})
@@ -499,6 +525,61 @@ class Collector:
         self._check_open()
         limit = self._timeout if timeout is None else check_seconds(timeout)
         return self._relay.receive_or_load((policy_or_weights, weights, policy), limit)
+
+    def evaluate(
+        self,
+        episodes: int = 10,
+        *,
+        deterministic: bool = True,
+        weights: Any = None,
+        seed: int | None = None,
+        timeout: float | None = None,
+    ) -> Evaluation:
+        """Run episodes with the trainer's policy as it is now, apart from collection.
+
+        The calling thread runs a copy of the policy in another environment, made by the first
+        function of ``create_env_fn``, and no frame counts. Workers in other processes continue
+        meanwhile. Workers in threads finish their batches and wait, as the exploration type and
+        the random state belong to the whole process. The result is logged to ``log_to``, too.
+
+        Args:
+            episodes: how many; each environment of several that are stepped together has its share.
+            deterministic: act with ``exploration_type="deterministic"``. Policies of distributions
+                follow it; others can read ``tensordict.nn.probabilistic.interaction_type()``.
+            weights: a module, a TensorDict or a state_dict to act with; None for the trainer's own
+                policy, or for what the workers have where ``policy_factory`` makes theirs.
+            seed: of the environment, for the same episodes each time; None for new ones.
+            timeout: seconds for all of them; None for the collector's.
+
+        Raises:
+            TimeoutError: not all episodes ended in time.
+            LayoutMismatchError: weights that are others than the policy's.
+            ClosedError: the collector was shut down.
+
+        Example:
+            >>> from sync_collector.envs import CountingEnv
+            >>> with Collector(CountingEnv, scheme="none", frames_per_batch=4) as collector:
+            ...     collector.evaluate(episodes=2).lengths
+            (5, 5)
+        """
+        self._check_open()
+        run = functools.partial(
+            self._evaluator.evaluate,
+            check_count(episodes, "episodes"),
+            weights,
+            deterministic=deterministic,
+            seed=None if seed is None else check_integer(seed, "seed", "give one such as 0"),
+            timeout=self._timeout if timeout is None else check_seconds(timeout),
+        )
+        result = self._at_rest(run) if self._evaluator.needs_rest else run()
+        self._reporter.log(
+            {
+                "evaluation/reward": result.mean_reward,
+                "evaluation/length": result.mean_length,
+            },
+            self._delivery.stats().frames,
+        )
+        return result
 
     def cascade_execute(self, path: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call, or return, the object at a path in every worker, in the order of their ids.
@@ -702,7 +783,14 @@ class Collector:
         self._background.abandon()
         self._relay.close()
         if self._close.detach() is not None:
-            _end(self._pool, self._weights, self._elsewhere, seconds)
+            _end(
+                self._pool,
+                self._weights,
+                self._elsewhere,
+                self._evaluator,
+                self._reporter,
+                timeout=seconds,
+            )
         self._background.end(seconds)
 
     async def async_shutdown(self) -> None:
@@ -790,17 +878,21 @@ def _end(
     pool: WorkerPool,
     weights: ModelWeights,
     held: ModelsElsewhere,
+    evaluator: Evaluator,
+    reporter: Reporter,
+    *,
     timeout: float | None = None,
 ) -> None:
-    """End workers and senders, come what may."""
-    try:
-        # A refresh may have been sent just now; its workers have it in a moment.
-        weights.let_end(LET_END if timeout is None else min(LET_END, timeout))
-        pool.stop(timeout)
-    except BaseException:
-        # Such as a second Ctrl-C: end without waiting, and leave nothing behind.
-        pool.stop(0.0)
-        raise
-    finally:
-        weights.close()
-        held.close()
+    """End workers, senders and what else belongs to a collector, come what may."""
+    with closing(reporter), closing(evaluator):
+        try:
+            # A refresh may have been sent just now; its workers have it in a moment.
+            weights.let_end(LET_END if timeout is None else min(LET_END, timeout))
+            pool.stop(timeout)
+        except BaseException:
+            # Such as a second Ctrl-C: end without waiting, and leave nothing behind.
+            pool.stop(0.0)
+            raise
+        finally:
+            weights.close()
+            held.close()

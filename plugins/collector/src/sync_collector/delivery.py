@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 
 from sync_collector.auto_update import AutoUpdate, StaleWatch
 from sync_collector.batch_requests import BatchRequests, TakenBatch
+from sync_collector.episodes import RecentEpisodes, select_totals
 from sync_collector.model_weights import ModelWeights
 from sync_collector.policies import PolicyError
 from sync_collector.schedules import Schedule
@@ -38,12 +40,14 @@ class Output:
         replay_buffer: where the batch is written to; None to yield it.
         extend_in_workers: let the workers do all of that, which then deliver only how many frames
             they have made, and with which versions.
+        episode_stats: let them deliver the totals of episodes too.
     """
 
     split_trajs: bool = False
     postproc: Callable[[TensorDictBase], Any] | None = None
     replay_buffer: ReplayBuffer | None = None
     extend_in_workers: bool = False
+    episode_stats: bool = False
 
     def check_buffer(self) -> None:
         """Raise if there is no replay buffer, so that batches made in the background are lost."""
@@ -55,8 +59,11 @@ class Output:
 
     def in_worker(self, made: TensorDictBase) -> TensorDictBase:
         """Return the part of a batch that a worker delivers after writing it."""
+        delivered = made.select("policy_version", strict=False)
+        if self.episode_stats:
+            delivered.update(select_totals(made))
         self.write(made)
-        return made.select("policy_version", strict=False)
+        return delivered
 
     def written_by_driver(self, batch: TensorDictBase, *, of_all: bool) -> Sequence[TensorDictBase]:
         """Return the parts of a delivered batch to write, one after the other.
@@ -85,10 +92,10 @@ class Output:
         return batch if self.postproc is None else _given("postproc", self.postproc, batch)
 
 
-def _given(name: str, function: Callable[[Any], Any], batch: Any) -> Any:
-    """Return the result of the user's function for a batch."""
+def _given(name: str, function: Callable[[Any], Any], value: Any) -> Any:
+    """Return the result of the user's function for a batch or its statistics."""
     try:
-        return function(batch)
+        return function(value)
     except StopIteration as error:
         # It would end the loop over the collector as if all frames had been yielded.
         raise RuntimeError(f"{name} raised StopIteration, as next() does at an end") from error
@@ -109,6 +116,11 @@ class CollectorStats:
         sync_seconds: how long the last `update_policy_weights_` took, from the call to the last
             worker's acknowledgement; 0.0 before the first. One with ``blocking=False`` and an
             automatic one count only for what the caller waited.
+        frames_per_second: frames delivered, divided by the seconds from the call for the first
+            batch to the delivery of the last one; the trainer's own time counts.
+        episodes: the number of episodes that have ended, with ``episode_stats=True``.
+        episode_reward: the mean total reward of the last 100 of them; NaN before the first.
+        episode_length: the mean number of steps of the last 100 of them; NaN before the first.
     """
 
     frames: int = 0
@@ -118,6 +130,10 @@ class CollectorStats:
     mean_lag: float = 0.0
     max_lag: int = 0
     sync_seconds: float = 0.0
+    frames_per_second: float = field(default=0.0, compare=False)
+    episodes: int = 0
+    episode_reward: float = field(default=math.nan, compare=False)
+    episode_length: float = field(default=math.nan, compare=False)
 
 
 #: How long an update that was not waited for may delay the end of a collector, in seconds.
@@ -151,6 +167,7 @@ class BatchDelivery:
         stale: warns if they never are.
         output: what happens to a batch in the end.
         total_frames: the frames after which it ends; -1 for never.
+        observers: called with the statistics that include a batch, before it is handed over.
         close: ends the collector, unless it has ended. It must not keep the collector alive, for a
             thread that collects in the background holds this object.
     """
@@ -166,6 +183,7 @@ class BatchDelivery:
         stale: StaleWatch,
         output: Output,
         total_frames: int,
+        observers: Sequence[Callable[[CollectorStats], object]],
         close: weakref.finalize[Any, Any],
     ) -> None:
         self._pool = pool
@@ -176,9 +194,13 @@ class BatchDelivery:
         self._stale = stale
         self.output = output
         self._total_frames = total_frames
+        self._observers = observers
         self._close = close
         # Their version and sync_seconds are filled in when they are asked for.
         self._counts = CollectorStats()
+        self._episodes = RecentEpisodes()
+        # The time of the first call, and the frames before it.
+        self._began: tuple[float, int] | None = None
         # Kept until the batch is handed over: Ctrl-C or a replay buffer may raise before that.
         self._progress = _BatchProgress()
 
@@ -189,9 +211,7 @@ class BatchDelivery:
 
     def stats(self) -> CollectorStats:
         """Return counts of what was collected, and the lag of policies."""
-        return replace(
-            self._counts, version=self._weights.version, sync_seconds=self._weights.seconds
-        )
+        return self._current(self._counts)
 
     def next_batch(self) -> Any:
         """The next batch, as it is yielded.
@@ -221,6 +241,7 @@ class BatchDelivery:
         in_hand, progress = self._requests.in_hand, self._progress
         return {
             "counts": asdict(self._counts),
+            "episodes": asdict(self._episodes),
             "turn": sum(worker_id < self._schedule.turn for worker_id in self._pool.ids),
             "since_update": [worker.batches for worker in self._pool.joined],
             "in_hand": in_hand and replace(in_hand, batch=in_hand.batch.clone()),
@@ -232,6 +253,8 @@ class BatchDelivery:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there."""
         self._counts = CollectorStats(**state["counts"])
+        self._episodes = RecentEpisodes(**state["episodes"])
+        self._began = None
         in_hand = state["in_hand"]
         yielded = copy.deepcopy(state["yielded"])
         self._progress = _BatchProgress(state["noted"], state["written"], yielded)
@@ -275,6 +298,8 @@ class BatchDelivery:
         if not self._close.alive:
             raise StopIteration
         self._stale.look()
+        if self._began is None:
+            self._began = time.monotonic(), self._counts.frames
         in_hand = self._next(wanted)
         progress = self._progress
         if progress.yielded is None:
@@ -283,7 +308,10 @@ class BatchDelivery:
                 self.output.write(part)
                 progress.written += 1
             progress.yielded = (self.output.yielded(batch),)
-        counts = self._counted(in_hand.batch)
+        episodes = self._episodes.with_batch(in_hand.batch)
+        counts = self._counted(in_hand.batch, episodes, *self._began)
+        for observe in self._observers:
+            _given("what log_to names", observe, self._current(counts))
         if end_workers and 0 <= self._total_frames <= counts.frames:
             self._weights.let_end(LET_END)
             self._pool.dismiss()
@@ -291,20 +319,32 @@ class BatchDelivery:
         # From here on nothing is called, so that Ctrl-C comes before the batch counts, and the next
         # call hands it over, or after it was handed over.
         self._counts, self._progress, self._requests.in_hand = counts, following, None
+        self._episodes = episodes
         return yielded
 
-    def _counted(self, batch: TensorDictBase) -> CollectorStats:
+    def _current(self, counts: CollectorStats) -> CollectorStats:
+        return replace(counts, version=self._weights.version, sync_seconds=self._weights.seconds)
+
+    def _counted(
+        self, batch: TensorDictBase, episodes: RecentEpisodes, began: float, frames_before: int
+    ) -> CollectorStats:
         """Return the counts as soon as a batch is handed over."""
         old, lag = self._counts, 0
+        frames = old.frames + batch.numel()
         if "policy_version" in batch:
             lag = self._weights.version - int(batch["policy_version"].min())
         return replace(
             old,
-            frames=old.frames + batch.numel(),
+            frames=frames,
             batches=old.batches + 1,
             lag=lag,
             mean_lag=(old.mean_lag * old.batches + lag) / (old.batches + 1),
             max_lag=max(old.max_lag, lag),
+            # A clock of low resolution may show the same time as before the first batch.
+            frames_per_second=(frames - frames_before) / max(time.monotonic() - began, 1e-9),
+            episodes=episodes.count,
+            episode_reward=episodes.mean_reward,
+            episode_length=episodes.mean_length,
         )
 
     def _next(self, wanted: int | None) -> TakenBatch:

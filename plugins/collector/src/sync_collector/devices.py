@@ -71,7 +71,7 @@ class Devices:
         )
 
     def place_act(self, act: TensorPolicy | TensorDictPolicy) -> TensorPolicy | TensorDictPolicy:
-        """A policy that takes what it is given to its own device, and brings back the action."""
+        """A policy that takes what it is given to its own device, and brings back its outputs."""
         if self.env is None and self.policy is None:
             return act
         if isinstance(act, TensorPolicy):
@@ -94,7 +94,17 @@ class _Carried:
         home = self.devices.env or _device_of(given[0])
         if self.devices.policy is not None:
             given = tuple(one.to(self.devices.policy) for one in given)
-        return self.function(*given).to(home)
+        made = self.function(*given)
+        if isinstance(made, tuple):
+            return tuple(_moved(one, home) for one in made)
+        if isinstance(made, dict):
+            return {key: _moved(one, home) for key, one in made.items()}
+        return made.to(home)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    # What is not a tensor is for the policy's own check to refuse.
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _device_of(given: Any) -> torch.device:

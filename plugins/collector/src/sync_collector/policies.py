@@ -15,11 +15,14 @@ from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction
 from torch import Tensor, nn
 
 from sync_collector.envs.limit import STEP_COUNT
+from sync_collector.envs.protocol import FLAGS
 from sync_core import RemoteCallError
 
 TensorDictPolicy: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 
 _TENSORDICT_NAMES = ("tensordict", "td")
+# Keys of a frame that are never a policy's.
+_RESERVED = (*FLAGS, "reward", "next", "collector", "policy_version")
 
 
 class PolicyError(TypeError):
@@ -39,12 +42,22 @@ def policy_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TensorPolicy:
-    """A policy that takes observations and returns the action, as a policy of TensorDicts.
+    """A policy that takes observations, as a policy of TensorDicts.
+
+    It returns the action; or the action and its log-probability, which is recorded under
+    ``"action_log_prob"``, where TorchRL's losses look for it; or a mapping from keys to tensors
+    with the action among them.
 
     Args:
         function: the policy.
         in_keys: the keys of the observations that it takes, in its order.
         out_key: the key of the action.
+
+    Example:
+        >>> import torch
+        >>> policy = TensorPolicy(lambda x: (2 * x, -x.sum(-1)), ("observation",))
+        >>> policy.outputs(torch.ones(1))
+        {'action': tensor([2.]), 'action_log_prob': tensor(-1.)}
     """
 
     function: Callable[..., Any]
@@ -53,17 +66,54 @@ class TensorPolicy:
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         observations = [tensordict.get(key) for key in self.in_keys]
-        return tensordict.set(self.out_key, self.act(*observations))
+        for key, value in self.outputs(*observations).items():
+            tensordict.set(key, value)
+        return tensordict
 
-    def act(self, *observations: Any) -> Tensor:
-        """The action."""
-        action = self.function(*observations)
-        if not isinstance(action, Tensor):
+    def outputs(self, *observations: Any) -> dict[Any, Tensor]:
+        """Return the action and what else is recorded with it, by key.
+
+        Raises:
+            PolicyError: the policy returned neither an action, nor an action and its
+                log-probability, nor a mapping that has the action.
+        """
+        made = self.function(*observations)
+        if isinstance(made, Tensor):
+            return {self.out_key: made}
+        if isinstance(made, tuple) and len(made) == 2:
+            made = dict(zip((self.out_key, _log_prob_key(self.out_key)), made, strict=True))
+        if not isinstance(made, Mapping):
             raise PolicyError(
-                f"the policy returned a {type(action).__name__}, not the action as a tensor; a "
-                "policy with several outputs takes a TensorDict, sets them in it and returns it"
+                f"the policy returned a {type(made).__name__}, not the action as a tensor; a "
+                "policy with several outputs returns (action, log_prob) or a dict such as "
+                "{'action': …, 'state_value': …}, or takes a TensorDict and returns it"
             )
-        return action
+        return self._checked(dict(made))
+
+    def _checked(self, made: dict[Any, Any]) -> dict[Any, Tensor]:
+        if self.out_key not in made:
+            raise PolicyError(
+                f"the policy returned {_listed(list(made))}, without the action; give it the key "
+                f"{self.out_key!r}"
+            )
+        for key, value in made.items():
+            if not isinstance(value, Tensor):
+                raise PolicyError(
+                    f"the policy returned a {type(value).__name__} for {key!r}; return a tensor, "
+                    "with one entry for each environment of the batch"
+                )
+            if key in self.in_keys or key in _RESERVED:
+                raise PolicyError(
+                    f"the policy returned {key!r}, which the environment gives; return it under "
+                    "another key"
+                )
+        return made
+
+
+def _log_prob_key(action_key: Any) -> Any:
+    if isinstance(action_key, str):
+        return f"{action_key}_log_prob"
+    return (*action_key[:-1], f"{action_key[-1]}_log_prob")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from sync_collector.envs.arrays import speaks_arrays
 from sync_collector.envs.limit import limit_frames
 from sync_collector.envs.normal import Conventions
 from sync_collector.envs.protocol import Env, close_env, load_env, save_env, seed_env
+from sync_collector.episodes import EpisodeTotals
 from sync_collector.loops import BetweenSteps, Steps, TensorDictLoop
 from sync_collector.policies import TensorDictPolicy, TensorPolicy, acting, adapt
 from sync_collector.policy_module import initialise, is_lazy
@@ -56,6 +57,7 @@ class RolloutOptions:
         frames_per_batch: frames to gather in a batch; for several environments that are stepped
             together, rounded up to a multiple of their number.
         track_policy_version: record the version that acted in each frame.
+        episode_stats: record the reward and the length of each frame's episode up to it.
         owns_process: the worker has a process to itself, whose random state it may seed.
         parallel: the worker runs while the trainer and the others do.
         deliver: what to give instead of a batch that was made; None for the batch itself.
@@ -68,6 +70,7 @@ class RolloutOptions:
 
     frames_per_batch: int
     track_policy_version: bool = True
+    episode_stats: bool = False
     owns_process: bool = False
     parallel: bool = False
     deliver: Callable[[TensorDictBase], TensorDictBase] | None = None
@@ -112,10 +115,12 @@ class Rollout:
         self._ids = TrajectoryIds(seat)
         self._steps = math.ceil(options.frames_per_batch / max(1, env.batch_size.numel()))
         self._loop = ArrayLoop(env) if speaks_arrays(env) else TensorDictLoop(env)
+        self._conventions = Conventions(env)
+        self._totals = EpisodeTotals(self._conventions.reward_keys)
         # Kept because Ctrl-C comes to a worker that works in the driver's thread: the steps that no
-        # batch was made of yet, and how trajectories were numbered before them; and the batch that
+        # batch was made of yet, and the trajectory ids and totals before them; and the batch that
         # may not have been delivered, with the number of its order.
-        self._gathered: tuple[Steps, dict[str, Any]] | None = None
+        self._gathered: tuple[Steps, dict[str, Any], dict[Any, Any]] | None = None
         self._made: tuple[int, TensorDictBase] | None = None
         self._act = None if policy is None else self._adapt(policy)
         # Last, so that the caller still has the environment if this raises.
@@ -138,20 +143,24 @@ class Rollout:
         return batch
 
     def _gather(self, request: BatchRequest) -> None:
-        act, ids = None if request.random else self._act, self._ids.state_dict()
+        act = None if request.random else self._act
+        before = self._ids.state_dict(), self._totals.state_dict()
         # Not inference_mode: tensors made in it could never be written to by an update.
         with torch.no_grad(), acting(self._options.exploration_type):
             # Stored within the block: Ctrl-C may come when it is left.
-            self._gathered = self._loop.run(self._steps, act, self._between_steps), ids
+            self._gathered = self._loop.run(self._steps, act, self._between_steps), *before
 
     def _finished(self) -> TensorDictBase:
         """Return the batch of the gathered steps."""
         assert self._gathered is not None
-        steps, ids_before = self._gathered
+        steps, ids_before, totals_before = self._gathered
         self._ids.load_state_dict(ids_before)
         ids = self._ids.label(steps.ended)
         root = {**steps.root, ("collector", "traj_ids"): ids}
         following = dict(steps.next)
+        if self._options.episode_stats:
+            self._totals.load_state_dict(totals_before)
+            following |= self._totals.add(steps.next, steps.ended)
         if self._options.track_policy_version:
             root["policy_version"] = steps.versions.expand(ids.shape).clone()
             following["policy_version"] = root["policy_version"].clone()
@@ -193,6 +202,7 @@ class Rollout:
         """
         state = {
             "ids": self._ids.state_dict(),
+            "totals": self._totals.state_dict(),
             "loop": self._loop.state_dict(),
             "env": save_env(self._env),
             "random": random_state() if self._options.owns_process else None,
@@ -213,11 +223,13 @@ class Rollout:
         else:
             load_env(self._env, state["env"])
             self._loop.load_state_dict(state["loop"])
+            self._totals.load_state_dict(state["totals"])
 
     def start_over(self, seat: int) -> None:
         """Begin new episodes, with trajectory ids of another seat."""
         self._gathered = self._made = None
         self._ids = TrajectoryIds(seat)
+        self._totals.restart()
         self._loop.restart()
 
     def close(self) -> None:
@@ -228,7 +240,7 @@ class Rollout:
         act = adapt(
             policy,
             self._loop.observation_keys(),
-            Conventions(self._env).action_key,
+            self._conventions.action_key,
             trust=self._options.trust_policy,
         )
         act = self._options.devices.place_act(act)
@@ -241,6 +253,7 @@ class Rollout:
         """Begin the next batch with a reset and new trajectories."""
         self._loop.restart()
         self._ids.restart()
+        self._totals.restart()
 
 
 def seed_process(seed: int) -> None:

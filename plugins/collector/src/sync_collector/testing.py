@@ -274,10 +274,10 @@ class CollectorConformance(Conformance):
         with pytest.raises(TypeError, match=r"worker 0: the policy function takes 'first', 'sec"):
             self.collector(CountingEnv, other_names, num_workers=1)
 
-        def two_outputs(observation: Tensor) -> tuple[Tensor, Tensor]:
-            return observation, observation
+        def three_outputs(observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return observation, observation, observation
 
-        with self.collector(CountingEnv, two_outputs, num_workers=1) as collector:
+        with self.collector(CountingEnv, three_outputs, num_workers=1) as collector:
             with pytest.raises(TypeError, match=r"the policy returned a tuple, .* several outputs"):
                 next(collector)
             assert list(collector) == []

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from sync_collector.devices import Devices
 from sync_collector.envs.adapt import as_env, stack_envs
+from sync_collector.envs.infos import InfoKeys
 from sync_collector.envs.protocol import Env, closed_on_error
 from sync_collector.options import check_acts
 from sync_collector.policies import check_takes_something
@@ -30,6 +31,7 @@ class WorkerSpec:
             id that it replaces.
         env_fn: makes its environment.
         num_envs: how many of them it steps together.
+        info_keys: entries of their ``info`` that it records.
         policy: its policy; None for random actions, or where ``policy_fn`` makes it.
         policy_fn: makes its policy.
         models: what it has beside the policy, by name.
@@ -42,6 +44,7 @@ class WorkerSpec:
     seat: int
     env_fn: Callable[[], Any]
     num_envs: int = 1
+    info_keys: InfoKeys = ()
     policy: Any = None
     policy_fn: Callable[[], Any] | None = None
     models: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +68,7 @@ class WorkerSpec:
             for _ in range(self.num_envs):
                 made = self.env_fn()
                 with closed_on_error([made]):
-                    envs.append(self.options.devices.place_env(as_env(made)))
+                    envs.append(self.options.devices.place_env(as_env(made, self.info_keys)))
             return envs[0] if self.num_envs == 1 else stack_envs(envs)
 
     def make_models(self) -> tuple[Any, dict[str, Any]]:
@@ -103,6 +106,7 @@ class WorkerSpecs:
         seed: of the first seat; every other one is derived from it.
         one_thread: see `WorkerSpec`.
         num_envs: see `WorkerSpec`.
+        info_keys: see `WorkerSpec`.
         options: how each of the first workers makes batches.
     """
 
@@ -115,6 +119,7 @@ class WorkerSpecs:
     one_thread: bool
     num_envs: int
     options: tuple[RolloutOptions, ...]
+    info_keys: InfoKeys = ()
 
     def check_policy(self) -> None:
         """Raise `PolicyError` if no environment could make the policy's arguments right."""
@@ -145,6 +150,7 @@ class WorkerSpecs:
             seed=self.seed + seat,
             one_thread=self.one_thread,
             num_envs=self.num_envs,
+            info_keys=self.info_keys,
             options=self.options[worker_id % len(self.options)],
         )
 

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase, stack
 
 from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, put_row, speaks_arrays
 from sync_collector.envs.gym import GymEnv
+from sync_collector.envs.infos import InfoKeys
 from sync_collector.envs.normal import Conventions
 from sync_collector.envs.protocol import (
     Env,
@@ -161,7 +162,7 @@ class _TensorDictStack(_Members):
         return together
 
 
-def as_env(made: Any) -> Env:
+def as_env(made: Any, info_keys: InfoKeys = ()) -> Env:
     """The object itself if it is an `Env`, else an adapter for what Gymnasium knows.
 
     Its members tell its kind: a ``batch_size`` for an `Env`, such as TorchRL's ``EnvBase``
@@ -169,9 +170,10 @@ def as_env(made: Any) -> Env:
 
     Args:
         made: an environment of any of these kinds.
+        info_keys: see `GymEnv`; for those of Gymnasium.
 
     Raises:
-        TypeError: it is not an environment.
+        TypeError: it is not an environment, or has no ``info`` to read from.
         ValueError: it is a batch of no environment.
 
     Example:
@@ -179,7 +181,7 @@ def as_env(made: Any) -> Env:
         >>> type(as_env(gymnasium.make("CartPole-v1"))).__name__
         'GymEnv'
     """
-    env = _adapted(made)
+    env = _adapted(made, info_keys)
     if not env.batch_size.numel():
         raise ValueError(
             f"{type(made).__name__} has the batch size {list(env.batch_size)}, which is no "
@@ -188,7 +190,7 @@ def as_env(made: Any) -> Env:
     return env
 
 
-def _adapted(made: Any) -> Env:
+def _adapted(made: Any, info_keys: InfoKeys) -> Env:
     if not (callable(getattr(made, "reset", None)) and callable(getattr(made, "step", None))):
         raise TypeError(
             f"create_env_fn made a {type(made).__name__}, which has no reset() and step(); let it "
@@ -196,15 +198,21 @@ def _adapted(made: Any) -> Env:
         )
     # First: environments that wrap another may pass on its spaces too.
     if isinstance(getattr(made, "batch_size", None), torch.Size):
+        if info_keys:
+            raise TypeError(
+                f"info_keys is for environments of Gymnasium, and create_env_fn made a "
+                f"{type(made).__name__}; give it to GymEnv(…, info_keys=…), or to what reads "
+                "the info of your environment"
+            )
         env: Env = made
         return env
     if hasattr(made, "single_action_space"):
         # It imports gymnasium, which is needed for such an environment only.
-        from sync_collector.envs.vector import VectorGymEnv
+        from sync_collector.envs.vector import VectorGymEnv, resettable
 
-        return VectorGymEnv(made)
+        return VectorGymEnv(resettable(made), info_keys=info_keys)
     if hasattr(made, "action_space") and hasattr(made, "observation_space"):
-        return GymEnv(lambda: made)
+        return GymEnv(lambda: made, info_keys=info_keys)
     raise TypeError(
         f"{type(made).__name__} has no batch_size that is a torch.Size, and no action_space and "
         "observation_space either; write batch_size = torch.Size() for a single environment, or "

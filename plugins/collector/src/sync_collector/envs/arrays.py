@@ -29,10 +29,12 @@ class ArraySpec:
     Args:
         shape: its shape, without the batch dimensions of the environment.
         dtype: its dtype; what the environment gives is cast to it.
+        info: whether it is recorded only: no policy is given it for want of another observation.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    info: bool = False
 
 
 class ArrayEnv(ABC):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, put_row
+from sync_collector.envs.infos import InfoKeys, InfoReader
 from sync_collector.envs.protocol import close_env
 
 
@@ -26,6 +27,9 @@ class GymEnv(ArrayEnv):
         num_envs: how many are stepped together, one after the other, as a batch of this shape;
             None for a single one without a batch dimension.
         categorical: give and take discrete values as int64 indices; else as int64 one-hot vectors.
+        info_keys: entries of ``info`` to record beside observations, such as ``["x_position"]``:
+            float32 numbers, NaN where there is none; a mapping gives each its dtype or
+            `ArraySpec`, and a tuple is a path: ``("episode", "r")``.
         **make_options: given to ``gymnasium.make`` with the id.
 
     Raises:
@@ -46,6 +50,7 @@ class GymEnv(ArrayEnv):
         *,
         num_envs: int | None = None,
         categorical: bool = False,
+        info_keys: InfoKeys = (),
         **make_options: Any,
     ) -> None:
         make = _maker(env, make_options)
@@ -68,7 +73,9 @@ class GymEnv(ArrayEnv):
         self._action = codec(first.action_space, categorical=categorical)
         observation = ObservationCodec(first.observation_space, categorical=categorical)
         self._encode = observation.encode
-        self.array_specs = observation.specs
+        self._infos = InfoReader(info_keys, list(observation.specs)) if info_keys else None
+        extra = {} if self._infos is None else self._infos.specs
+        self.array_specs = {**observation.specs, **extra}
 
     @property
     def envs(self) -> tuple[Any, ...]:
@@ -154,15 +161,19 @@ class GymEnv(ArrayEnv):
         made = env.reset()
         if not isinstance(made, tuple) or len(made) != 2:
             raise _of_another_interface(env, "reset", "the observation and a dict")
-        return self._encode(made[0])
+        return self._observed(made[0], made[1])
 
     def _stepped(self, env: Any, action: np.ndarray[Any, Any]) -> ArrayStep:
         made = env.step(self._action.decode(action))
         if not isinstance(made, tuple) or len(made) != 5:
             wanted = "observation, reward, terminated, truncated and a dict"
             raise _of_another_interface(env, "step", wanted)
-        observation, reward, terminated, truncated, _ = made
-        return self._encode(observation), _scalar(reward, env), terminated, truncated
+        observation, reward, terminated, truncated, info = made
+        return self._observed(observation, info), _scalar(reward, env), terminated, truncated
+
+    def _observed(self, observation: Any, info: Any) -> Arrays:
+        encoded = self._encode(observation)
+        return encoded if self._infos is None else {**encoded, **self._infos.read(info)}
 
     def _new_rows(self) -> dict[Any, np.ndarray[Any, Any]]:
         return {

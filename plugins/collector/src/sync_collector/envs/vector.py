@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from gymnasium.vector import (
@@ -17,6 +19,7 @@ from gymnasium.wrappers.vector import NormalizeObservation
 
 from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep
 from sync_collector.envs.gym import next_seed, wrong_reward
+from sync_collector.envs.infos import InfoKeys, InfoReader
 from sync_collector.envs.spaces import ObservationCodec, codec
 
 
@@ -29,6 +32,7 @@ class VectorGymEnv(ArrayEnv):
     Args:
         env: the vector environment.
         categorical: see `GymEnv`.
+        info_keys: see `GymEnv`.
 
     Raises:
         TypeError: it would reset with the next step and cannot be set to do so earlier, or cannot
@@ -41,7 +45,13 @@ class VectorGymEnv(ArrayEnv):
         (torch.Size([3]), torch.Size([3, 3]))
     """
 
-    def __init__(self, env: VectorEnv[Any, Any, Any], *, categorical: bool = False) -> None:
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        *,
+        categorical: bool = False,
+        info_keys: InfoKeys = (),
+    ) -> None:
         self._env = env
         self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self._resets_some = self._mode is AutoresetMode.DISABLED or _obeys_masks(env.unwrapped)
@@ -63,7 +73,9 @@ class VectorGymEnv(ArrayEnv):
         self.is_closed = False
         self._action = codec(env.single_action_space, categorical=categorical)
         self._codec = ObservationCodec(env.single_observation_space, categorical=categorical)
-        self.array_specs = self._codec.specs
+        self._infos = InfoReader(info_keys, list(self._codec.specs)) if info_keys else None
+        extra = {} if self._infos is None else self._infos.specs
+        self.array_specs = {**self._codec.specs, **extra}
         # The observations after the last step, where it has reset what had ended, and where.
         self._fresh: Arrays = {}
         self._is_fresh = np.zeros(env.num_envs, np.bool_)
@@ -72,7 +84,7 @@ class VectorGymEnv(ArrayEnv):
         """Begin an episode where the mask says, if the vector environment has not done so."""
         if mask is None:
             self._is_fresh[:] = False
-            return self._codec.encode_batch(self._env.reset()[0])
+            return self._observed(*self._env.reset())
         left = mask & ~self._is_fresh
         if not left.any():
             return self._fresh
@@ -82,7 +94,7 @@ class VectorGymEnv(ArrayEnv):
                 "max_frames_per_traj, or make it with autoreset_mode="
                 "gymnasium.vector.AutoresetMode.DISABLED"
             )
-        made = self._codec.encode_batch(self._env.reset(options={"reset_mask": left})[0])
+        made = self._observed(*self._env.reset(options={"reset_mask": left}))
         return {
             key: _where(self._is_fresh, self._fresh.get(key, row), row) for key, row in made.items()
         }
@@ -92,7 +104,7 @@ class VectorGymEnv(ArrayEnv):
         made = self._env.step(self._action.decode_batch(action))
         observation, reward, terminated, truncated, infos = made
         self._check_reward(reward)
-        outcome: Arrays = self._codec.encode_batch(observation)
+        outcome = self._observed(observation, infos)
         self._is_fresh[:] = False
         if self._mode is AutoresetMode.SAME_STEP:
             self._is_fresh = terminated | truncated
@@ -123,6 +135,12 @@ class VectorGymEnv(ArrayEnv):
         self.is_closed = True
         self._env.close()
 
+    def _observed(self, observation: Any, infos: Any) -> Arrays:
+        encoded: Arrays = self._codec.encode_batch(observation)
+        if self._infos is None:
+            return encoded
+        return {**encoded, **self._infos.read_batch(infos, self._env.num_envs)}
+
     def _check_reward(self, reward: Any) -> None:
         """Raise `TypeError` unless there is one for each; numpy gives a single one to all."""
         cause = None
@@ -143,7 +161,44 @@ class VectorGymEnv(ArrayEnv):
             last = infos[i]["final_obs"] if of_each else infos["final_obs"][i]
             for key, value in self._codec.encode(last).items():
                 merged[key][i] = value
+            if of_each and self._infos is not None:
+                for key, value in self._infos.read(infos[i].get("final_info", {})).items():
+                    merged[key][i] = value
+        if self._infos is not None and not of_each:
+            final = self._infos.read_batch(infos.get("final_info", {}), self._env.num_envs)
+            for key, values in final.items():
+                merged[key][self._is_fresh] = values[self._is_fresh]
         return merged
+
+
+def resettable(env: Any) -> Any:
+    """Return the vector environment, or one of single environments where it cannot reset a part.
+
+    Args:
+        env: a vector environment, made by ``gymnasium.make_vec`` or otherwise.
+
+    Warns:
+        UserWarning: another one was made in its place.
+    """
+    mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+    # With wrappers around it, another one would lack them.
+    made_by_id = env is env.unwrapped and env.spec is not None
+    if mode is not AutoresetMode.NEXT_STEP or _obeys_masks(env.unwrapped) or not made_by_id:
+        return env
+    warnings.warn(
+        f"{type(env).__name__} resets an environment with the step after its last one, so that "
+        f"this step's frame would have no action; single environments of {env.spec.id} are stepped "
+        "in its place; type gymnasium.make_vec(…, vectorization_mode='sync') for them",
+        stacklevel=2,
+    )
+    options = {k: v for k, v in env.spec.kwargs.items() if k not in _OF_VECTORS}
+    single = gymnasium.make_vec(env.spec.id, env.num_envs, "sync", **options)
+    env.close()
+    return single
+
+
+# Arguments of make_vec that it adds to those of the environment.
+_OF_VECTORS = ("num_envs", "vectorization_mode")
 
 
 def _obeys_masks(env: Any) -> bool:

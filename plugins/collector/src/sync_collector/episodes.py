@@ -1,0 +1,181 @@
+"""The rewards and lengths of episodes: summed by workers, averaged by the driver."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from sync_collector.loops import Leaves
+
+#: The key, under ``"next"``, of the number of steps of an episode so far.
+EPISODE_LENGTH = "episode_length"
+
+# How many episodes the means are of.
+_RECENT = 100
+
+
+class EpisodeTotals:
+    """Adds up the rewards and steps of episodes, also of those that span several batches.
+
+    Args:
+        reward_keys: the keys of rewards in the outcome of a step.
+
+    Example:
+        >>> totals, ended = EpisodeTotals(["reward"]), torch.tensor([False, True, False])
+        >>> of_batch = totals.add({"reward": torch.ones(3, 1)}, ended)
+        >>> of_batch["episode_reward"].flatten(), of_batch["episode_length"].flatten()
+        (tensor([1., 2., 1.]), tensor([1, 2, 1]))
+        >>> totals.add({"reward": torch.ones(3, 1)}, ended)["episode_reward"].flatten()
+        tensor([2., 3., 1.])
+    """
+
+    def __init__(self, reward_keys: Sequence[Any]) -> None:
+        self._reward_keys = tuple(reward_keys)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new episode in every environment with the next batch."""
+        # By key, of the shape [environments, values].
+        self._before: dict[Any, np.ndarray[Any, Any]] = {}
+
+    def state_dict(self) -> dict[Any, np.ndarray[Any, Any]]:
+        """Return the sums of the episodes that continue."""
+        return dict(self._before)
+
+    def load_state_dict(self, state: dict[Any, np.ndarray[Any, Any]]) -> None:
+        """Continue from these sums."""
+        self._before = dict(state)
+
+    def add(self, outcome: Leaves, ended: Tensor) -> Leaves:
+        """Return the totals of each frame's episode up to that frame, by key.
+
+        Args:
+            outcome: the outcomes of a batch of steps, by key.
+            ended: the frames with which an episode ended; time is the last dimension.
+        """
+        ends = ended.reshape(-1, ended.shape[-1]).cpu().numpy()
+        totals = {}
+        for key in self._reward_keys:
+            if key in outcome:
+                reward = outcome[key]
+                values = reward.detach().cpu().numpy().reshape(*ends.shape, -1)
+                summed = torch.from_numpy(self._summed(key, values, ends)).to(reward)
+                totals[_episode_key(key)] = summed.reshape(reward.shape)
+        lengths = torch.from_numpy(self._summed(EPISODE_LENGTH, np.ones((*ends.shape, 1)), ends))
+        totals[EPISODE_LENGTH] = lengths.reshape(*ended.shape, 1).to(ended.device, torch.int64)
+        return totals
+
+    def _summed(
+        self, key: Any, values: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]
+    ) -> np.ndarray[Any, Any]:
+        sums = values.astype(np.float64)
+        if key in self._before:
+            sums[:, 0] += self._before[key]
+        for row, ends_of_row in zip(sums, ends, strict=True):
+            for episode in np.split(row, np.flatnonzero(ends_of_row) + 1):
+                np.cumsum(episode, axis=0, out=episode)
+        self._before[key] = np.where(ends[:, -1:], 0.0, sums[:, -1])
+        return sums
+
+
+@dataclass(frozen=True, slots=True)
+class RecentEpisodes:
+    """The episodes that ended last.
+
+    Args:
+        count: the number of all episodes that have ended.
+        rewards: the total reward of each of the last 100.
+        lengths: the number of steps of each of the last 100.
+    """
+
+    count: int = 0
+    rewards: tuple[float, ...] = ()
+    lengths: tuple[int, ...] = ()
+
+    def with_batch(self, batch: TensorDictBase) -> Self:
+        """Return these and the episodes that ended in a batch, which has their totals."""
+        found = totals_of(batch)
+        if found is None or not found.ended.any():
+            return self
+        rewards = found.reward[found.ended].tolist()
+        lengths = found.length[found.ended].tolist()
+        return type(self)(
+            self.count + len(rewards),
+            (*self.rewards, *rewards)[-_RECENT:],
+            (*self.lengths, *lengths)[-_RECENT:],
+        )
+
+    @property
+    def mean_reward(self) -> float:
+        """The mean total reward; NaN before the first episode has ended."""
+        return sum(self.rewards) / len(self.rewards) if self.rewards else math.nan
+
+    @property
+    def mean_length(self) -> float:
+        """The mean number of steps; NaN before the first episode has ended."""
+        return sum(self.lengths) / len(self.lengths) if self.lengths else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTotals:
+    """The totals of the episode of each frame, of the shape of the batch.
+
+    Args:
+        ended: whether the episode ended with the frame.
+        reward: its reward up to the frame; the mean over agents where each has one.
+        length: its steps up to the frame.
+    """
+
+    ended: Tensor
+    reward: Tensor
+    length: Tensor
+
+
+def totals_of(batch: TensorDictBase) -> BatchTotals | None:
+    """Return the totals that a batch has; None if it was made without ``episode_stats``."""
+    following = batch.get("next", None)
+    if following is None or following.get(EPISODE_LENGTH, None) is None:
+        return None
+    keys = list(following.keys(include_nested=True, leaves_only=True))
+    rewards = [key for key in keys if _last(key).startswith("episode_") and key != EPISODE_LENGTH]
+    flags = ["done"] if "done" in keys else [key for key in keys if _last(key) == "done"]
+    if not rewards:
+        return None
+    dims = batch.ndim
+    ended = [following[key].flatten(dims).any(-1) for key in flags]
+    return BatchTotals(
+        ended=torch.stack(ended).any(0),
+        reward=following[rewards[0]].flatten(dims).mean(-1),
+        length=following[EPISODE_LENGTH].squeeze(-1),
+    )
+
+
+def select_totals(batch: TensorDictBase) -> TensorDictBase:
+    """Return the part of a batch that `totals_of` reads."""
+    keys = batch.keys(include_nested=True, leaves_only=True)
+    return batch.select(
+        *(
+            key
+            for key in keys
+            if key[0] == "next" and (key[-1] == "done" or key[-1].startswith("episode_"))
+        )
+    )
+
+
+def _episode_key(reward_key: Any) -> Any:
+    """Return the key that TorchRL's ``RewardSum`` gives the sum of a reward."""
+    if isinstance(reward_key, str):
+        return f"episode_{reward_key}"
+    return (*reward_key[:-1], f"episode_{reward_key[-1]}")
+
+
+def _last(key: Any) -> str:
+    name: str = key if isinstance(key, str) else key[-1]
+    return name

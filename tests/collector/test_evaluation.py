@@ -1,0 +1,124 @@
+"""`Collector.evaluate`: episodes with the trainer's policy, apart from collection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn.probabilistic import InteractionType, interaction_type
+from torch import nn
+
+from sync_collector import Collector
+from sync_collector.envs import CountingEnv
+from sync_core import ClosedError, LayoutMismatchError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Policy(nn.Module):
+    """Acts with its weight, and adds noise unless acting is deterministic."""
+
+    def __init__(self, weight: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([weight]))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        action = self.weight.expand(observation.shape)
+        noise = 0.0 if interaction_type() is InteractionType.DETERMINISTIC else 1000.0
+        return action + noise * torch.rand_like(action)
+
+
+class Paid(CountingEnv):
+    """Gives the action as the reward, and notes when it was closed."""
+
+    closed: list[Any] = []
+
+    def close(self) -> None:
+        self.closed.append(self)
+
+
+def make(policy: Any = None, **options: Any) -> Collector:
+    given: dict[str, Any] = {"scheme": "thread", "frames_per_batch": 4, **options}
+    return Collector(lambda: Paid(4), policy, timeout=20.0, **given)
+
+
+@pytest.mark.parametrize("scheme", ["none", "thread", "shm"])
+def test_the_trainers_policy_as_it_is_now(scheme: str) -> None:
+    policy = Policy(1.0)
+    with make(policy, scheme=scheme) as collector:
+        assert collector.evaluate(3).rewards == (4.0,) * 3
+        assert next(collector).numel() == 4
+        with torch.no_grad():
+            policy.weight.fill_(2.0)
+        result = collector.evaluate(3)
+        assert (result.mean_reward, result.std_reward, result.mean_length) == (8.0, 0.0, 4.0)
+        assert collector.evaluate(1, deterministic=False).mean_reward > 100
+        assert collector.stats().frames == 4
+
+
+def test_collection_is_not_disturbed() -> None:
+    def batches(*, evaluated: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with make(Policy(), scheme="thread", workers="inline") as collector:
+            collector.set_seed(0)
+            made = []
+            for _ in range(3):
+                made.append(next(collector)["action"])
+                if evaluated:
+                    collector.evaluate(2, deterministic=False)
+            return made
+
+    for plain, evaluated in zip(batches(evaluated=False), batches(evaluated=True), strict=True):
+        assert torch.equal(plain, evaluated)
+
+
+def test_environments_stepped_together_have_their_share() -> None:
+    def uneven() -> CountingEnv:
+        return CountingEnv([1, 8], num_envs=2)
+
+    with Collector(uneven, scheme="none", frames_per_batch=4) as collector:
+        assert sorted(collector.evaluate(4).lengths) == [1, 1, 8, 8]
+        assert sorted(collector.evaluate(3).lengths) == [1, 1, 8]
+
+
+def test_weights_of_another_model_and_of_workers() -> None:
+    with make(policy_factory=lambda: Policy(3.0)) as collector:
+        assert collector.evaluate(1).rewards == (12.0,)
+        collector.update_policy_weights_(Policy(5.0))
+        assert collector.evaluate(1).rewards == (20.0,)
+        policy = Policy(7.0)
+        for given in (policy, policy.state_dict(), TensorDict.from_module(policy)):
+            assert collector.evaluate(1, weights=given).rewards == (28.0,)
+        assert collector.evaluate(1).rewards == (20.0,)
+        with pytest.raises(LayoutMismatchError):
+            collector.evaluate(1, weights=nn.Linear(2, 2))
+
+
+def test_its_environment_is_closed_with_the_collector() -> None:
+    Paid.closed.clear()
+    with make(Policy(), workers="inline") as collector:
+        collector.evaluate(1)
+        collector.evaluate(1)
+        assert Paid.closed == []
+    assert len(Paid.closed) == 2
+    with pytest.raises(ClosedError):
+        collector.evaluate(1)
+
+
+def test_episodes_that_do_not_end() -> None:
+    with (
+        Collector(lambda: CountingEnv(10**9), scheme="none", frames_per_batch=4) as collector,
+        pytest.raises(TimeoutError, match=r"0 of 2 episodes .* max_frames_per_traj"),
+    ):
+        collector.evaluate(2, timeout=0.05)
+
+
+def test_workers_in_threads_explore_meanwhile_and_evaluation_does_not() -> None:
+    with make(Policy(), num_workers=3, frames_per_batch=40) as collector:
+        for _ in range(10):
+            batch = next(collector)
+            assert (batch["action"] != 0).all()
+            assert collector.evaluate(2).rewards == (0.0, 0.0)
+        assert collector.stats().frames == 400
