@@ -201,14 +201,14 @@ def test_restarting_begins_new_trajectories() -> None:
 
 
 class TakesTensorDict(Scale):
-    def forward(self, td: TensorDictBase) -> TensorDictBase:  # type: ignore[override]
+    def forward(self, td: TensorDictBase) -> TensorDictBase:  # type: ignore[override, unused-ignore]
         td["extra"] = td["observation"] + 1
         td["observation"] = td["observation"] * 10
         return td.set("action", super().forward(td["observation"]))
 
 
 class Annotated(Scale):
-    def forward(self, x: TensorDict) -> TensorDictBase:  # type: ignore[override]
+    def forward(self, x: TensorDict) -> TensorDictBase:  # type: ignore[override, unused-ignore]
         return x.set("action", super().forward(x["observation"]))
 
 

@@ -80,7 +80,8 @@ def normal() -> nn.Module:
         distribution_class=torch.distributions.Normal,
         default_interaction_type=InteractionType.DETERMINISTIC,
     )
-    return ProbabilisticTensorDictSequential(scale, draw)
+    policy: nn.Module = ProbabilisticTensorDictSequential(scale, draw)
+    return policy
 
 
 def test_trajectories_of_a_limited_length() -> None:
