@@ -6,9 +6,9 @@
 
 Keys hold the version that each worker should have, and its bytes. Messages only say that something
 has changed, so a message that is lost costs `TICK` seconds, and no version. Redis ends the
-subscription of a process that dies, by which the other end notices it. All names begin with a
-digest of the sender's token, which itself is not written to Redis; that a client may connect at all
-is for Redis's own passwords. A Redis string holds 512 MB at most, and so does a version here.
+subscription of a process that dies, by which the other end notices it. Names begin with a digest
+of the sender's token, which itself is not written to Redis; that a client may connect at all is for
+Redis's own passwords. A Redis string holds 512 MB at most, and so does a version here.
 """
 
 from __future__ import annotations

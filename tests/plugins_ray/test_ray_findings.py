@@ -37,8 +37,10 @@ def test_the_address_of_the_cluster(tmp_path: Path) -> None:
     current.write_text("10.0.0.2:6379\n")
     assert findings.cluster_address(there) == (str(current), "10.0.0.2:6379")
     assert findings.cluster_address(there, "auto")[1] == "10.0.0.2:6379"
-    option = "ray_init_config: address=10.0.0.3:6379"
-    assert findings.cluster_address(there, "10.0.0.3:6379") == (option, "10.0.0.3:6379")
+    assert findings.cluster_address(there, "10.0.0.3:6379") == (
+        "ray_init_config: address=10.0.0.3:6379",
+        "10.0.0.3:6379",
+    )
 
 
 def test_a_cluster_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
