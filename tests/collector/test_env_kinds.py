@@ -318,7 +318,7 @@ def test_a_vector_environment_is_several_single_ones(mode: AutoresetMode) -> Non
     assert (ours == theirs).all()
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+@pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_vector_environments_in_processes(mode: AutoresetMode) -> None:
     env = VectorGymEnv(AsyncVectorEnv(three()[:2], autoreset_mode=mode))
     try:
