@@ -51,8 +51,8 @@ class Costs:
 
 #: On two cores of an AMD EPYC.
 MEASURED = Costs(
-    start=0.002,
-    worker=0.0003,
+    start=0.0004,
+    worker=0.0001,
     ray_start=0.008,
     ray_worker=0.002,
     copy=0.13,
