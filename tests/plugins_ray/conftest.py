@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 from ray import cloudpickle
+from tests.plugins_ray.agents import Other, start
 
 from sync_core.testing.worker_groups import eventually
 from sync_plugin_ray.store import Publication
@@ -38,6 +39,32 @@ def one_ray() -> Iterator[None]:
         )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def agents() -> list[Any]:
+    """Three actors for tests that leave them alive: starting one takes seconds."""
+    return start(3)
+
+
+@pytest.fixture
+def actors(agents: list[Any]) -> list[Any]:
+    """Two of them, as new."""
+    ray.get([actor.reset.remote() for actor in agents])
+    return agents[:2]
+
+
+@pytest.fixture
+def large(agents: list[Any]) -> list[Any]:
+    """All of them, whose policies are too large to travel inside a call."""
+    ray.get([actor.reset.remote(300) for actor in agents])
+    return agents
+
+
+@pytest.fixture(scope="session")
+def other() -> Any:
+    """An actor of another class."""
+    return ray.remote(Other).options(num_cpus=0).remote()
 
 
 @pytest.fixture
