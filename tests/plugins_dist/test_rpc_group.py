@@ -225,5 +225,5 @@ def test_where_warnings_are_errors_what_cannot_be_closed_is_not_waited_for(
     group = LocalRpcGroup(lambda worker_id: Closed(worker_id, tmp_path, fails=True), 2)
     began = time.monotonic()
     group.stop()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert (tmp_path / "1").read_text() == "closed\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -62,8 +63,10 @@ class Agent:
     def pid(self) -> int:
         return os.getpid()
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def wait_for(self, path: Path) -> None:
+        """Take no other call until the file exists."""
+        while not path.exists():
+            time.sleep(0.01)
 
     def values(self) -> dict[str, set[float]]:
         models = {

@@ -8,8 +8,8 @@ import pickle
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -31,6 +31,7 @@ from sync_core import (
     WorkerState,
     WorkerTimeoutError,
 )
+from sync_core.testing.schemes.pool import Workers
 from sync_core.testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,10 +46,9 @@ def test_a_killed_actor_fails_at_once_and_the_others_are_updated(actors: list[An
     with Sender("ray", linear(1.0), workers=[doomed, actors[1]]) as sender:
         sender.send()
         os.kill(ray.get(doomed.pid.remote()), signal.SIGKILL)
-        started = time.monotonic()
         with pytest.raises(SendError) as caught:
-            sender.send(linear(2.0))
-        assert time.monotonic() - started < 20
+            sender.send(linear(2.0), timeout=60.0)
+        assert caught.value.report.seconds < 50
         assert isinstance(caught.value.report.failed[0].error, WorkerLostError)
         assert caught.value.report.updated == (1,)
         assert policy_of(actors[1]) == {2.0}
@@ -72,36 +72,36 @@ def test_a_model_id_that_leads_nowhere(actors: list[Any], other: Any) -> None:
         assert caught.value.report.updated == (0,)
 
 
-def test_an_actor_in_a_long_call_is_late_and_catches_up(actors: list[Any]) -> None:
+def test_an_actor_in_a_long_call_is_late_and_catches_up(actors: list[Any], tmp_path: Path) -> None:
     with Sender("ray", linear(1.0), workers=actors) as sender:
         sender.send()
-        busy = actors[0].sleep.remote(3)
-        with pytest.raises(SendError) as caught:
-            sender.send(linear(2.0), timeout=0.5)
-        late = caught.value.report.failed[0].error
-        assert isinstance(late, WorkerTimeoutError)
-        assert "if the sender calls it, take calls in time?" in str(late)
-        with pytest.raises(SendError) as caught:
-            sender.send(linear(3.0), timeout=0.5)
-        assert caught.value.report.updated == (1,)
+        busy = actors[0].wait_for.remote(tmp_path / "release")
+        for value in (2.0, 3.0):
+            report = Workers.give_up(sender.send_async(linear(value)), 0)
+            late = report.failed[0].error
+            assert isinstance(late, WorkerTimeoutError)
+            assert "if the sender calls it, take calls in time?" in str(late)
+            assert report.updated == (1,)
+        (tmp_path / "release").touch()
         ray.get(busy)
-        assert eventually(lambda: policy_of(actors[0]) == {3.0})
+        assert eventually(lambda: policy_of(actors[0]) == {3.0}, 30)
         assert sender.send(linear(4.0)).updated == (0, 1)
 
 
-def test_a_restarted_actor_gets_the_version_before_it_counts(actors: list[Any]) -> None:
+def test_a_restarted_actor_gets_the_version_before_it_counts(
+    actors: list[Any], tmp_path: Path
+) -> None:
     (frail,) = start(1, max_restarts=1)
     with Sender("ray", linear(1.0), workers=[frail, actors[1]]) as sender:
         sender.send()
         os.kill(ray.get(frail.pid.remote()), signal.SIGKILL)
         assert sender.send(linear(2.0)).updated == (0, 1)
         assert policy_of(frail) == {2.0}
-        frail.sleep.remote(30)
-        killer = threading.Timer(0.5, ray.kill, [frail])
-        killer.start()
+        frail.wait_for.remote(tmp_path / "never")
+        pending = sender.send_async(linear(3.0))
+        ray.kill(frail)
         with pytest.raises(SendError, match="the actor is gone"):
-            sender.send(linear(3.0))
-        killer.join()
+            pending.wait()
 
 
 @pytest.mark.parametrize("size", [20_000, 2_200_000], ids=["its only one", "one of its two"])
@@ -182,11 +182,12 @@ def test_a_tensor_transport_that_cannot_be_used(actors: list[Any], name: str) ->
         Sender("ray", linear(), workers=actors, tensor_transport=name)
 
 
-def test_closing_fails_what_is_pending(actors: list[Any]) -> None:
+def test_closing_fails_what_is_pending(actors: list[Any], tmp_path: Path) -> None:
     sender = Sender("ray", linear(), workers=actors)
-    busy = [actor.sleep.remote(1) for actor in actors]
+    busy = [actor.wait_for.remote(tmp_path / "release") for actor in actors]
     pending = sender.send_async()
     sender.close()
+    (tmp_path / "release").touch()
     with pytest.raises(SendError) as caught:
         pending.wait()
     assert isinstance(caught.value.report.failed[0].error, WorkerError)
@@ -194,14 +195,15 @@ def test_closing_fails_what_is_pending(actors: list[Any]) -> None:
     assert "sync-calls" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_an_actor_that_takes_no_more_calls(actors: list[Any]) -> None:
+def test_an_actor_that_takes_no_more_calls(actors: list[Any], tmp_path: Path) -> None:
     (full,) = start(1, max_pending_calls=1)
     with Sender("ray", linear(1.0), workers=[full, actors[1]]) as sender:
         sender.send()
-        busy = full.sleep.remote(1)
+        busy = full.wait_for.remote(tmp_path / "release")
         with pytest.raises(SendError, match="worker 0: could not run the delivery") as caught:
             sender.send(linear(2.0))
         assert caught.value.report.updated == (1,)
+        (tmp_path / "release").touch()
         ray.get(busy)
         # Ray counts the call as pending for a moment after its result is there.
         assert eventually(lambda: reached(sender, linear(3.0)) == (0, 1))
@@ -223,11 +225,14 @@ def test_a_closed_sender_keeps_nothing_in_the_store(
     assert eventually(lambda: kept() == 0, 10.0)
 
 
-def test_closing_in_the_first_call_leaves_no_view_of_the_store(large: list[Any]) -> None:
+def test_closing_in_the_first_call_leaves_no_view_of_the_store(
+    large: list[Any], tmp_path: Path
+) -> None:
     sender = Sender("ray", linear(1.0, width=300), workers=large[:1], zero_copy=True)
-    busy = large[0].sleep.remote(0.5)
+    busy = large[0].wait_for.remote(tmp_path / "release")
     sender.send_async()
     sender.close()
+    (tmp_path / "release").touch()
     ray.get(busy)
     assert policy_of(large[0]) == {1.0}
     assert not ray.get(large[0].shares_memory.remote())

