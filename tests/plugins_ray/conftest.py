@@ -18,7 +18,9 @@ import ray
 from ray import cloudpickle
 from tests.plugins_ray.agents import Other, start
 
+from sync_core.testing.schemes.pool import borrow_pool
 from sync_core.testing.worker_groups import eventually
+from sync_plugin_ray.group import RayGroup
 from sync_plugin_ray.store import Publication
 
 # Actors cannot import this file by name.
@@ -37,7 +39,9 @@ def one_ray() -> Iterator[None]:
             log_to_driver=False,
             object_store_memory=512 * 1024**2,
         )
-    yield
+    # Started for the first class of cases that needs it.
+    with borrow_pool(RayGroup):
+        yield
     ray.shutdown()
 
 
