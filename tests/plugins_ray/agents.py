@@ -49,6 +49,7 @@ class Agent:
         self.receiver: Receiver | None = None
         self.policy: Any = linear(width=width)
         self.env = Env()
+        self.parts: dict[int, tuple[Receiver, torch.Tensor]] = {}
         self.nets = {"critic": linear()}
 
     def the_model(self) -> Any:
@@ -84,6 +85,12 @@ class Agent:
     def receive(self, timeout: float | None = None) -> tuple[int | None, set[float]]:
         assert self.receiver is not None
         return self.receiver.receive(timeout), values_of(self.policy)
+
+    def attend(self) -> bool:
+        """Return whether the receiver can be notified of versions."""
+        receiver = self.receiver
+        assert receiver is not None
+        return receiver.on_arrival(lambda: None)
 
     def disconnect(self) -> set[float]:
         assert self.receiver is not None

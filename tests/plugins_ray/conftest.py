@@ -105,7 +105,7 @@ def kept() -> Callable[[], int]:
     return lambda: sum(each not in before for each in _publications())
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def lost() -> Any:
     """A reference to an object that was lost with its owner."""
     owner: Any = ray.remote(_Owner).options(num_cpus=0).remote()

@@ -52,6 +52,10 @@ def test_a_killed_actor_fails_at_once_and_the_others_are_updated(actors: list[An
         assert isinstance(caught.value.report.failed[0].error, WorkerLostError)
         assert caught.value.report.updated == (1,)
         assert policy_of(actors[1]) == {2.0}
+        # One that is added is known to be lost before the next send.
+        added = sender.add_worker(worker=doomed)
+        assert eventually(lambda: sender.workers[added].state is WorkerState.LOST, 30)
+        assert "the actor is gone" in str(sender.workers[added].error)
 
 
 def test_one_model_of_another_shape(agents: list[Any], actors: list[Any]) -> None:
@@ -139,17 +143,6 @@ def test_an_object_that_cannot_be_put_again_fails_one_send(agents: list[Any], lo
             sender.send()
         store.put = put
         assert sender.send().updated == (0, 1, 2)
-
-
-def test_a_late_actor_that_is_dead_is_known_to_be_lost(actors: list[Any]) -> None:
-    (dead,) = start(1)
-    ray.get(dead.pid.remote())
-    ray.kill(dead)
-    with Sender("ray", linear(5.0), workers=actors[:1]) as sender:
-        sender.send()
-        sender.add_worker(worker=dead)
-        assert eventually(lambda: sender.workers[1].state is WorkerState.LOST)
-        assert "the actor is gone" in str(sender.workers[1].error)
 
 
 def test_what_are_no_actors() -> None:

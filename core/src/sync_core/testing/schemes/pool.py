@@ -191,6 +191,7 @@ class SchemeCases(Conformance):
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     group: ClassVar[str | type[WorkerGroup] | None] = None
     called: ClassVar[bool] = False
+    slack: ClassVar[float] = 20.0
 
     @pytest.fixture(autouse=True)
     def moves_weights(self) -> None:
