@@ -39,6 +39,7 @@ NAMES = ("left", "middle", "right", "rival")
 
 # The contents of the workers' main modules.
 MODELS = """
+import sync_core
 from torch import nn
 policy = nn.Linear(3, 2)
 nets = {"critic": nn.Linear(3, 2)}
@@ -322,7 +323,7 @@ class TestEnd:
             with pytest.raises(SendError, match="another sender has taken over"):
                 sender.send(linear(83.0))
             world.signal("rival", signal.SIGKILL)
-            world.processes["rival"].wait(10)
+            assert world.processes["rival"].exited(20)
             assert sender.send(linear(84.0)).updated == (0,)
             assert world.values("left") == {84.0}
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,13 +218,12 @@ def test_a_world_that_the_user_has_begun(tmp_path: Path) -> None:
     assert out.splitlines() == EXPECTED.splitlines(), err
 
 
-def test_where_warnings_are_errors_what_cannot_be_closed_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end_world()
-    monkeypatch.setenv("PYTHONWARNINGS", "error::UserWarning")
+def test_where_warnings_are_errors_what_cannot_be_closed_is_not_waited_for(tmp_path: Path) -> None:
     group = LocalRpcGroup(lambda worker_id: Closed(worker_id, tmp_path, fails=True), 2)
+    for i in group.worker_ids:
+        group.call(i, lambda _: warnings.simplefilter("error", UserWarning)).result(20)
     began = time.monotonic()
     group.stop()
     assert time.monotonic() - began < 20
     assert (tmp_path / "1").read_text() == "closed\n"
+    end_world()

@@ -265,7 +265,7 @@ class WorkerGroupConformance(Conformance):
             r"^worker 0: repr or its arguments cannot be pickled: Type": (repr, Unpicklable()),
             r"repr or its arguments .* worker: .*not here": (repr, StaysAway(home)),
             r"lambda> returned a value .* be pickled: TypeE": (lambda _: Unpicklable(),),
-            r"returned a value .* unpickled here: .*not here": (lambda _: StaysAway(home),),
+            r"returned a value .* unpickled here: .*not here": (lambda _: StaysAway(os.getpid()),),
         }
         for message, call in calls.items():
             with pytest.raises(RemoteCallError, match=message):
