@@ -4,6 +4,8 @@ SCHEME ?= shm
 WORKERS ?= 2
 ENGINE ?= vllm
 ARGS ?=
+# Processes that run the tests: more than two cores keep busy, as tests also wait for others.
+TESTERS ?= 3
 
 BIN := .venv/bin
 ENGINES := .venv-engines/bin
@@ -38,7 +40,7 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports
 
 tests: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 test-engines:
 	@PYTHON=$(PYTHON) tests/engines/make_environment.sh; made=$$?; \
