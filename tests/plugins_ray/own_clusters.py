@@ -62,9 +62,9 @@ def shut_down_before_they_stop() -> None:
     time.sleep(0.3)
     ray.shutdown()
     with pytest.raises(WorkerLostError, match="Ray was shut down"):
-        call.result(10)
+        call.result(60)
     with pytest.raises(SendError, match="Ray was shut down"):
-        pending.wait(20)
+        pending.wait(60)
     # No Ray was started to ask it.
     assert not ray.is_initialized()
     waiting.remove_worker(0)
