@@ -52,7 +52,8 @@ def shut_down_before_they_stop() -> None:
     say("workers", *pids(group))
     call = group.call(0, lambda _: time.sleep(60))
     actor: Any = ray.remote(Agent).options(num_cpus=0).remote()
-    sender = Sender("ray", {name: torch.ones(2) for name in "ab"}, workers=[actor])
+    weights = {name: torch.ones(2) for name in "ab"}
+    sender = Sender("ray", weights, workers=[actor], timeout=150)
     sender.send()
     silent: Any = ray.remote(Agent).options(num_cpus=0).remote()
     waiting = Sender("ray", {name: torch.ones(2) for name in "ab"}, num_workers=1)

@@ -10,10 +10,10 @@ import pytest
 from sync_core.testing.worker_groups import eventually
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_clusters_of_their_own(run_script: Callable[[str, float], list[str]]) -> None:
     # Ray may have a line to say about those that it lost.
-    said = [line.split() for line in run_script("own_clusters.py", 170)]
+    said = [line.split() for line in run_script("own_clusters.py", 290)]
     assert said[-1] == ["done"]
     pids = [int(pid) for kind, *numbers in said if kind == "workers" for pid in numbers]
     assert len(pids) == 6

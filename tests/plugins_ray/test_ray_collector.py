@@ -174,11 +174,12 @@ def test_actors_write_to_a_replay_buffer_in_an_actor() -> None:
             assert collector.stats().frames == buffer.frames()
 
 
+@pytest.mark.timeout(240)
 def test_who_joins_and_commits_by_itself_is_not_waited_for() -> None:
     actors = {"remote_configs": {"num_cpus": 0}}
     options: dict[str, Any] = {"scheme": "ray", "worker_options": actors, "num_workers": 2}
     with Collector(
-        long_episodes, Scale(), frames_per_batch=6, sync=True, timeout=30, **options
+        long_episodes, Scale(), frames_per_batch=6, sync=True, timeout=100, **options
     ) as collector:
         collector.update_policy_weights_(worker_ids=0)
         collector.add_workers()
