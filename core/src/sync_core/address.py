@@ -6,13 +6,12 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from sync_core import registry
 from sync_core.errors import AddressError, OptionError, PayloadError
 from sync_core.hooks import ApplyContext, TransportContext, parse_options
 from sync_core.models.extract import Strategy
-from sync_core.verify import Verify
 from sync_core.weights.layout import Layout
 
 #: The version of the JSON form, and the entry that holds it.
@@ -20,6 +19,9 @@ _FORMAT = 1
 _MARK = "sync_address"
 #: A longer text is refused before it is parsed.
 _MAX_CHARACTERS = 200_000_000
+
+#: The kinds of verification; see `sync_core.Sender`.
+Verify = Literal["checksum", "readback"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

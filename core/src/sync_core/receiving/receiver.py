@@ -45,7 +45,6 @@ from sync_core.shards.local import Regions
 from sync_core.shards.receiver import JoinedScheme, join
 from sync_core.stack import Defaults, Load, Stack
 from sync_core.transports.transport import Answer, ReceiverTransport
-from sync_core.verify import Verification
 from sync_core.weights.copying import outside_inference_mode
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
@@ -166,10 +165,13 @@ class Receiver(CollectorReference):
         self._same_object = "same_object" in self._backend.capabilities
         self._partial = address.partial and not self._same_object
         inner = (self._left_out(),) if self._partial else ()
-        self._verification = Verification(
-            address.verify, self._backend, (*inner, *layers), address.strategy
-        )
-        layers_used = self._verification.layers
+        layers_used = (*inner, *layers)
+        if address.verify is not None:
+            from sync_core.verify import with_verification
+
+            layers_used = with_verification(
+                address.verify, self._backend, layers_used, address.strategy
+            )
         if self._partial:
             base = Plugin(registry.LAYERS, "base", BaseLayer())
             layers_used = (*layers_used, base)
@@ -450,7 +452,6 @@ class Receiver(CollectorReference):
                 known_at=payload.known_at,
                 answered_at=now,
                 clock=None if payload.known_at is None else clock_id(),
-                digest=self._verification.digest if self._verification.reads_back else None,
             )
         )
         return payload.version

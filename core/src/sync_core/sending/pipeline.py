@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sync_core import registry
 from sync_core._util import Stopwatch, release_with
-from sync_core.address import Address
+from sync_core.address import Address, Verify
 from sync_core.admission import Admission, Entrance
 from sync_core.checks import check_layers
 from sync_core.errors import ModelError, OptionError, SyncError, TransportError
@@ -42,7 +42,6 @@ from sync_core.sending.membership import Membership
 from sync_core.shards.sender import ShardedScheme
 from sync_core.stack import Defaults, Stack
 from sync_core.transports.transport import Delivery, SenderTransport, unheard
-from sync_core.verify import Verification, Verify
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
 
@@ -268,8 +267,11 @@ class Pipeline:
                 terms.strategy, from_start=declares("held", layers), every=terms.partial
             )
             layers = [Plugin(registry.LAYERS, "left out", proof), *layers]
-        self._verification = Verification(terms.verify, self._backend, layers, terms.strategy)
-        used = self._verification.layers
+        used = tuple(layers)
+        if terms.verify is not None:
+            from sync_core.verify import with_verification
+
+            used = with_verification(terms.verify, self._backend, used, terms.strategy)
         #: Whether workers may get less than the whole model.
         self.partial = terms.partial and self.moves_nothing is None
         #: Whether the transport leaves out what workers have, so that updates are to be whole.
@@ -417,14 +419,11 @@ class Pipeline:
         payload = Payload(version, update.layout, update.source, packing=packing)
         transport = self.transport or self.opened
         try:
-            deliveries = dict(transport.send(payload, worker_ids))
+            return dict(transport.send(payload, worker_ids))
         except SyncError:
             raise
         except Exception as error:
             return self._undelivered(payload, worker_ids, error)
-        if self._verification.reads_back:
-            self._verification.guard(deliveries.values())
-        return deliveries
 
     def close(self) -> None:
         """Close the transport, if there is one, and admit no more workers."""

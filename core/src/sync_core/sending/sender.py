@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, Self
 from torch import Tensor
 
 from sync_core._util import Stopwatch, release_with
-from sync_core.address import Address
+from sync_core.address import Address, Verify
 from sync_core.checks import check_count, check_function, check_seconds
 from sync_core.errors import (
     ClosedError,
@@ -46,7 +46,6 @@ from sync_core.shards.local import LocalShards, Ranks, Regions
 from sync_core.shards.sender import ShardedScheme, check_shardable, split_layers
 from sync_core.stack import PushCounter
 from sync_core.transports.transport import SenderTransport
-from sync_core.verify import Verify
 from sync_core.weights.payload import Update
 from sync_core.workers.worker_group import WorkerGroup
 from sync_core.workers.worker_ids import (
@@ -117,8 +116,8 @@ class Sender(Updater):
             `Receiver`; None where the group's factory does.
         verify: ``"checksum"``: checksums travel with the weights, and a worker applies nothing
             that does not match them. ``"readback"``: also, after the commit, the worker reads its
-            model and compares it with what was written, and the sender with what it sent where no
-            layer changes values. Needs ``pip install "sync-core[verify]"``, here and there.
+            model, and does not confirm a version of which the model holds other bits than were
+            written. Needs ``pip install "sync-core[verify]"``, here and there.
         on_report: called with the report at the end of every send, also where workers failed;
             what it raises is logged, and changes nothing.
         status: answer readers such as ``sync-core watch`` at `status_address`.
