@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self, get_args
@@ -22,6 +23,26 @@ _MAX_CHARACTERS = 200_000_000
 
 #: The kinds of verification; see `sync_core.Sender`.
 Verify = Literal["checksum", "readback"]
+
+
+class IndirectEndpoint(ABC):
+    """An endpoint that a receiver resolves, before it makes its transport."""
+
+    #: Whether the receiver's model may be given with ``regions``.
+    takes_regions = False
+
+    @abstractmethod
+    def resolve(
+        self, address: Address, model: Any, regions: Any, timeout: float
+    ) -> tuple[Address, Any]:
+        """Return the address to connect to, and the model that fits it.
+
+        Args:
+            address: the address that has this endpoint.
+            model: what the receiver was given as ``model``.
+            regions: what it was given as ``regions``.
+            timeout: in seconds.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,6 +216,16 @@ KNOWN = MappingProxyType(
 )
 
 
+class ComposedScheme:
+    """The base of a scheme whose transports are made of another scheme's.
+
+    Attributes:
+        name: the name of the other scheme, by which messages and reports name this one.
+    """
+
+    name: str
+
+
 @dataclass(frozen=True, slots=True)
 class Plugin:
     """A plugin that was found.
@@ -387,6 +397,8 @@ def _needs_arguments(given: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def _name_of(given: Any) -> str:
+    if isinstance(given, ComposedScheme):
+        return given.name
     if inspect.isclass(given) or inspect.ismodule(given):
         return given.__name__
     return type(given).__name__

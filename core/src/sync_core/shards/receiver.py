@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sync_core.address import Address
+from sync_core.address import Address, IndirectEndpoint
 from sync_core.errors import (
     AddressError,
     ModelError,
@@ -86,6 +86,19 @@ class JoinedScheme:
         return JoinedReceiver(context, self._joined)
 
 
+class JoinedEndpoint(IndirectEndpoint):
+    """The endpoint of joined addresses, from which the model decides what is taken."""
+
+    takes_regions = True
+
+    def resolve(
+        self, address: Address, model: Any, regions: Any, timeout: float
+    ) -> tuple[Address, RegionViews]:
+        """Plan what is taken from each rank."""
+        del timeout
+        return join(address, model, regions)
+
+
 def join_addresses(addresses: Sequence[Address]) -> Address:
     """The address of one worker from those that all ranks of a trainer have for it.
 
@@ -139,7 +152,7 @@ def join_addresses(addresses: Sequence[Address]) -> Address:
         first,
         scheme=JoinedScheme(addresses),
         options={},
-        endpoint=None,
+        endpoint=JoinedEndpoint(),
         layout=model.layout,
         source_layout=model.layout,
     )
@@ -212,7 +225,7 @@ def join(address: Address, model: Any, regions: Regions | None) -> tuple[Address
     origins = tuple((rank, places[rank][piece]) for rank, piece in taken_from)
     scheme = JoinedScheme(address.scheme.addresses, JoinPlan(tuple(sources), layout, origins))
     return (
-        replace(address, scheme=scheme, layout=layout, source_layout=layout),
+        replace(address, scheme=scheme, endpoint=None, layout=layout, source_layout=layout),
         RegionViews(model, regions, pieces),
     )
 
