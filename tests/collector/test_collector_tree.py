@@ -428,7 +428,7 @@ def test_what_cannot_be_received(sender: Sender) -> None:
             made.receive_weights(Scale())
     with (
         Collector(CountingEnv, policy_factory=Scale, scheme="thread", frames_per_batch=2) as made,
-        pytest.raises(ModelError, match="no policy of its own"),
+        pytest.raises(ModelError, match="no policy to load weights into"),
     ):
         made.receive_weights(Scale())
     with (

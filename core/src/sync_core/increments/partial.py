@@ -1,6 +1,6 @@
 """The base of a partial update: the version that a worker must have to use it.
 
-It travels in a tensor of its own; 0 stands for an update of all tensors. A worker that holds less
+It travels in a separate tensor; 0 stands for an update of all tensors. A worker that holds less
 than the base refuses the update, and gets all tensors with the next one: see
 `sync_core.sending.partial`.
 

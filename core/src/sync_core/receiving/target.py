@@ -52,7 +52,7 @@ class Target:
         self._load = load
         #: Whether the last version was loaded, even if a layer raised afterwards.
         self.loaded = False
-        #: What the model views until the next version, where it does.
+        #: The payload that the model views until the next version, if it does.
         self.lease = Lease()
         self._keeps_views = address.zero_copy and load is None
         self._same_object = "same_object" in backend.capabilities

@@ -273,7 +273,7 @@ class Pipeline:
             used = with_verification(terms.verify, self._backend, used, terms.strategy)
         #: Whether workers may get less than the whole model.
         self.partial = terms.partial and self.moves_nothing is None
-        #: Whether the transport leaves out what workers have, so that updates are to be whole.
+        #: Whether the transport leaves out what workers have, so that updates must be whole.
         self.packs_increments = terms.increments is not None
         if self._terms.partial and self.moves_nothing is None:
             from sync_core.increments.partial import BaseLayer

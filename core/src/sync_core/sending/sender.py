@@ -279,7 +279,7 @@ class Sender(Updater):
 
     @property
     def status_address(self) -> str:
-        """Return where this machine's users who know it can read the sender's status.
+        """Return the address at which the sender's status can be read on this machine.
 
         It is an ``http://`` address on the loopback interface, with a random token, for
         ``sync-core watch`` or anything else that reads JSON.

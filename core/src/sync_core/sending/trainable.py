@@ -53,7 +53,7 @@ class TrainableOnly:
 
     @classmethod
     def of(cls, only: object, strategy: Strategy, *, gather: bool) -> Self | None:
-        """What `Sender` uses for its argument ``only``; None where that is None.
+        """Return the selection that the argument ``only`` of `Sender` asks for; None for None.
 
         Raises:
             OptionError: it is something else, or cannot be combined with ``gather``.

@@ -101,7 +101,7 @@ class ControlPage:
 
     @property
     def waiting(self) -> bool:
-        """Whether a thread of the sender waits for answers, and reads them itself."""
+        """Return whether a thread of the sender waits for answers, which it reads itself."""
         return self._bytes[_WAITING] != 0
 
     @waiting.setter

@@ -27,7 +27,7 @@ _WAITING = 3600.0
 
 
 class _Listener:
-    """Stages the next version of one of several senders, in a thread of its own.
+    """Stages the next version of one of several senders, on its own thread.
 
     Args:
         name: the model's name.
@@ -259,7 +259,7 @@ class PolicyRelay:
     def _load(self, weights: Any) -> None:
         if POLICY not in self._weights.models:
             raise ModelError(
-                "the collector has no policy of its own to load weights into; "
+                "the collector has no policy to load weights into; "
                 "type update_policy_weights_(weights)"
             )
         model = Binding(self._weights.models[POLICY])
