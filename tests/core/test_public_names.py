@@ -59,7 +59,7 @@ with Sender("shm", policy, num_workers=1) as sender:
 features = (
     "admission", "increments", "left_out", "receiving.background", "receiving.getter", "relays",
     "sending.elastic", "sending.failure_policy", "sending.partial", "sending.status",
-    "sending.trainable", "shards", "verify", "weights.patch",
+    "shards", "verify", "weights.patch",
 )
 print(*[name for name in features if "sync_core." + name in sys.modules])
 """

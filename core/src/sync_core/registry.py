@@ -221,9 +221,12 @@ class ComposedScheme:
 
     Attributes:
         name: the name of the other scheme, by which messages and reports name this one.
+        by_parts: whether a version travels in parts that are verified one by one, by the
+            transports.
     """
 
     name: str
+    by_parts = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +252,11 @@ class Plugin:
         """Return the capabilities that the plugin declares."""
         declared: frozenset[str] = self.object.capabilities
         return declared
+
+    @property
+    def by_parts(self) -> bool:
+        """Return whether the plugin is a scheme whose versions travel in parts."""
+        return isinstance(self.object, ComposedScheme) and self.object.by_parts
 
     def describe(self) -> str:
         """The plugin's kind, name, distribution and version, for messages."""

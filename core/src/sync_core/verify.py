@@ -145,15 +145,17 @@ def with_verification(
     if "same_object" in backend.capabilities:
         return tuple(layers)
     check_installed()
-    sealed_layers = (*layers, Plugin(LAYERS, "checksum", _Seal()))
+    verified = tuple(layers)
+    if not backend.by_parts:
+        verified = (*verified, Plugin(LAYERS, "checksum", _Seal()))
     if mode == "checksum":
-        return sealed_layers
+        return verified
     if "apply_weights" in implemented(backend.object):
         raise OptionError(
             f"{backend.describe()} loads weights itself, so that they cannot be read back; use "
             "verify='checksum'"
         )
-    return (Plugin(LAYERS, "readback", _Readback(strategy)), *sealed_layers)
+    return (Plugin(LAYERS, "readback", _Readback(strategy)), *verified)
 
 
 class _Seal:

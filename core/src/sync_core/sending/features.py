@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from sync_core.increments.options import Increments
     from sync_core.sending.elastic import ElasticWorkers
     from sync_core.sending.failure_policy import FailurePolicy, OnFailure
-    from sync_core.sending.partial import PartialUpdates
+    from sync_core.sending.partial import PartialUpdates, TrainableOnly
     from sync_core.sending.pipeline import Pipeline, Source
     from sync_core.sending.sender import Sender
     from sync_core.sending.status import StatusEndpoint
-    from sync_core.sending.trainable import TrainableOnly
     from sync_core.shards.local import Ranks, Regions
 
 Collect = Callable[[Any], dict[str, Tensor]]
@@ -69,7 +68,7 @@ def trainable_only(only: object, strategy: Strategy, *, gather: bool) -> Trainab
     """Return what selects the parameters that are trained; None where all are sent."""
     if only is None:
         return None
-    from sync_core.sending.trainable import TrainableOnly
+    from sync_core.sending.partial import TrainableOnly
 
     return TrainableOnly.of(only, strategy, gather=gather)
 

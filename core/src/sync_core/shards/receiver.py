@@ -19,6 +19,7 @@ from sync_core.errors import (
     SyncError,
 )
 from sync_core.hooks import TransportContext, hookimpl
+from sync_core.registry import ComposedScheme
 from sync_core.shards.local import Regions, RegionViews
 from sync_core.shards.plan import Region, plan, shape_of, write_region
 from sync_core.shards.request import Holding, Request, ShardEndpoint
@@ -60,13 +61,15 @@ class JoinPlan:
     origins: tuple[tuple[int, int], ...]
 
 
-class JoinedScheme:
+class JoinedScheme(ComposedScheme):
     """A scheme for receivers only, that joins what all ranks of a trainer send.
 
     Args:
         addresses: those of all ranks for this worker, in the order of the ranks.
         joined: how a version is made; None before it is known which regions the worker wants.
     """
+
+    by_parts = True
 
     def __init__(self, addresses: Sequence[Address], joined: JoinPlan | None = None) -> None:
         self.addresses = tuple(addresses)

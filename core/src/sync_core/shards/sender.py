@@ -112,6 +112,8 @@ class ShardedScheme(ComposedScheme):
         OptionError: with the other scheme nothing travels.
     """
 
+    by_parts = True
+
     def __init__(
         self,
         inner: Any,

@@ -20,7 +20,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The way in which one tensor that is sent is made from the trainer's tensors.
+    """How one tensor that is sent is made from the trainer's tensors.
 
     Args:
         positions: those of the trainer's tensors, which are concatenated.
@@ -33,7 +33,7 @@ class _Source:
     transposed: bool = False
 
     def make(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the tensor; a view, or the trainer's own, where no bytes are moved."""
+        """The tensor; a view, or the trainer's own, where no bytes are to be moved."""
         if len(self.positions) > 1:
             return torch.cat([tensors[position].detach() for position in self.positions])
         tensor = tensors[self.positions[0]]
@@ -61,7 +61,7 @@ class _Regrouping:
         """
 
     def bind(self, context: BindContext) -> Self:
-        """Return a layer with its own plan, for one sender."""
+        """A layer with a plan of its own, for one sender."""
         del context
         return copy.copy(self)
 
@@ -187,7 +187,7 @@ class Fuse(_Regrouping):
                 raise ModelError(f"{fused!r} is in the weights, and so are parts to make it of")
             wanted = self._parts[self._whole[next(iter(there))]]
             if lacking := [part for part in wanted if part not in there]:
-                raise ModelError(f"{fused!r} is made of {wanted}, and {lacking} are missing")
+                raise ModelError(f"{fused!r} is to be made of {wanted}, and {lacking} are missing")
             found[fused] = tuple(there[part] for part in wanted)
         return {name: _Source(positions) for name, positions in found.items()}
 
