@@ -32,7 +32,7 @@ from sync_core import cli, errors, registry
 from sync_core.cli.doctor import Diagnosis
 from sync_core.cli.listing import Listed
 from sync_core.cli.plan import Estimate
-from sync_core.hooks import HOOKS, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core.hooks import HOOKS, LAYER_CAPABILITIES, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
 from sync_core.sending.status import SenderView, WorkerView
 from sync_core.transports import Finding
 
@@ -327,6 +327,7 @@ def _capabilities() -> str:
         "Capabilities",
         "The abilities that a plugin declares. The conformance suite skips the others.",
         _capability_table("Schemes", SCHEME_CAPABILITIES, installed(registry.SCHEMES)),
+        _capability_table("Layers", LAYER_CAPABILITIES, installed(registry.LAYERS)),
         _capability_table("Worker groups", WORKER_CAPABILITIES, installed(registry.WORKERS)),
     )
 
@@ -443,7 +444,12 @@ def _capability_table(title: str, told: Mapping[str, str], plugins: Mapping[str,
 
 
 def _having(capability: str, plugins: Mapping[str, Any]) -> str:
-    names = [name for name, plugin in plugins.items() if capability in plugin.capabilities]
+    # Layers need not declare any.
+    names = [
+        name
+        for name, plugin in plugins.items()
+        if capability in getattr(plugin, "capabilities", ())
+    ]
     return ", ".join(names) or "none of ours"
 
 

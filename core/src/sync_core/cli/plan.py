@@ -289,7 +289,7 @@ def _print(job: Job, found: list[Estimate], console: Console) -> None:
             console.print(f"{estimate.way}: {estimate.remark}", soft_wrap=True)
     console.print(
         "Memory besides models: on the trainer's machine, on each other one, and in each worker; "
-        "below 0 where a worker needs no model of its own.",
+        "below 0 where a worker needs no model.",
         soft_wrap=True,
     )
 

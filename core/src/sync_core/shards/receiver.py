@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sync_core.address import Address
+from sync_core.address import Address, IndirectEndpoint
 from sync_core.errors import (
     AddressError,
     ModelError,
@@ -19,6 +19,7 @@ from sync_core.errors import (
     SyncError,
 )
 from sync_core.hooks import TransportContext, hookimpl
+from sync_core.registry import ComposedScheme
 from sync_core.shards.local import Regions, RegionViews
 from sync_core.shards.plan import Region, plan, shape_of, write_region
 from sync_core.shards.request import Holding, Request, ShardEndpoint
@@ -60,13 +61,15 @@ class JoinPlan:
     origins: tuple[tuple[int, int], ...]
 
 
-class JoinedScheme:
+class JoinedScheme(ComposedScheme):
     """A scheme for receivers only, that joins what all ranks of a trainer send.
 
     Args:
         addresses: those of all ranks for this worker, in the order of the ranks.
         joined: how a version is made; None before it is known which regions the worker wants.
     """
+
+    by_parts = True
 
     def __init__(self, addresses: Sequence[Address], joined: JoinPlan | None = None) -> None:
         self.addresses = tuple(addresses)
@@ -84,6 +87,19 @@ class JoinedScheme:
         if context.side == "sender" or self._joined is None:
             raise OptionError("joined addresses are for a Receiver: Receiver(address, model)")
         return JoinedReceiver(context, self._joined)
+
+
+class JoinedEndpoint(IndirectEndpoint):
+    """The endpoint of joined addresses, from which the model decides what is taken."""
+
+    takes_regions = True
+
+    def resolve(
+        self, address: Address, model: Any, regions: Any, timeout: float
+    ) -> tuple[Address, RegionViews]:
+        """Plan what is taken from each rank."""
+        del timeout
+        return join(address, model, regions)
 
 
 def join_addresses(addresses: Sequence[Address]) -> Address:
@@ -139,7 +155,7 @@ def join_addresses(addresses: Sequence[Address]) -> Address:
         first,
         scheme=JoinedScheme(addresses),
         options={},
-        endpoint=None,
+        endpoint=JoinedEndpoint(),
         layout=model.layout,
         source_layout=model.layout,
     )
@@ -212,7 +228,7 @@ def join(address: Address, model: Any, regions: Regions | None) -> tuple[Address
     origins = tuple((rank, places[rank][piece]) for rank, piece in taken_from)
     scheme = JoinedScheme(address.scheme.addresses, JoinPlan(tuple(sources), layout, origins))
     return (
-        replace(address, scheme=scheme, layout=layout, source_layout=layout),
+        replace(address, scheme=scheme, endpoint=None, layout=layout, source_layout=layout),
         RegionViews(model, regions, pieces),
     )
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sync_core import registry
 from sync_core.checks import check_layers
@@ -29,8 +30,8 @@ from sync_core.errors import (
     WorkerTimeoutError,
 )
 from sync_core.hooks import TransportContext, hookimpl
-from sync_core.registry import Plugin
-from sync_core.shards.local import LocalShards, Ranks
+from sync_core.registry import ComposedScheme, Plugin
+from sync_core.shards.local import LocalShards, Ranks, Regions
 from sync_core.shards.plan import inside, shape_of
 from sync_core.shards.request import HeldTensor, Holding, Request, ShardEndpoint
 from sync_core.shards.whole_model import chained
@@ -67,14 +68,29 @@ def _regroups(layer: Plugin) -> bool:
     return "regions" in getattr(layer.object, "capabilities", ())
 
 
-def check_shardable(ranks: Ranks | None, **arguments: Any) -> Ranks:
-    """Return the ranks; raise `OptionError` for arguments that cannot be given with them."""
+def sharded(
+    scheme: Any, ranks: Ranks | None, regions: Regions | None, layers: Sequence[Any]
+) -> tuple[ShardedScheme, list[Any], Callable[[Any], dict[str, Tensor]]]:
+    """Return what a rank's sender is made of: see the argument ``ranks`` of `sync_core.Sender`.
+
+    Returns:
+        The scheme, the layers that remain for the sender, and what reads the rank's shards.
+
+    Raises:
+        OptionError: ``ranks`` is missing or something else, or with the scheme nothing travels.
+    """
     if not isinstance(ranks, Ranks):
         raise OptionError(f"ranks is {ranks!r}; on each rank, give ranks=Ranks(rank, size)")
+    shards = LocalShards(regions)
+    regrouping, others = split_layers(layers)
+    return ShardedScheme(scheme, ranks, shards, regrouping), others, shards.read
+
+
+def check_alone(arguments: Mapping[str, Any]) -> None:
+    """Raise `OptionError` for an argument that cannot be given together with ``ranks``."""
     for name, value in arguments.items():
         if value is not None and value is not False and value != "raise":
             raise OptionError(f"ranks= and {name}={value!r} cannot be given together")
-    return ranks
 
 
 def inner_stack(scheme: Any) -> tuple[Plugin, Stack]:
@@ -83,7 +99,7 @@ def inner_stack(scheme: Any) -> tuple[Plugin, Stack]:
     return backend, Stack(Defaults("tensordict"), backend)
 
 
-class ShardedScheme:
+class ShardedScheme(ComposedScheme):
     """A scheme whose transports are made of another scheme's, for one rank of a trainer.
 
     Args:
@@ -95,6 +111,8 @@ class ShardedScheme:
     Raises:
         OptionError: with the other scheme nothing travels.
     """
+
+    by_parts = True
 
     def __init__(
         self,

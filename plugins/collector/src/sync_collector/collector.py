@@ -123,8 +123,8 @@ class Collector:
             workers hold, such as an actor of yours: ``{"critic": {"scheme": "ray", "workers":
             [actor]}}``. That model is sent when an update names it; `Sender` has the other keys,
             such as ``"model_id"``, by default the model's name. The rest is as without it.
-        models: what the trainer has under these names, ``"policy"`` apart. Of one whose name is no
-            path, such as ``"critic"``, every worker gets a copy.
+        models: what the trainer has under these names, ``"policy"`` apart. Of one whose name is
+            not a path, such as ``"critic"``, every worker gets a copy.
         weight_recv_schemes: see `register_scheme_receiver`.
         update_after_each_batch: refresh a worker before it begins its next batch; not for `start`.
         max_weight_update_interval: refresh a worker that has made so many batches with the same
