@@ -6,42 +6,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
+from tests.collector.environments import ArrayCounting
 from torch import Tensor, nn
 
 from sync_collector import Collector
 from sync_collector.array_loop import ArrayLoop
-from sync_collector.envs import ArrayEnv, ArraySpec, CountingEnv, GymEnv
+from sync_collector.envs import CountingEnv, GymEnv
 from sync_collector.loops import TensorDictLoop
 from sync_collector.rollout import Rollout, RolloutOptions
 from sync_collector.testing import Scale
 from sync_collector.trajectories import PER_WORKER
 
 FLOAT, BOOL, INT = torch.float32, torch.bool, torch.int64
-
-
-class ArrayCounting(ArrayEnv):
-    """`CountingEnv`, by arrays that it overwrites."""
-
-    array_specs = {"observation": ArraySpec((1,), np.dtype(np.float32))}
-
-    def __init__(self, max_steps: Any, num_envs: int | None = None) -> None:
-        self.batch_size = torch.Size(() if num_envs is None else (num_envs,))
-        self._limits = np.broadcast_to(np.asarray(max_steps), self.batch_size)
-        self._steps = np.zeros((*self.batch_size, 1), np.float32)
-
-    def reset_arrays(self, mask: Any = None) -> dict[str, Any]:
-        self._steps[... if mask is None else mask] = 0
-        return {"observation": self._steps}
-
-    def step_arrays(self, action: Any) -> tuple[Any, Any, Any, Any]:
-        self._steps += 1
-        ended = self._steps[..., 0] >= self._limits
-        return {"observation": self._steps}, action[..., 0], ended, np.zeros_like(ended)
 
 
 class ByTensorDict(ArrayCounting):

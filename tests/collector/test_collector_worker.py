@@ -26,7 +26,7 @@ from sync_collector.devices import Devices
 from sync_collector.envs import CountingEnv
 from sync_collector.options import options_of_workers
 from sync_collector.rollout import Rollout, RolloutOptions
-from sync_collector.testing import Scale, long_episodes
+from sync_collector.testing import Scale, long_episodes, values
 from sync_collector.worker_pool import WorkerPool
 from sync_collector.worker_spec import WorkerSpec
 from sync_core import ModelError, OptionError, RemoteCallError
@@ -57,10 +57,6 @@ class Movable(CountingEnv):
     def to(self, device: torch.device) -> Movable:
         self.moved = device
         return self
-
-
-def values(batch: TensorDictBase, *key: str) -> list[Any]:
-    return list(batch[key].squeeze(-1).tolist())
 
 
 def inline(*args: Any, **options: Any) -> Collector:

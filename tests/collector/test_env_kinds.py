@@ -1,4 +1,4 @@
-"""Environments of all kinds: Gymnasium's, vectors, and several as one."""
+"""Environments of all kinds: Gymnasium's, and the user's own; limits of episodes."""
 
 from __future__ import annotations
 
@@ -10,69 +10,20 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers.vector import (
-    DictInfoToList,
-    NormalizeObservation,
-    RecordEpisodeStatistics,
-)
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
+from tests.collector.gym_envs import Count, Dicts, Left, collect, three
 from torch import Tensor, nn
 
-from sync_collector.envs import ArrayEnv, CountingEnv, GymEnv
+from sync_collector.envs import CountingEnv, GymEnv
 from sync_collector.envs.adapt import as_env, stack_envs
 from sync_collector.envs.limit import limit_frames
 from sync_collector.envs.protocol import FLAGS
 from sync_collector.envs.vector import VectorGymEnv
 from sync_collector.rollout import Rollout, RolloutOptions
+from sync_collector.testing import values
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Count(gymnasium.Env[Any, Any]):
-    """Observes how many steps its episode has, and ends after some."""
-
-    observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, length: int = 3) -> None:
-        self._length = length
-        self._steps = 0
-        self.closed = False
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._steps = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._steps += 1
-        seen = np.full(1, self._steps, np.float32)
-        return seen, float(action), self._steps >= self._length, False, {}
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Dicts(Count):
-    """The same with an observation in parts, one of them discrete."""
-
-    observation_space = gymnasium.spaces.Dict(  # type: ignore[assignment]
-        {
-            "count": gymnasium.spaces.Box(0, 100, (1,), np.float32),
-            "odd": gymnasium.spaces.Discrete(2),
-        }
-    )
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return self._parts(super().reset(seed=seed)[0]), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        seen, *rest = super().step(action)
-        return (self._parts(seen), *rest)  # type: ignore[return-value]
-
-    def _parts(self, seen: Any) -> dict[str, Any]:
-        return {"count": seen, "odd": self._steps % 2}
 
 
 class Plain:
@@ -132,44 +83,11 @@ class Flat(CountingEnv):
         return made.update({name: made[name].squeeze(-1) for name in FLAGS})
 
 
-class Hands(CountingEnv):
-    """Acts with both hands."""
-
-    action_keys = ("left", ("other", "right"))
-
-    def rand_action(self, tensordict: TensorDictBase, /) -> TensorDictBase:
-        tensordict["left"], tensordict["other", "right"] = torch.ones(1), torch.full((2,), 2)
-        return tensordict
-
-    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
-        action = tensordict["left"] + tensordict["other", "right"].sum()
-        return super().step(tensordict.copy().set("action", action)).exclude("action")
-
-
-class Left(nn.Module):
-    """Chooses the first of two actions, everywhere."""
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return torch.tensor([1, 0]).expand(*observation.shape[:-1], 2)
-
-
 class Zero(nn.Module):
     """Acts with zeros."""
 
     def forward(self, observation: Tensor) -> Tensor:
         return torch.zeros_like(observation)
-
-
-def collect(env: Any, policy: Any, frames: int, **options: Any) -> TensorDictBase:
-    return Rollout(env, policy, 0, RolloutOptions(frames_per_batch=frames, **options)).collect()
-
-
-def seen(batch: TensorDictBase, *key: str) -> list[Any]:
-    return list(batch[key].squeeze(-1).tolist())
-
-
-def three(count: type[Count] = Count) -> list[Callable[[], Count]]:
-    return [lambda: count(2), lambda: count(3), lambda: count(100)]
 
 
 def test_kinds_are_told_by_their_members() -> None:
@@ -243,8 +161,8 @@ def test_an_environment_that_keeps_its_tensordicts(limit: int) -> None:
 
     batch = collect(Keeping(), act, 6, max_frames_per_traj=limit)
     length = 3 if limit < 0 else limit
-    assert seen(batch, "observation") == list(range(length)) * (6 // length)
-    assert seen(batch, "action") == seen(batch, "observation")
+    assert values(batch, "observation") == list(range(length)) * (6 // length)
+    assert values(batch, "action") == values(batch, "observation")
     assert batch["next", "truncated"].sum() == (0 if limit < 0 else 3)
 
 
@@ -276,8 +194,8 @@ def test_an_environment_that_gives_something_else(
 
 def test_an_environment_with_the_least_members() -> None:
     batch = collect(Plain(), Zero(), 8)
-    assert seen(batch, "observation") == [[0, 1, 0, 1], [0, 1, 2, 0]]
-    assert seen(batch, "next", "observation") == [[1, 2, 1, 2], [1, 2, 3, 1]]
+    assert values(batch, "observation") == [[0, 1, 0, 1], [0, 1, 2, 0]]
+    assert values(batch, "next", "observation") == [[1, 2, 1, 2], [1, 2, 3, 1]]
     assert not batch["done"].any()
 
 
@@ -287,192 +205,18 @@ def test_vector_environments(mode: AutoresetMode, longest: int) -> None:
     vector = as_env(SyncVectorEnv(three(), autoreset_mode=mode))
     batch = collect(vector, Left(), 18, max_frames_per_traj=longest)
     if longest == 2:
-        assert seen(batch, "observation") == [[0, 1] * 3] * 3
-        assert seen(batch, "next", "observation") == [[1, 2] * 3] * 3
+        assert values(batch, "observation") == [[0, 1] * 3] * 3
+        assert values(batch, "next", "observation") == [[1, 2] * 3] * 3
         assert batch["next", "truncated"].sum() == 9
         return
-    assert seen(batch, "observation") == [[0, 1] * 3, [0, 1, 2] * 2, [0, 1, 2, 3, 4, 5]]
-    assert seen(batch, "next", "observation") == [[1, 2] * 3, [1, 2, 3] * 2, [1, 2, 3, 4, 5, 6]]
-    assert seen(batch, "next", "done") == [[False, True] * 3, [False, False, True] * 2, [False] * 6]
+    assert values(batch, "observation") == [[0, 1] * 3, [0, 1, 2] * 2, [0, 1, 2, 3, 4, 5]]
+    assert values(batch, "next", "observation") == [[1, 2] * 3, [1, 2, 3] * 2, [1, 2, 3, 4, 5, 6]]
+    assert values(batch, "next", "done") == [
+        [False, True] * 3,
+        [False, False, True] * 2,
+        [False] * 6,
+    ]
     assert batch["action"].dtype == torch.int64
-
-
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_vector_environments_with_parts(mode: AutoresetMode) -> None:
-    vector = as_env(SyncVectorEnv(three(Dicts), autoreset_mode=mode))
-    batch = collect(vector, None, 12)
-    assert seen(batch, "next", "count") == [[1, 2, 1, 2], [1, 2, 3, 1], [1, 2, 3, 4]]
-    odd = torch.tensor([[1, 0, 1, 0], [1, 0, 1, 1], [1, 0, 1, 0]])
-    assert torch.equal(batch["next", "odd"], nn.functional.one_hot(odd))
-
-
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_a_vector_environment_is_several_single_ones(mode: AutoresetMode) -> None:
-    made = [lambda: gymnasium.make("CartPole-v1")] * 2
-    vector, single = (
-        VectorGymEnv(SyncVectorEnv(made, autoreset_mode=mode)),
-        GymEnv(made[0], num_envs=2),
-    )
-    assert vector.set_seed(3) == single.set_seed(3)
-    ours, theirs = (collect(env, Left(), 60) for env in (vector, single))
-    assert (ours == theirs).all()
-
-
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_vector_environments_in_processes(mode: AutoresetMode) -> None:
-    env = VectorGymEnv(AsyncVectorEnv(three()[:2], autoreset_mode=mode))
-    try:
-        batch = collect(env, Left(), 8, max_frames_per_traj=3)
-        assert seen(batch, "next", "observation") == [[1, 2, 1, 2], [1, 2, 3, 1]]
-    finally:
-        env.close()
-
-
-def test_a_vector_environment_that_resets_when_it_likes() -> None:
-    entry = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point")
-    with pytest.raises(TypeError, match="autoreset_mode"):
-        VectorGymEnv(entry)
-    with pytest.raises(TypeError, match="autoreset_mode"):
-        as_env(RecordEpisodeStatistics(entry))
-    entry.close()
-
-
-@pytest.mark.parametrize("mode", [None, "sync", "async", "vector_entry_point"])
-def test_vectors_by_an_id(mode: str | None) -> None:
-    made = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode=mode, max_episode_steps=5)
-    if mode in ("sync", "async"):
-        vector: Any = as_env(made)
-    else:
-        with pytest.warns(UserWarning, match="vectorization_mode='sync'"):
-            vector = as_env(made)
-    single = GymEnv(lambda: gymnasium.make("CartPole-v1", max_episode_steps=5), num_envs=2)
-    try:
-        assert vector.set_seed(3) == single.set_seed(3)
-        ours, theirs = (collect(env, Left(), 40) for env in (vector, single))
-    finally:
-        vector.close()
-    assert (ours == theirs).all()
-    assert ours["next", "truncated"].sum() == 8
-
-
-@pytest.mark.parametrize("mode", list(AutoresetMode))
-@pytest.mark.parametrize("kind", [Count, Dicts])
-def test_vector_environments_whose_infos_are_lists(mode: AutoresetMode, kind: type[Count]) -> None:
-    made = DictInfoToList(SyncVectorEnv(three(kind), autoreset_mode=mode))
-    key = "count" if kind is Dicts else "observation"
-    batch = collect(as_env(made), Left() if kind is Count else None, 12)
-    assert seen(batch, key) == [[0, 1, 0, 1], [0, 1, 2, 0], [0, 1, 2, 3]]
-    assert seen(batch, "next", key) == [[1, 2, 1, 2], [1, 2, 3, 1], [1, 2, 3, 4]]
-
-
-def test_a_vector_environment_that_cannot_reset_a_part() -> None:
-    made = RecordEpisodeStatistics(NormalizeObservation(SyncVectorEnv(three())))
-    with pytest.raises(TypeError, match=r"wrappers=\[gymnasium.wrappers.NormalizeObservation\]"):
-        as_env(made)
-    alone = NormalizeObservation(SyncVectorEnv(three()[:1]))
-    assert collect(as_env(alone), Left(), 8)["next", "done"].sum() == 4
-    each = gymnasium.make_vec(
-        "CartPole-v1",
-        num_envs=2,
-        vectorization_mode="sync",
-        wrappers=[gymnasium.wrappers.NormalizeObservation],
-    )
-    assert collect(as_env(each), None, 200)["next", "done"].sum() > 2
-
-
-@pytest.mark.parametrize("reward", [None, 1.0, [1.0], np.ones((3, 1)), [1.0, [2.0], 3.0]])
-def test_a_vector_environment_without_a_reward_for_each(reward: Any) -> None:
-    class Unpaid(SyncVectorEnv):
-        def step(self, actions: Any) -> Any:
-            observation, _, *rest = super().step(actions)
-            return observation, reward, *rest
-
-    with pytest.raises(TypeError, match=r"Unpaid gave the reward .+ return 3 numbers, one for"):
-        collect(as_env(Unpaid(three())), Left(), 6)
-
-
-class Wide(Count):
-    """Says that it observes three numbers, and gives one."""
-
-    observation_space = gymnasium.spaces.Box(0, 100, (3,), np.float32)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: GymEnv(Wide),
-        lambda: GymEnv(Wide, num_envs=2),
-        lambda: stack_envs([GymEnv(Wide), GymEnv(Wide)]),
-    ],
-    ids=["single", "batch", "stack"],
-)
-def test_an_observation_of_another_size_than_its_space(make: Callable[[], Any]) -> None:
-    with pytest.raises(TypeError, match=r"'observation' .* shape \(1,\), .* declares \(3,\)"):
-        collect(make(), None, 4)
-
-
-def test_a_vector_environment_is_no_single_one() -> None:
-    with pytest.raises(TypeError, match="give the vector environment itself"):
-        GymEnv(lambda: SyncVectorEnv(three()))
-
-
-@pytest.mark.parametrize("by_arrays", [True, False])
-@pytest.mark.parametrize("num_envs", [None, 2])
-def test_several_as_one(by_arrays: bool, num_envs: int | None) -> None:
-    lengths = (2, 3)
-    if by_arrays:
-        made: list[Any] = [GymEnv(partial(Count, n), num_envs=num_envs) for n in lengths]
-    else:
-        made = [CountingEnv(n, num_envs=num_envs) for n in lengths]
-    env = stack_envs(made)
-    assert isinstance(env, ArrayEnv) is by_arrays
-    assert env.batch_size == torch.Size([2] if num_envs is None else [2, 2])
-    batch = collect(env, None, 4 * env.batch_size.numel())
-    expected: list[Any] = [[1, 2, 1, 2], [1, 2, 3, 1]]
-    if num_envs is not None:
-        expected = [[row, row] for row in expected]
-    assert seen(batch, "next", "observation") == expected
-    assert batch.names == [*[None] * len(env.batch_size), "time"]
-
-
-def test_several_as_one_that_act_in_parts() -> None:
-    batch = collect(stack_envs([Hands(), Hands()]), None, 6, max_frames_per_traj=2)
-    assert seen(batch, "left") == [[1.0] * 3] * 2
-    assert batch["other", "right"].shape == (2, 3, 2)
-    assert seen(batch, "next", "reward") == [[5.0] * 3] * 2
-
-
-def test_several_as_one_are_seeded_in_line_and_closed() -> None:
-    made = [CountingEnv(3), CountingEnv(3)]
-    env: Any = stack_envs(made)
-    assert env.set_seed(5) == 7
-    assert env.reset()["observation"].flatten().tolist() == [5, 6]
-    env.close()
-    assert all(one.is_closed for one in made)
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        [CountingEnv(), CountingEnv(num_envs=2)],
-        [GymEnv("CartPole-v1"), GymEnv("Pendulum-v1")],
-    ],
-)
-def test_several_that_differ(made: list[Any]) -> None:
-    with pytest.raises(ValueError, match="make them alike"):
-        stack_envs(made)
-
-
-@pytest.mark.parametrize("env", [CountingEnv(3), GymEnv(lambda: Count(3))])
-def test_a_limit(env: Any) -> None:
-    batch = collect(env, None, 6, max_frames_per_traj=2)
-    assert seen(batch, "next", "observation") == [1, 2] * 3
-    assert seen(batch, "step_count") == [0, 1] * 3
-    assert seen(batch, "next", "step_count") == [1, 2] * 3
-    assert seen(batch, "next", "truncated") == seen(batch, "next", "done") == [False, True] * 3
-    assert not batch["next", "terminated"].any()
-    assert batch["step_count"].dtype == batch["next", "step_count"].dtype == torch.int64
-    assert batch["collector", "traj_ids"].tolist() == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("by_arrays", [True, False])
@@ -481,8 +225,8 @@ def test_a_limit_counts_for_each_environment(by_arrays: bool) -> None:
     arrays = stack_envs([GymEnv(partial(Count, n)) for n in lengths])
     made = arrays if by_arrays else CountingEnv(lengths, num_envs=3)
     batch = collect(made, None, 18, max_frames_per_traj=4)
-    assert seen(batch, "next", "step_count") == [[1] * 6, [1, 2, 3] * 2, [1, 2, 3, 4, 1, 2]]
-    assert seen(batch, "next", "observation") == seen(batch, "next", "step_count")
+    assert values(batch, "next", "step_count") == [[1] * 6, [1, 2, 3] * 2, [1, 2, 3, 4, 1, 2]]
+    assert values(batch, "next", "observation") == values(batch, "next", "step_count")
     assert batch["next", "truncated"].sum() == 1
 
 
@@ -500,8 +244,8 @@ def test_a_limit_where_flags_have_no_trailing_dimension(stacked: bool, num_envs:
         return tensordict.set("action", tensordict["observation"])
 
     batch = collect(made, act, 6 * num_envs, max_frames_per_traj=3)
-    assert seen(batch, "step_count") == [[0] * 6, [0, 1, 2] * 2, [0, 1, 2] * 2][:num_envs]
-    assert seen(batch, "observation") == seen(batch, "step_count")
+    assert values(batch, "step_count") == [[0] * 6, [0, 1, 2] * 2, [0, 1, 2] * 2][:num_envs]
+    assert values(batch, "observation") == values(batch, "step_count")
     assert batch["next", "truncated"].shape == (num_envs, 6, 1)
     assert batch["next", "truncated"].sum() == 2 * (num_envs - 1)
     assert set(shapes) == {(num_envs,)}
@@ -520,7 +264,7 @@ def test_a_policy_may_use_the_count() -> None:
         return tensordict.set("action", tensordict["step_count"].float())
 
     batch = collect(CountingEnv(100), act, 5, max_frames_per_traj=3)
-    assert seen(batch, "action") == [0, 1, 2, 0, 1]
+    assert values(batch, "action") == [0, 1, 2, 0, 1]
 
 
 class LikeGymnasium:

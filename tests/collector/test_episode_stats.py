@@ -11,30 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDictBase
+from tests.collector.environments import ArrayCounting
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
-from sync_collector.envs.arrays import ArrayEnv, ArraySpec
 from sync_collector.episodes import EpisodeTotals
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class ArrayCounting(ArrayEnv):
-    """The same environment by arrays."""
-
-    array_specs = {"observation": ArraySpec((1,), np.dtype(np.float32))}
-
-    def __init__(self, max_steps: int = 5) -> None:
-        self._limit, self._steps = max_steps, np.zeros(1, np.float32)
-
-    def reset_arrays(self, mask: Any = None) -> dict[str, Any]:
-        self._steps[:] = 0
-        return {"observation": self._steps}
-
-    def step_arrays(self, action: Any) -> tuple[Any, Any, Any, Any]:
-        self._steps += 1
-        return {"observation": self._steps}, action[0], self._steps[0] >= self._limit, False
+class Sampling(ArrayCounting):
+    """Has random actions."""
 
     def sample_action(self) -> Any:
         return np.ones(1, np.float32)
@@ -76,7 +63,7 @@ def test_batches_have_no_more_keys_unless_asked_for() -> None:
         assert math.isnan(collector.stats().episode_reward)
 
 
-@pytest.mark.parametrize("env", [ArrayCounting, CountingEnv], ids=["arrays", "tensordicts"])
+@pytest.mark.parametrize("env", [Sampling, CountingEnv], ids=["arrays", "tensordicts"])
 @pytest.mark.parametrize(
     "options",
     [

@@ -5,37 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from tests.collector.environments import ArrayCounting
 from torch import nn
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv, GymEnv
-from sync_collector.envs.arrays import ArrayEnv, ArraySpec
 from sync_collector.policies import PolicyError
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class ArrayCounting(ArrayEnv):
-    """The same environment by arrays."""
-
-    array_specs = {"observation": ArraySpec((1,), np.dtype(np.float32))}
-
-    def __init__(self, max_steps: int = 5) -> None:
-        self._limit, self._steps = max_steps, np.zeros(1, np.float32)
-
-    def reset_arrays(self, mask: Any = None) -> dict[str, Any]:
-        self._steps[:] = 0
-        return {"observation": self._steps}
-
-    def step_arrays(self, action: Any) -> tuple[Any, Any, Any, Any]:
-        self._steps += 1
-        return {"observation": self._steps}, action[0], self._steps[0] >= self._limit, False
-
-    def sample_action(self) -> Any:
-        return np.ones(1, np.float32)
 
 
 class Pair(nn.Module):

@@ -34,13 +34,13 @@ def test_quarantine_costs_one_deadline_and_no_more() -> None:
         report = send(sender, workers[0])
         assert (report.updated, report.quarantined, report.failed) == ((0,), (1,), {})
         assert report.seconds >= 0.2
-        begin = time.monotonic()
         quick = 0
-        while time.monotonic() < begin + 0.15:
+        for _ in range(6):
             report = send(sender, workers[0])
             assert (report.updated, report.quarantined) == ((0,), (1,))
-            quick += 1
-        assert quick > 5
+            quick += report.seconds < 0.2
+        # On a slow machine it may be tried again meanwhile, once.
+        assert quick >= 5
         # It comes back, and is up to date without another send.
         assert workers[1].receive() == report.version
         assert sender.workers[1].state == "current"

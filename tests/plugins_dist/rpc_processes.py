@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -12,30 +13,11 @@ from typing import Any
 
 from torch.distributed import rpc
 
+from sync_core.workers import start_process
 from sync_plugin_dist.rpc_group import RpcGroup
 from sync_plugin_dist.rpc_world import initialised
 
-# The private numbers: processes meet under how many worlds each has joined before, and what was
-# gathered in worlds of the same names; those of a fresh process and of this one would differ.
-_JOIN = """
-import os, sys, warnings
-import sync_core  # the first call would take as long
-from torch.distributed import rpc
-
-name, rank, size, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-rpc._init_counter = int(sys.argv[5])
-options = rpc.TensorPipeRpcBackendOptions(
-    init_method=f"file://{store}", rpc_timeout=30, _transports=["uv"]
-)
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", UserWarning)
-    rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
-sys.stdin.read()
-os._exit(0)
-"""
-
-
-_NAMES = ("worker0", "worker1", "worker2", "worker3")
+_NAMES = ("worker0", "worker1", "worker2")
 
 
 class RpcProcesses:
@@ -43,43 +25,62 @@ class RpcProcesses:
 
     Args:
         names: of the others.
-        setup: Python source that they run before they join.
+        setup: Python source that they run in their main module before they join.
     """
 
     def __init__(self, names: Sequence[str], setup: str = "") -> None:
         self._folder = tempfile.TemporaryDirectory()
         store, size = str(Path(self._folder.name) / "store"), len(names) + 1
+        # The private numbers: processes meet under how many worlds each has joined before, and
+        # what was gathered in worlds of the same names; those of a new process and of this one
+        # would differ.
         known = [str(size), store, str(rpc._init_counter)]
+        ending, self._alive = os.pipe()
+        main = f"{__name__}:join"
         self.processes = {
-            name: subprocess.Popen(
-                [sys.executable, "-c", setup + _JOIN, name, str(rank), *known],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
+            name: start_process(main, setup, name, str(rank), *known, fds=[ending])
             for rank, name in enumerate(names, 1)
         }
+        os.close(ending)
         rpc.api._all_gather_sequence_id.clear()
-        # Through shared memory, one that is stopped may keep others from being heard.
-        options = rpc.TensorPipeRpcBackendOptions(
-            init_method=f"file://{store}", rpc_timeout=30, _transports=["uv"]
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch's own, about its own
-            rpc.init_rpc("trainer", rank=0, world_size=size, rpc_backend_options=options)
+        _init("trainer", 0, size, store)
 
     def end(self) -> None:
         """Leave, and end the others."""
         if initialised():
             rpc.shutdown(graceful=False)
         for process in self.processes.values():
-            process.kill()
-            process.communicate()
+            process.send_signal(signal.SIGKILL)
+            process.exited(20)
+        os.close(self._alive)
         self._folder.cleanup()
 
     @property
     def complete(self) -> bool:
         """Return whether all of the others live."""
-        return all(process.poll() is None for process in self.processes.values())
+        return not any(process.exited(0) for process in self.processes.values())
+
+
+def join(ending: int, setup: str, *member: str) -> None:
+    """Join a world until the trainer has ended; runs in a process that was started for it."""
+    name, rank, size, store, known = member
+    # What torch says of processes that tests have killed.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    exec(setup, vars(sys.modules["__main__"]))
+    rpc._init_counter = int(known)
+    _init(name, int(rank), int(size), store)
+    os.read(ending, 1)
+    os._exit(0)
+
+
+def _init(name: str, rank: int, size: int, store: str) -> None:
+    # Through shared memory, one that is stopped may keep others from being heard.
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{store}", rpc_timeout=30, _transports=["uv"]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's own, about its own
+        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
 
 
 _worlds: list[RpcProcesses] = []

@@ -78,7 +78,7 @@ def test_it_stages_the_newest_and_commits_when_asked(
                 pending.abandon()
                 continue
             assert receiver.receive(0) == version
-            assert pending.wait(5).updated == (0,)
+            assert pending.wait().updated == (0,)
             committed = version
             assert copy.weight.unique().item() == committed
 
@@ -127,11 +127,11 @@ def test_it_reports_that_the_sender_has_gone(sender: Sender) -> None:
 def test_closing_wakes_a_thread_that_waits(sender: Sender) -> None:
     receiver = Receiver(sender.address(0), nn.Linear(8, 8), background=True)
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(receiver.receive, 10.0)
+        waiting = threads.submit(receiver.receive, 20.0)
         time.sleep(0.1)
         receiver.close()
         with pytest.raises(ClosedError):
-            waiting.result(5)
+            waiting.result(15)
 
 
 def test_closing_lets_a_thread_that_commits_answer(sender: Sender) -> None:
@@ -144,11 +144,11 @@ def test_closing_lets_a_thread_that_commits_answer(sender: Sender) -> None:
     receiver = Receiver(sender.address(0), nn.Linear(8, 8), background=True, on_commit=pass_on)
     pending = sender.send_async()
     with ThreadPoolExecutor(1) as threads:
-        committed = threads.submit(receiver.receive, 5.0)
-        assert committing.wait(5)
+        committed = threads.submit(receiver.receive, 20.0)
+        assert committing.wait(20)
         receiver.close()
-        assert committed.result(5) == 1
-    assert pending.wait(5).updated == (0,)
+        assert committed.result(20) == 1
+    assert pending.wait().updated == (0,)
 
 
 def test_it_leaves_no_thread(sender: Sender) -> None:
@@ -182,7 +182,7 @@ def test_closing_does_not_wait_for_what_does_not_come() -> None:
     assert transport.begun.wait(10)
     begin = time.monotonic()
     background.close()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 20
     assert not transport.closed.is_set()
     transport.over.set()
     assert transport.closed.wait(10)

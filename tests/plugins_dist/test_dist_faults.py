@@ -144,7 +144,7 @@ class HurtCases(SchemeCases):
         try:
             with pytest.raises(SendError) as failure:
                 workers.sender.send(weights_of(2.0, stop))
-            assert time.monotonic() - begin < self.timeout + 2
+            assert time.monotonic() - begin < self.timeout + 20
             report = failure.value.report
             assert report.updated == (1,)
             error = report.workers[0].error
@@ -203,7 +203,7 @@ class HurtCases(SchemeCases):
             with pytest.raises(SenderLostError):
                 serve(receiver)
             # One receive() may wait for an offer, and then has its own deadline.
-            assert time.monotonic() - begin < 8
+            assert time.monotonic() - begin < 18
         if number == signal.SIGSTOP and self.asks:
             pool.signal(0, signal.SIGKILL)
         assert all((tensor == 1).all() for tensor in target.values())
@@ -232,7 +232,7 @@ class WireCases(HurtCases):
 class TestInMemory(HurtCases):
     asks = False
     timeout = 4.0
-    patience = 0.5
+    patience = 0.9
     late = "in time?"
     loss = "is gone: the other side closed the connection"
 
@@ -240,7 +240,7 @@ class TestInMemory(HurtCases):
 class TestOverGloo(WireCases):
     options: ClassVar[Mapping[str, Any]] = {"shared_memory": False}
     timeout = 4.0
-    patience = 0.5
+    patience = 0.9
     late = "in time?"
     loss = "is gone: the other side closed the connection"
 

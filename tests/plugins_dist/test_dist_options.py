@@ -255,7 +255,7 @@ def test_receive_without_waiting(way: dict[str, Any]) -> None:
         for _ in range(2):
             begin = time.perf_counter()
             assert [receiver.receive(0) for _ in range(100)] == [None] * 100
-            assert time.perf_counter() - begin < 0.5
+            assert time.perf_counter() - begin < 5.0
             exchange(sender, receiver)
 
 

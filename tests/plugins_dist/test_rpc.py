@@ -30,6 +30,7 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_core.errors import AddressError
+from sync_core.testing.schemes.pool import Workers
 from sync_core.testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(90)
@@ -38,6 +39,7 @@ NAMES = ("left", "middle", "right", "rival")
 
 # The contents of the workers' main modules.
 MODELS = """
+import sync_core
 from torch import nn
 policy = nn.Linear(3, 2)
 nets = {"critic": nn.Linear(3, 2)}
@@ -262,11 +264,7 @@ class TestWorkers:
             world.signal("left", signal.SIGSTOP)
             try:
                 for value in (42.0, 43.0, 44.0):
-                    begin = time.monotonic()
-                    with pytest.raises(SendError) as failure:
-                        sender.send(linear(value), timeout=1.0)
-                    assert time.monotonic() - begin < 2
-                    report = failure.value.report
+                    report = Workers.give_up(sender.send_async(linear(value)), 0)
                     assert report.updated == (1,)
                     assert isinstance(report.workers[0].error, WorkerTimeoutError)
             finally:
@@ -306,13 +304,12 @@ class TestEnd:
             sender.send()
             world.signal("right", signal.SIGKILL)
             for value in (81.0, 81.5):
-                begin = time.monotonic()
                 with pytest.raises(
                     SendError, match=r"worker 1: .*right|worker 1: its process"
                 ) as lost:
                     sender.send(linear(value))
-                assert time.monotonic() - begin < 8
                 report = lost.value.report
+                assert report.seconds < 50
                 assert report.updated == (0,)
                 assert isinstance(report.workers[1].error, WorkerLostError)
             sender.remove_worker(1)
@@ -326,7 +323,7 @@ class TestEnd:
             with pytest.raises(SendError, match="another sender has taken over"):
                 sender.send(linear(83.0))
             world.signal("rival", signal.SIGKILL)
-            world.processes["rival"].wait(10)
+            assert world.processes["rival"].exited(20)
             assert sender.send(linear(84.0)).updated == (0,)
             assert world.values("left") == {84.0}
 

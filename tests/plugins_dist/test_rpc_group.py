@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -19,9 +18,9 @@ import torch
 from tests.plugins_dist.rpc_processes import LocalRpcGroup, end_world
 from torch import nn
 
-from sync_core import OptionError, RemoteCallError, UnknownWorkerError, WorkerLostError
+from sync_core import OptionError, UnknownWorkerError, WorkerLostError
 from sync_core.testing import WorkerGroupConformance, worker_groups
-from sync_core.testing.worker_groups import Closed, Counter, eventually, wait_for
+from sync_core.testing.worker_groups import Closed, Counter, eventually, pid_of
 from sync_plugin_dist.rpc_group import RpcGroup
 
 pytestmark = pytest.mark.timeout(60)
@@ -52,21 +51,8 @@ def group() -> Iterator[RpcGroup]:
         yield group
 
 
-def is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-def pid_of(_: object) -> int:
-    return os.getpid()
-
-
 def pids(group: RpcGroup) -> list[int]:
     return [group.call(i, pid_of).result() for i in group.worker_ids]
-
-
-def sleep(_: object, started: Path) -> None:
-    started.touch()
-    time.sleep(60)
 
 
 class TestRpcGroup(WorkerGroupConformance):
@@ -94,29 +80,6 @@ class TestFixedWorld:
 
 
 class TestDeath:
-    def test_a_killed_worker_is_lost_alone(self, group: RpcGroup, tmp_path: Path) -> None:
-        _, victim = pids(group)
-        running = group.call(1, sleep, tmp_path / "started")
-        waiting = group.call(1, pid_of)
-        wait_for(tmp_path / "started")
-        start = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
-        with pytest.raises(WorkerLostError) as caught:
-            running.result(10)
-        assert time.monotonic() - start < 3
-        assert str(caught.value) == "worker 1: RPC has lost 'worker1' while running sleep"
-        assert isinstance(caught.value.__cause__, RuntimeError)
-        with pytest.raises(WorkerLostError, match="lost 'worker1' before it could run pid_of"):
-            waiting.result(10)
-        assert not group.alive(1)
-        assert group.alive(0)
-        assert group.worker_ids == (0, 1)
-        with pytest.raises(WorkerLostError, match="cannot run pid_of; make a new group"):
-            group.call(1, pid_of).result(10)
-        group.remove(1)
-        assert group.call(0, pid_of).result(10)
-        assert list(group.worker_ids) == [0]
-
     def test_an_idle_worker_is_missed(self, group: RpcGroup) -> None:
         victim, _ = pids(group)
         group.remove(1)
@@ -133,64 +96,8 @@ class TestDeath:
         with pytest.raises(WorkerLostError, match="worker 1: RPC has lost 'worker1' while"):
             LocalRpcGroup(make, 2)
 
-    def test_a_factory_that_cannot_be_pickled_starts_nothing(self) -> None:
-        lock = threading.Lock()
-        with pytest.raises(RemoteCallError, match=r"its factory .* cannot be pickled") as caught:
-            LocalRpcGroup(lambda _: lock, 2)
-        assert isinstance(caught.value.__cause__, TypeError)
-
-
-class Unpicklable:
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("stays where it is")
-
-
-class StaysAway:
-    """Can be pickled, and unpickled in no process but the one that it names."""
-
-    def __init__(self, home: int) -> None:
-        self.home = home
-
-    def __getstate__(self) -> int:
-        return self.home
-
-    def __setstate__(self, home: int) -> None:
-        if os.getpid() != home:
-            raise ValueError("not here")
-
 
 class TestTravel:
-    def test_what_cannot(self, shared: RpcGroup) -> None:
-        calls: dict[str, tuple[Any, ...]] = {
-            r"^worker 0: repr or its arguments cannot be pickled: Type": (repr, Unpicklable()),
-            r"repr or its arguments .* worker: .*not here": (repr, StaysAway(os.getpid())),
-            r"lambda> returned a value .* be pickled: TypeE": (lambda _: Unpicklable(),),
-            r"returned a value .* unpickled here: .*not here": (lambda _: StaysAway(os.getpid()),),
-        }
-        for message, call in calls.items():
-            with pytest.raises(RemoteCallError, match=message):
-                shared.call(0, *call).result(5)
-        assert shared.call(0, pid_of).result(5)
-
-    def test_an_exception_that_cannot_be_pickled(self, shared: RpcGroup) -> None:
-        def fail(_: object) -> NoReturn:
-            raise ValueError(Unpicklable())
-
-        with pytest.raises(RemoteCallError, match=r"fail raised ValueError") as caught:
-            shared.call(0, fail).result(5)
-        assert caught.value.__cause__ is None
-        assert "in fail" in str(caught.value)
-
-    def test_arguments_are_those_of_the_moment_of_the_call(
-        self, shared: RpcGroup, tmp_path: Path
-    ) -> None:
-        shared.call(0, lambda _, path: wait_for(path), tmp_path / "go")
-        big = torch.zeros(1_000_000)
-        call = shared.call(0, lambda _, tensor: tensor.sum().item(), big)
-        big.fill_(1)
-        (tmp_path / "go").touch()
-        assert call.result(10) == 0
-
     def test_big_arrays_arrive_and_can_be_written_to(self, shared: RpcGroup) -> None:
         def add(_: object, array: np.ndarray, tensor: torch.Tensor) -> tuple[np.ndarray, object]:
             array += 1
@@ -210,10 +117,6 @@ class TestTravel:
         assert torch.equal(arrived.weight, policy.weight)
         assert arrived.bias.requires_grad
         assert not arrived.weight.requires_grad
-
-    def test_calls_run_in_one_thread(self, shared: RpcGroup) -> None:
-        calls = [shared.call(0, lambda _: threading.get_ident()) for _ in range(20)]
-        assert len({call.result() for call in calls}) == 1
 
 
 def start(source: str, *args: object) -> subprocess.Popen[str]:
@@ -315,13 +218,12 @@ def test_a_world_that_the_user_has_begun(tmp_path: Path) -> None:
     assert out.splitlines() == EXPECTED.splitlines(), err
 
 
-def test_where_warnings_are_errors_what_cannot_be_closed_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end_world()
-    monkeypatch.setenv("PYTHONWARNINGS", "error::UserWarning")
+def test_where_warnings_are_errors_what_cannot_be_closed_is_not_waited_for(tmp_path: Path) -> None:
     group = LocalRpcGroup(lambda worker_id: Closed(worker_id, tmp_path, fails=True), 2)
+    for i in group.worker_ids:
+        group.call(i, lambda _: warnings.simplefilter("error", UserWarning)).result(20)
     began = time.monotonic()
     group.stop()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert (tmp_path / "1").read_text() == "closed\n"
+    end_world()

@@ -85,4 +85,4 @@ def test_the_other_end_has_gone_when_they_connect(rank: int) -> None:
     begin = time.monotonic()
     with pytest.raises(BrokenGroupError):
         TensorGroup(LINK, ends.rendezvous(rank), rank, 2)
-    assert time.monotonic() - begin < 2 * LINK.timeout
+    assert time.monotonic() - begin < LINK.timeout + 20

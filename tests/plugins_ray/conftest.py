@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 import ray
 from ray import cloudpickle
+from tests.plugins_ray.agents import Other, start
 
+from sync_core.testing.schemes.pool import borrow_pool
 from sync_core.testing.worker_groups import eventually
+from sync_plugin_ray.group import RayGroup
 from sync_plugin_ray.store import Publication
 
 # Actors cannot import this file by name.
@@ -36,8 +39,36 @@ def one_ray() -> Iterator[None]:
             log_to_driver=False,
             object_store_memory=512 * 1024**2,
         )
-    yield
+    # Started for the first class of cases that needs it.
+    with borrow_pool(RayGroup):
+        yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def agents() -> list[Any]:
+    """Three actors for tests that leave them alive: starting one takes seconds."""
+    return start(3)
+
+
+@pytest.fixture
+def actors(agents: list[Any]) -> list[Any]:
+    """Two of them, as new."""
+    ray.get([actor.reset.remote() for actor in agents])
+    return agents[:2]
+
+
+@pytest.fixture
+def large(agents: list[Any]) -> list[Any]:
+    """All of them, whose policies are too large to travel inside a call."""
+    ray.get([actor.reset.remote(300) for actor in agents])
+    return agents
+
+
+@pytest.fixture(scope="session")
+def other() -> Any:
+    """An actor of another class."""
+    return ray.remote(Other).options(num_cpus=0).remote()
 
 
 @pytest.fixture
@@ -74,7 +105,7 @@ def kept() -> Callable[[], int]:
     return lambda: sum(each not in before for each in _publications())
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def lost() -> Any:
     """A reference to an object that was lost with its owner."""
     owner: Any = ray.remote(_Owner).options(num_cpus=0).remote()

@@ -19,8 +19,13 @@ from ray import cloudpickle
 from sync_core import Address, ClosedError, Receiver, Sender, SendError, WorkerLostError
 from sync_plugin_ray.group import RayGroup
 
-CONFIG: dict[str, Any] = {"address": "local", "num_cpus": 2, "object_store_memory": 10**8}
-QUIET: dict[str, Any] = {"logging_level": "error", "include_dashboard": False}
+CONFIG: dict[str, Any] = {
+    "address": "local",
+    "num_cpus": 2,
+    "object_store_memory": 10**8,
+    "include_dashboard": False,
+    "logging_level": "error",
+}
 
 
 class Host:
@@ -42,16 +47,28 @@ class Agent:
 
 
 def shut_down_before_they_stop() -> None:
-    """Ray, which a group began, ends before the group and a sender do, and begins again."""
+    """Ray, which a group began, ends before the group and two senders do, and begins again."""
     group = RayGroup(Host, 2, ray_init_config=CONFIG)
     say("workers", *pids(group))
     call = group.call(0, lambda _: time.sleep(60))
     actor: Any = ray.remote(Agent).options(num_cpus=0).remote()
     sender = Sender("ray", {name: torch.ones(2) for name in "ab"}, workers=[actor])
     sender.send()
+    silent: Any = ray.remote(Agent).options(num_cpus=0).remote()
+    waiting = Sender("ray", {name: torch.ones(2) for name in "ab"}, num_workers=1)
+    ray.get(silent.connect.remote(waiting.address(0)))
+    pending = waiting.send_async()
+    # Whether the silent worker lives is asked in the middle of the end.
+    time.sleep(0.3)
     ray.shutdown()
     with pytest.raises(WorkerLostError, match="Ray was shut down"):
         call.result(10)
+    with pytest.raises(SendError, match="Ray was shut down"):
+        pending.wait(20)
+    # No Ray was started to ask it.
+    assert not ray.is_initialized()
+    waiting.remove_worker(0)
+    waiting.close()
     assert not group.alive(0)
     uses: list[Callable[[], object]] = [
         group.add,
@@ -65,7 +82,7 @@ def shut_down_before_they_stop() -> None:
             use()
     group.stop()
     assert not ray.is_initialized()
-    ray.init(**CONFIG, **QUIET)
+    ray.init(**CONFIG)
     with pytest.raises(ClosedError, match=closed):
         sender.send()
     sender.close()
@@ -82,26 +99,9 @@ def shut_down_on_demand() -> None:
     assert not ray.is_initialized()
 
 
-def shut_down_while_a_worker_is_silent() -> None:
-    """Return whether it lives is asked of no Ray that would be started for that."""
-    ray.init(**CONFIG, **QUIET)
-    actor: Any = ray.remote(Agent).options(num_cpus=0).remote()
-    sender = Sender("ray", {name: torch.ones(2) for name in "ab"}, num_workers=1)
-    ray.get(actor.connect.remote(sender.address(0)))
-    pending = sender.send_async()
-    # Whether it lives is asked in the middle of the end.
-    time.sleep(0.3)
-    ray.shutdown()
-    with pytest.raises(SendError, match="Ray was shut down"):
-        pending.wait(20)
-    assert not ray.is_initialized()
-    sender.remove_worker(0)
-    sender.close()
-
-
 def left_by_the_group() -> None:
     """Ray, which a group began, ends with it, and not with a fork of this process."""
-    group = RayGroup(Host, 4, ray_init_config=CONFIG)
+    group = RayGroup(Host, 2, ray_init_config=CONFIG)
     say("workers", *pids(group))
     # Only the group must be freed in the fork: Ray's locks stay as they were, and to free
     # a reference there stands still when a thread had one (4 of 85 forks, with Ray alone).
@@ -119,7 +119,7 @@ def left_by_the_group() -> None:
 
 
 def send_when_the_main_thread_has_ended() -> None:
-    ray.init(**CONFIG, **QUIET)
+    ray.init(**CONFIG)
     actor: Any = ray.remote(Agent).options(num_cpus=0).remote(2_200_000)
     weights = {name: torch.ones(2_200_000) for name in "ab"}
     threading.main_thread().join()
@@ -142,6 +142,5 @@ if __name__ == "__main__":
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     shut_down_before_they_stop()
     shut_down_on_demand()
-    shut_down_while_a_worker_is_silent()
     left_by_the_group()
     threading.Thread(target=send_when_the_main_thread_has_ended).start()

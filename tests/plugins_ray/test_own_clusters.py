@@ -16,5 +16,5 @@ def test_clusters_of_their_own(run_script: Callable[[str, float], list[str]]) ->
     said = [line.split() for line in run_script("own_clusters.py", 170)]
     assert said[-1] == ["done"]
     pids = [int(pid) for kind, *numbers in said if kind == "workers" for pid in numbers]
-    assert len(pids) == 8
+    assert len(pids) == 6
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sync_collector import Collector
 from sync_collector import testing as collectors
 from sync_collector.testing import CollectorConformance, FrameList, Scale, long_episodes
-from sync_core import ClosedError, ModelError, OptionError, PendingSend, RemoteCallError
+from sync_core import ClosedError, ModelError, OptionError, PendingSend, RemoteCallError, Sender
 from sync_core.testing.worker_groups import wait_for
 from sync_core.workers import WorkerGroup
 from sync_plugin_ray.group import RayGroup
@@ -217,7 +217,7 @@ def test_what_a_call_returns_is_as_it_was_then(tmp_path: Path) -> None:
             long_episodes,
             Open(),
             scheme="ray",
-            worker_options={"remote_configs": {"num_cpus": 0}},
+            workers=LentGroup,
             frames_per_batch=4,
             timeout=30,
         ) as collector,
@@ -335,3 +335,36 @@ def test_an_actor_that_the_trainer_has_is_found_by_its_path(transform: Any) -> N
         collector.update_policy_weights_(weights_dict={"baseline": filled(3.0)})
         assert ray.get(transform.sums.remote())[0] == 6.0
         assert collector.update_policy_weights_().workers == {}
+
+
+def new_collector(worker_id: int) -> Collector:
+    del worker_id
+    return Collector(
+        long_episodes,
+        Scale(),
+        scheme="shm",
+        workers="process",
+        num_workers=2,
+        frames_per_batch=4,
+        sync=True,
+    )
+
+
+def received(collector: Collector) -> tuple[dict[str, int], list[float]]:
+    versions = dict(collector.receive_weights(timeout=30.0))
+    return versions, collector.cascade_execute("policy.weight.item")
+
+
+def test_weights_reach_processes_by_way_of_an_actor() -> None:
+    with (
+        Sender("shm", Scale(5.0), num_workers=1) as sender,
+        LentGroup(new_collector, 1) as group,
+    ):
+        address = sender.address(0)
+        group.call(0, Collector.register_scheme_receiver, {"policy": address}).result(60)
+        for version, weight in enumerate((5.0, 6.0), 1):
+            pending = sender.send_async(Scale(weight))
+            call = group.call(0, received)
+            assert pending.wait().updated == (0,)
+            assert call.result(60) == ({"policy": version}, [weight, weight])
+        group.call(0, Collector.shutdown).result(60)

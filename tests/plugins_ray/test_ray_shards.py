@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import ray
 import torch
+from ray import cloudpickle
+from tests.plugins_ray.agents import Agent
 
 from sync_core import Payload, Ranks, Receiver, Sender, join_addresses
 from sync_plugin_ray.store import ObjectStore
 
 pytestmark = pytest.mark.timeout(120)
 
+# Actors cannot import this file by name.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
 ROWS, COLUMNS, RANKS = 8, 50_000, 2
 
 
-@ray.remote(num_cpus=0)
-class Worker:
-    """Has some columns of a tensor."""
+Bounds = tuple[int, int]
 
-    def connect(self, address: Any, first: int, last: int) -> None:
-        """Make the receiver."""
-        self.model = {"w": torch.zeros(ROWS, last - first)}
-        regions = {"w": ((0, ROWS), (first, last))}
-        self.receiver = Receiver(address, self.model, regions=regions)
 
-    def receive(self) -> int | None:
-        """Commit a version."""
-        return self.receiver.receive()
+def connect(agent: Agent, places: dict[int, tuple[Any, Bounds]]) -> None:
+    """Make receivers of some columns of a tensor, by worker."""
+    agent.parts = {}
+    for worker_id, (address, (first, last)) in places.items():
+        model = {"w": torch.zeros(ROWS, last - first)}
+        receiver = Receiver(address, model, regions={"w": ((0, ROWS), (first, last))})
+        agent.parts[worker_id] = (receiver, model["w"])
 
-    def values(self) -> torch.Tensor:
-        """What the worker has."""
-        return self.model["w"]
+
+def receive(agent: Agent) -> dict[int, tuple[int | None, torch.Tensor]]:
+    """Commit a version in each receiver; the version, and what the worker has then."""
+    return {i: (receiver.receive(), part) for i, (receiver, part) in agent.parts.items()}
 
 
 def test_each_shard_is_put_once_for_all_workers_that_want_it(
-    monkeypatch: pytest.MonkeyPatch,
+    actors: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put: list[int] = []
     original = ObjectStore.put
@@ -58,24 +62,22 @@ def test_each_shard_is_put_once_for_all_workers_that_want_it(
         )
         for rank in range(RANKS)
     ]
-    # Two replicas of two tensor-parallel workers.
+    # Two replicas of two tensor-parallel workers, a replica in each actor.
     columns = [(0, COLUMNS // 2), (COLUMNS // 2, COLUMNS)] * 2
-    made: Any = Worker
-    workers = [made.remote() for _ in columns]
+    replicas = ((0, 1), (2, 3))
     try:
         addresses = [join_addresses([sender.address(i) for sender in senders]) for i in range(4)]
-        ray.get(
-            [
-                worker.connect.remote(address, *bounds)
-                for worker, address, bounds in zip(workers, addresses, columns, strict=True)
-            ]
-        )
-        received = [worker.receive.remote() for worker in workers]
+        for actor, workers in zip(actors, replicas, strict=True):
+            places = {i: (addresses[i], columns[i]) for i in workers}
+            ray.get(actor.__ray_call__.remote(connect, places))
+        received = [actor.__ray_call__.remote(receive) for actor in actors]
         pending = [sender.send_async() for sender in senders]
         assert all(each.wait().updated == (0, 1, 2, 3) for each in pending)
-        assert ray.get(received) == [1] * 4
-        for worker, (first, last) in zip(workers, columns, strict=True):
-            assert torch.equal(ray.get(worker.values.remote()), whole[:, first:last])
+        got = ray.get(received[0]) | ray.get(received[1])
+        for worker_id, (first, last) in enumerate(columns):
+            version, part = got[worker_id]
+            assert version == 1
+            assert torch.equal(part, whole[:, first:last])
         # Each half of each rank's shard once, for both replicas.
         large = [nbytes for nbytes in put if nbytes > 10_000]
         assert len(large) == 2 * RANKS
@@ -83,5 +85,3 @@ def test_each_shard_is_put_once_for_all_workers_that_want_it(
     finally:
         for sender in senders:
             sender.close()
-        for worker in workers:
-            ray.kill(worker)

@@ -110,7 +110,7 @@ def test_a_stopped_worker_is_waited_for_once_and_comes_back_up_to_date(
     processes: WorkerGroup,
 ) -> None:
     weights = {"w": torch.zeros(2)}
-    with Sender("shm", weights, num_workers=2, timeout=0.5, on_failure="quarantine") as sender:
+    with Sender("shm", weights, num_workers=2, timeout=2.0, on_failure="quarantine") as sender:
         pids = connect(sender, processes)
         os.kill(pids[0], signal.SIGSTOP)
         try:
@@ -120,7 +120,7 @@ def test_a_stopped_worker_is_waited_for_once_and_comes_back_up_to_date(
             for value in (2.0, 3.0, 4.0):
                 report = send(sender, processes, value, 1)
                 assert (report.updated, report.quarantined) == ((1,), (0,))
-            assert time.monotonic() - begin < 0.5
+            assert time.monotonic() - begin < 2.0, "a worker in quarantine was waited for"
         finally:
             os.kill(pids[0], signal.SIGCONT)
         assert stuck.result(20) == 4
@@ -146,14 +146,15 @@ def test_a_worker_that_cannot_be_restarted_is_put_into_quarantine() -> None:
     with (
         ThreadGroup(Fragile, 1) as group,
         Sender(
-            "thread", weights, num_workers=1, timeout=0.2, on_failure="restart", group=group
+            "thread", weights, num_workers=1, timeout=1.0, on_failure="restart", group=group
         ) as sender,
     ):
         assert sender.send().restarted == (0,)
         wait_until(lambda: sender.workers[0].state == "quarantined")
         assert "there is only one of me" in str(sender.workers[0].error)
         report = sender.send()
-        assert (report.quarantined, report.seconds < 0.2) == ((0,), True)
+        assert report.quarantined == (0,)
+        assert report.seconds < 1.0, "a worker in quarantine was waited for"
         with pytest.raises(RemoteCallError):
             group.restart(0)
 

@@ -151,8 +151,8 @@ class TestThread(KeepsVersions):
                 signal.setitimer(signal.ITIMER_REAL, 0.1)
                 begin = time.monotonic()
                 with pytest.raises(ClosedError):
-                    receiver.receive(5.0)
-                assert time.monotonic() - begin < 3.0, "receive() waited until its own deadline"
+                    receiver.receive(30.0)
+                assert time.monotonic() - begin < 20.0, "receive() waited until its own deadline"
             finally:
                 signal.signal(signal.SIGALRM, before)
 

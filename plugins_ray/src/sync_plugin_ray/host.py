@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from sync_core.workers import close_hosted
 from sync_plugin_ray.inbox import take_calls
 
 #: Concurrency group of the methods that run beside a call: the one that `waits`, and `end`.
@@ -59,6 +60,7 @@ class Host:
         take_calls(WEIGHTS)
         self._worker_id = -1
         self._hosted: Any = None
+        self._close: Callable[[int, object], None] | None = None
         self._ending = threading.Event()
 
     def begin(self) -> None:
@@ -70,6 +72,9 @@ class Host:
         if isinstance(made, Failed):
             return _encode(made)
         self._worker_id, self._hosted = worker_id, made.value
+        if hasattr(type(made.value), "close"):
+            # Here, and not above: with it comes torch, seconds that other objects need not wait.
+            self._close = import_module("sync_core.workers").close_hosted
         return _encode(Returned(None))
 
     def run(self, call: bytes) -> bytes | None:
@@ -87,7 +92,8 @@ class Host:
     def close(self) -> None:
         """Close the hosted object, after all calls before."""
         hosted, self._hosted = self._hosted, None
-        close_hosted(self._worker_id, hosted)
+        if self._close is not None:
+            self._close(self._worker_id, hosted)
 
 
 def encode(value: object) -> bytes:

@@ -7,10 +7,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from sync_core import Answer
 from sync_plugin_ray.mailbox import MailboxOffer
+
+if TYPE_CHECKING:
+    # With it comes torch: seconds, for actors that need not have it.
+    from sync_core import Answer
 
 # Inboxes by the secret names of their readers.
 _inboxes: weakref.WeakValueDictionary[str, Inbox] = weakref.WeakValueDictionary()

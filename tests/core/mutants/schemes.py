@@ -477,7 +477,7 @@ class WaitsForWhoeverLeft(Mutant):
     class Sender(ThreadSender):
         def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
             if any(place.lost for place in self._publisher._places.values()):
-                time.sleep(1.5)
+                time.sleep(1.1)
             return super().send(payload, worker_ids)
 
 
@@ -496,7 +496,7 @@ class ForgetsTheTimeout(Mutant):
 
     class Receiver(ThreadReceiver):
         def receive(self, timeout: float) -> Payload | None:
-            return super().receive(timeout + 2.0)
+            return super().receive(timeout + 1.1)
 
 
 class BlocksWhereItShouldLook(Mutant):
@@ -504,7 +504,7 @@ class BlocksWhereItShouldLook(Mutant):
 
     class Receiver(ThreadReceiver):
         def receive(self, timeout: float) -> Payload | None:
-            return super().receive(max(timeout, 0.01))
+            return super().receive(max(timeout, 0.06))
 
 
 class ReturnsTooEarly(Mutant):
@@ -530,7 +530,7 @@ class WaitsForWorkersToLeave(Mutant):
         def close(self) -> None:
             places = self._publisher._places.values()
             if not self._publisher.closed and any(place.lost is None for place in places):
-                time.sleep(2.1)
+                time.sleep(1.1)
             super().close()
 
 
@@ -668,6 +668,8 @@ globals().update(
             {
                 "scheme": mutant(),
                 "options": MappingProxyType(getattr(mutant, "options", {})),
+                # Most are caught when something has not happened for so long.
+                "slack": 1.0,
                 "group": "thread",
                 "__module__": __name__,
             },

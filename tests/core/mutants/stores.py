@@ -142,6 +142,7 @@ globals().update(
             {
                 "scheme": ShelfScheme(mutant),
                 "options": mutant.options,
+                "slack": 3.0,
                 "group": "thread",
                 "__module__": __name__,
             },

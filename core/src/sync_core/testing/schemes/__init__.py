@@ -33,6 +33,7 @@ class SchemeConformance(
         options: options of the scheme.
         group: the name or the class of the worker group; None for the one that a `Collector`
             takes for this scheme.
+        slack: how much longer than it should a call may take on a busy machine, in seconds.
 
     Example:
         >>> class TestMyScheme(SchemeConformance):  # doctest: +SKIP

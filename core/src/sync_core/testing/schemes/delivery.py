@@ -283,7 +283,8 @@ class DeliveryCases(SchemeCases):
         begin = time.perf_counter()
         with pytest.raises(SendError, match="did not confirm version 1 within"):
             workers.sender.send()
-        assert 0.3 <= time.perf_counter() - begin < 2.0, "send() must end at its deadline"
+        seconds = time.perf_counter() - begin
+        assert 0.3 <= seconds < 0.3 + self.slack, "send() must end at its deadline"
 
     @pytest.mark.usefixtures("asking")
     def test_looking_for_news_answers_at_once(self, start: Start) -> None:
@@ -292,13 +293,13 @@ class DeliveryCases(SchemeCases):
 
         def look_often(worker: Worker) -> list[float]:
             looks = []
-            for _ in range(100):
+            for _ in range(25):
                 begin = time.perf_counter()
                 worker.receive(0.0)
                 looks.append(time.perf_counter() - begin)
             return looks
 
-        assert median(workers.pool.call(0, look_often)) < 0.005, (
+        assert median(workers.pool.call(0, look_often)) < 0.05, (
             "receive(0) must look once, and wait for nothing"
         )
 
@@ -309,7 +310,7 @@ class DeliveryCases(SchemeCases):
         for version in (1, 2, 3):
             pending = workers.sender.send_async(make_policy(version))
             looking = [workers.submit(i, 20.0) for i in {0, 1} - told]
-            assert pending.wait(10.0).updated == (0, 1)
+            assert pending.wait(self.slack).updated == (0, 1)
             assert [call.result() for call in looking] == [version] * len(looking)
             assert workers.values() == [{float(version)}] * 2
 
@@ -322,7 +323,7 @@ class DeliveryCases(SchemeCases):
             assert worker.receive(0.2) is None
             return time.perf_counter() - begin
 
-        assert 0.2 <= workers.pool.call(0, wait) < 1.5, (
+        assert 0.2 <= workers.pool.call(0, wait) < 0.2 + self.slack, (
             "receive(timeout) must return None when the timeout is over"
         )
         assert workers.send().updated == (0,)

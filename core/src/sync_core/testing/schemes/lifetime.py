@@ -35,7 +35,7 @@ class LifetimeCases(SchemeCases):
     @pytest.mark.usefixtures("parallel")
     def test_receivers_learn_that_the_sender_closed(self, start: Start) -> None:
         workers = start(make_policy(), 1)
-        waiting = workers.submit(0, 5.0)
+        waiting = workers.submit(0, self.slack)
         time.sleep(0.2)
         workers.sender.close()
         failure = waiting.exception(30)
@@ -61,7 +61,7 @@ class LifetimeCases(SchemeCases):
         new = workers.sender.add_worker()
         assert new == 1
         workers.connect(new)
-        assert workers.receive(new, timeout=5.0) == 1
+        assert workers.receive(new, timeout=self.slack) == 1
         assert workers.values() == [{8.0}, {8.0}]
         assert workers.send().updated == (0, 1)
 
@@ -108,10 +108,10 @@ class LifetimeCases(SchemeCases):
             workers.sender.remove_worker(0)
             assert workers.sender.add_worker(0) == 0
             workers.connect(0)
-            assert workers.receive(0, timeout=5.0) == value - 1
+            assert workers.receive(0, timeout=self.slack) == value - 1
             fill(policy, value)
             pending = workers.sender.send_async()
-            assert [workers.receive(i, timeout=5.0) for i in (0, 1)] == [value] * 2
+            assert [workers.receive(i, timeout=self.slack) for i in (0, 1)] == [value] * 2
             assert pending.wait().updated == (0, 1)
             assert workers.values() == [{value}] * 2
 
@@ -179,21 +179,20 @@ class LifetimeCases(SchemeCases):
         workers.pool.call(0, Worker.leave, 7.0)
         begin = time.perf_counter()
         pending = workers.sender.send_async()
-        assert time.perf_counter() - begin < 1.0, "send_async() waited for a worker"
+        assert time.perf_counter() - begin < min(self.slack, 2.0), (
+            "send_async() waited for a worker"
+        )
         assert workers.receive(1) == 2
         with pytest.raises(SendError) as failure:
             pending.wait()
         assert failure.value.report.updated == (1,)
-        assert time.perf_counter() - begin < 4.0, "the send must end by its deadline"
+        assert time.perf_counter() - begin < 2.0 + self.slack, "the send must end by its deadline"
 
     @pytest.mark.usefixtures("asking")
     def test_closing_a_receiver_wakes_a_thread_that_waits_in_it(self, start: Start) -> None:
         workers = start(make_policy(3.0), 1)
-        begin = time.perf_counter()
-        assert workers.pool.call(0, Worker.hang_up_while_waiting) == "ClosedError", (
-            "close() must end a receive() that waits in another thread"
-        )
-        assert time.perf_counter() - begin < 3.0, "receive() waited until its own deadline"
+        ended = workers.pool.call(0, Worker.hang_up_while_waiting, self.slack)
+        assert ended == "ClosedError", "close() must end a receive() that waits in another thread"
         workers.connect(0)
         assert workers.send().updated == (0,)
         assert workers.values() == [{3.0}]
@@ -201,7 +200,7 @@ class LifetimeCases(SchemeCases):
     @pytest.mark.usefixtures("asking")
     def test_a_thread_that_looks_waits_for_none_that_waits(self, start: Start) -> None:
         workers = start(make_policy(3.0), 1)
-        assert workers.pool.call(0, Worker.look_while_waiting) < 1.0, (
+        assert workers.pool.call(0, Worker.look_while_waiting, self.slack), (
             "receive(0) must not wait for a receive() in another thread"
         )
 
@@ -240,7 +239,9 @@ class LifetimeCases(SchemeCases):
         workers.sender.close()
         with pytest.raises(SendError):
             pending.wait()
-        assert time.perf_counter() - begin < 5.0
+        assert time.perf_counter() - begin < self.slack, (
+            "close() must end the sends that are pending"
+        )
 
     @pytest.mark.parametrize("pending", [False, True], ids=["idle", "pending"])
     def test_closing_waits_for_no_worker(self, start: Start, pending: bool) -> None:
@@ -250,7 +251,7 @@ class LifetimeCases(SchemeCases):
             workers.sender.send_async()
         begin = time.perf_counter()
         workers.sender.close()
-        assert time.perf_counter() - begin < 2.0, "close() waited for a worker that lives"
+        assert time.perf_counter() - begin < self.slack, "close() waited for a worker that lives"
 
     def test_nothing_is_left_behind(self, pool: Pool) -> None:
         if not Path("/proc/self/fd").exists():
@@ -261,8 +262,11 @@ class LifetimeCases(SchemeCases):
         before, names = _resources(pool), _shared_memory()
         for _ in range(3):
             self._use(pool)
-        assert eventually(lambda: _resources(pool) == before, 4.0), (before, _resources(pool))
-        assert eventually(lambda: _shared_memory() <= names), _shared_memory() - names
+        assert eventually(lambda: _resources(pool) == before, self.slack), (
+            before,
+            _resources(pool),
+        )
+        assert eventually(lambda: _shared_memory() <= names, self.slack), _shared_memory() - names
 
     def test_a_send_that_was_pending_leaves_nothing_behind(self, pool: Pool) -> None:
         if not Path("/proc/self/fd").exists():
@@ -271,8 +275,11 @@ class LifetimeCases(SchemeCases):
         self._use(pool, pending=True)
         before, names = _resources(pool), _shared_memory()
         self._use(pool, pending=True)
-        assert eventually(lambda: _resources(pool) == before, 4.0), (before, _resources(pool))
-        assert eventually(lambda: _shared_memory() <= names), _shared_memory() - names
+        assert eventually(lambda: _resources(pool) == before, self.slack), (
+            before,
+            _resources(pool),
+        )
+        assert eventually(lambda: _shared_memory() <= names, self.slack), _shared_memory() - names
 
     def test_no_file_is_left_in_the_temporary_directory(self, pool: Pool) -> None:
         pool.make_ready()
@@ -280,7 +287,7 @@ class LifetimeCases(SchemeCases):
         self._use(pool)
         with _temporary_directory(pool) as directory:
             self._use(pool, pending=True)
-            assert eventually(lambda: not _files(directory), 2.0), _files(directory)
+            assert eventually(lambda: not _files(directory), self.slack), _files(directory)
 
     def test_what_was_forgotten_is_released(self, pool: Pool) -> None:
         if not Path("/proc/self/fd").exists():
@@ -293,7 +300,10 @@ class LifetimeCases(SchemeCases):
         del sender
         for worker_id in (0, 1):
             pool.call(worker_id, Worker.reset)
-        assert eventually(lambda: _own_resources() == before, 4.0), (before, _own_resources())
+        assert eventually(lambda: _own_resources() == before, self.slack), (
+            before,
+            _own_resources(),
+        )
 
     def _use(self, pool: Pool, *, pending: bool = False) -> None:
         for zero_copy in (False, True) if self.can("zero_copy") else (False,):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import pytest
 
-from sync_core import Sender, SendError, SendReport, registry
+from sync_core import PendingSend, Sender, SendError, SendReport, registry
 from sync_core.group_choice import choose_group
 from sync_core.testing.cases import Conformance
 from sync_core.testing.schemes.worker import Worker
@@ -153,6 +153,15 @@ class Workers:
             for call in calls:
                 call.exception(_PATIENCE)
 
+    @staticmethod
+    def give_up(pending: PendingSend, *late: int) -> SendReport:
+        """End a send that some workers do not answer, once all others have; its report."""
+        for worker_id, delivery in pending.unanswered.items():
+            assert worker_id in late or delivery.wait(_PATIENCE)
+        with pytest.raises(SendError) as failure:
+            pending.wait(0.0)
+        return failure.value.report
+
     def values(self) -> list[set[float]]:
         """The values that the parameters of each worker hold."""
         return [self.pool.call(i, Worker.values) for i in self.sender.all_worker_ids()]
@@ -182,6 +191,7 @@ class SchemeCases(Conformance):
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     group: ClassVar[str | type[WorkerGroup] | None] = None
     called: ClassVar[bool] = False
+    slack: ClassVar[float] = 20.0
 
     @pytest.fixture(autouse=True)
     def moves_weights(self) -> None:

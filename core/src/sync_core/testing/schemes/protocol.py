@@ -175,7 +175,7 @@ class ProtocolCases(SchemeCases):
                 "the receiver that takes a worker's place must get the newest version"
             )
             with pytest.raises(SenderLostError, match="another receiver"):
-                first.receive(5.0)
+                first.receive(self.slack)
             pending = sender.send_async()
             assert second.receive() == 2, "versions must go to the receiver that came last"
             assert pending.wait().updated == (0,)
@@ -241,6 +241,6 @@ class CombinationCases(SchemeCases):
                 pool.call(worker_id, Worker.connect, sender.address(0))
             pending = [sender.send_async() for sender in senders]
             calls = [pool.submit(worker_id, Worker.receive) for worker_id in (0, 1)]
-            assert all(send.wait(5.0).updated == (0,) for send in pending)
+            assert all(send.wait(self.slack).updated == (0,) for send in pending)
             assert [call.result(30) for call in calls] == [1, 1]
             assert [pool.call(i, Worker.values) for i in (0, 1)] == [{1.0}, {2.0}]

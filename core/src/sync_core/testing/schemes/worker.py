@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -132,28 +131,30 @@ class Worker:
         assert self.receiver is not None
         self.receiver.close()
 
-    def hang_up_while_waiting(self) -> str | None:
-        """Close the receiver while another thread receives; what that raises."""
+    def hang_up_while_waiting(self, seconds: float) -> str | None:
+        """Close the receiver while another thread receives for some seconds; what that raises."""
         assert self.receiver is not None
         with ThreadPoolExecutor(1) as threads:
-            waiting = threads.submit(self.receiver.receive, 4.0)
+            waiting = threads.submit(self.receiver.receive, seconds)
             time.sleep(0.2)
+            begin = time.monotonic()
             self.receiver.close()
             error = waiting.exception()
+        assert time.monotonic() - begin < seconds / 2, "receive() waited until its own deadline"
         return None if error is None else type(error).__name__
 
-    def look_while_waiting(self) -> float:
-        """Seconds that one thread takes to look for a version, while another waits for one."""
+    def look_while_waiting(self, seconds: float) -> bool:
+        """Return whether one thread looks for a version before another has waited for one."""
         assert self.receiver is not None
-        waiting = threading.Thread(target=self.receiver.receive, args=(1.5,))
-        waiting.start()
-        time.sleep(0.2)
-        begin = time.perf_counter()
-        found = self.receiver.receive(0.1)
-        seconds = time.perf_counter() - begin
-        waiting.join()
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(self.receiver.receive, seconds)
+            time.sleep(0.2)
+            found = self.receiver.receive(0.1)
+            looked = not waiting.done()
+            self.receiver.close()
+            waiting.exception()
         assert found is None
-        return seconds
+        return looked
 
     def leave(self, value: float) -> None:
         """Close the receiver, and write to the model."""

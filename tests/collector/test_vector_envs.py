@@ -1,0 +1,220 @@
+"""Vector environments, and several environments as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import (
+    DictInfoToList,
+    NormalizeObservation,
+    RecordEpisodeStatistics,
+)
+from tensordict import TensorDictBase
+from tests.collector.gym_envs import Count, Dicts, Left, collect, three
+from torch import nn
+
+from sync_collector.envs import ArrayEnv, CountingEnv, GymEnv
+from sync_collector.envs.adapt import as_env, stack_envs
+from sync_collector.envs.vector import VectorGymEnv
+from sync_collector.testing import values
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Hands(CountingEnv):
+    """Acts with both hands."""
+
+    action_keys = ("left", ("other", "right"))
+
+    def rand_action(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        tensordict["left"], tensordict["other", "right"] = torch.ones(1), torch.full((2,), 2)
+        return tensordict
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        action = tensordict["left"] + tensordict["other", "right"].sum()
+        return super().step(tensordict.copy().set("action", action)).exclude("action")
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_vector_environments_with_parts(mode: AutoresetMode) -> None:
+    vector = as_env(SyncVectorEnv(three(Dicts), autoreset_mode=mode))
+    batch = collect(vector, None, 12)
+    assert values(batch, "next", "count") == [[1, 2, 1, 2], [1, 2, 3, 1], [1, 2, 3, 4]]
+    odd = torch.tensor([[1, 0, 1, 0], [1, 0, 1, 1], [1, 0, 1, 0]])
+    assert torch.equal(batch["next", "odd"], nn.functional.one_hot(odd))
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_a_vector_environment_is_several_single_ones(mode: AutoresetMode) -> None:
+    made = [lambda: gymnasium.make("CartPole-v1")] * 2
+    vector, single = (
+        VectorGymEnv(SyncVectorEnv(made, autoreset_mode=mode)),
+        GymEnv(made[0], num_envs=2),
+    )
+    assert vector.set_seed(3) == single.set_seed(3)
+    ours, theirs = (collect(env, Left(), 60) for env in (vector, single))
+    assert (ours == theirs).all()
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_vector_environments_in_processes(mode: AutoresetMode) -> None:
+    env = VectorGymEnv(AsyncVectorEnv(three()[:2], autoreset_mode=mode))
+    try:
+        batch = collect(env, Left(), 8, max_frames_per_traj=3)
+        assert values(batch, "next", "observation") == [[1, 2, 1, 2], [1, 2, 3, 1]]
+    finally:
+        env.close()
+
+
+def test_a_vector_environment_that_resets_when_it_likes() -> None:
+    entry = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point")
+    with pytest.raises(TypeError, match="autoreset_mode"):
+        VectorGymEnv(entry)
+    with pytest.raises(TypeError, match="autoreset_mode"):
+        as_env(RecordEpisodeStatistics(entry))
+    entry.close()
+
+
+@pytest.mark.parametrize("mode", [None, "sync", "async", "vector_entry_point"])
+def test_vectors_by_an_id(mode: str | None) -> None:
+    made = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode=mode, max_episode_steps=5)
+    if mode in ("sync", "async"):
+        vector: Any = as_env(made)
+    else:
+        with pytest.warns(UserWarning, match="vectorization_mode='sync'"):
+            vector = as_env(made)
+    single = GymEnv(lambda: gymnasium.make("CartPole-v1", max_episode_steps=5), num_envs=2)
+    try:
+        assert vector.set_seed(3) == single.set_seed(3)
+        ours, theirs = (collect(env, Left(), 40) for env in (vector, single))
+    finally:
+        vector.close()
+    assert (ours == theirs).all()
+    assert ours["next", "truncated"].sum() == 8
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("kind", [Count, Dicts])
+def test_vector_environments_whose_infos_are_lists(mode: AutoresetMode, kind: type[Count]) -> None:
+    made = DictInfoToList(SyncVectorEnv(three(kind), autoreset_mode=mode))
+    key = "count" if kind is Dicts else "observation"
+    batch = collect(as_env(made), Left() if kind is Count else None, 12)
+    assert values(batch, key) == [[0, 1, 0, 1], [0, 1, 2, 0], [0, 1, 2, 3]]
+    assert values(batch, "next", key) == [[1, 2, 1, 2], [1, 2, 3, 1], [1, 2, 3, 4]]
+
+
+def test_a_vector_environment_that_cannot_reset_a_part() -> None:
+    made = RecordEpisodeStatistics(NormalizeObservation(SyncVectorEnv(three())))
+    with pytest.raises(TypeError, match=r"wrappers=\[gymnasium.wrappers.NormalizeObservation\]"):
+        as_env(made)
+    alone = NormalizeObservation(SyncVectorEnv(three()[:1]))
+    assert collect(as_env(alone), Left(), 8)["next", "done"].sum() == 4
+    each = gymnasium.make_vec(
+        "CartPole-v1",
+        num_envs=2,
+        vectorization_mode="sync",
+        wrappers=[gymnasium.wrappers.NormalizeObservation],
+    )
+    assert collect(as_env(each), None, 200)["next", "done"].sum() > 2
+
+
+@pytest.mark.parametrize("reward", [None, 1.0, [1.0], np.ones((3, 1)), [1.0, [2.0], 3.0]])
+def test_a_vector_environment_without_a_reward_for_each(reward: Any) -> None:
+    class Unpaid(SyncVectorEnv):
+        def step(self, actions: Any) -> Any:
+            observation, _, *rest = super().step(actions)
+            return observation, reward, *rest
+
+    with pytest.raises(TypeError, match=r"Unpaid gave the reward .+ return 3 numbers, one for"):
+        collect(as_env(Unpaid(three())), Left(), 6)
+
+
+class Wide(Count):
+    """Says that it observes three numbers, and gives one."""
+
+    observation_space = gymnasium.spaces.Box(0, 100, (3,), np.float32)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GymEnv(Wide),
+        lambda: GymEnv(Wide, num_envs=2),
+        lambda: stack_envs([GymEnv(Wide), GymEnv(Wide)]),
+    ],
+    ids=["single", "batch", "stack"],
+)
+def test_an_observation_of_another_size_than_its_space(make: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match=r"'observation' .* shape \(1,\), .* declares \(3,\)"):
+        collect(make(), None, 4)
+
+
+def test_a_vector_environment_is_no_single_one() -> None:
+    with pytest.raises(TypeError, match="give the vector environment itself"):
+        GymEnv(lambda: SyncVectorEnv(three()))
+
+
+@pytest.mark.parametrize("by_arrays", [True, False])
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_several_as_one(by_arrays: bool, num_envs: int | None) -> None:
+    lengths = (2, 3)
+    if by_arrays:
+        made: list[Any] = [GymEnv(partial(Count, n), num_envs=num_envs) for n in lengths]
+    else:
+        made = [CountingEnv(n, num_envs=num_envs) for n in lengths]
+    env = stack_envs(made)
+    assert isinstance(env, ArrayEnv) is by_arrays
+    assert env.batch_size == torch.Size([2] if num_envs is None else [2, 2])
+    batch = collect(env, None, 4 * env.batch_size.numel())
+    expected: list[Any] = [[1, 2, 1, 2], [1, 2, 3, 1]]
+    if num_envs is not None:
+        expected = [[row, row] for row in expected]
+    assert values(batch, "next", "observation") == expected
+    assert batch.names == [*[None] * len(env.batch_size), "time"]
+
+
+def test_several_as_one_that_act_in_parts() -> None:
+    batch = collect(stack_envs([Hands(), Hands()]), None, 6, max_frames_per_traj=2)
+    assert values(batch, "left") == [[1.0] * 3] * 2
+    assert batch["other", "right"].shape == (2, 3, 2)
+    assert values(batch, "next", "reward") == [[5.0] * 3] * 2
+
+
+def test_several_as_one_are_seeded_in_line_and_closed() -> None:
+    made = [CountingEnv(3), CountingEnv(3)]
+    env: Any = stack_envs(made)
+    assert env.set_seed(5) == 7
+    assert env.reset()["observation"].flatten().tolist() == [5, 6]
+    env.close()
+    assert all(one.is_closed for one in made)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        [CountingEnv(), CountingEnv(num_envs=2)],
+        [GymEnv("CartPole-v1"), GymEnv("Pendulum-v1")],
+    ],
+)
+def test_several_that_differ(made: list[Any]) -> None:
+    with pytest.raises(ValueError, match="make them alike"):
+        stack_envs(made)
+
+
+@pytest.mark.parametrize("env", [CountingEnv(3), GymEnv(lambda: Count(3))])
+def test_a_limit(env: Any) -> None:
+    batch = collect(env, None, 6, max_frames_per_traj=2)
+    assert values(batch, "next", "observation") == [1, 2] * 3
+    assert values(batch, "step_count") == [0, 1] * 3
+    assert values(batch, "next", "step_count") == [1, 2] * 3
+    assert values(batch, "next", "truncated") == values(batch, "next", "done") == [False, True] * 3
+    assert not batch["next", "terminated"].any()
+    assert batch["step_count"].dtype == batch["next", "step_count"].dtype == torch.int64
+    assert batch["collector", "traj_ids"].tolist() == [0, 0, 1, 1, 2, 2]
