@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -40,6 +45,25 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 
+SEARCH = tomllib.loads(Path(__file__).with_name("search.toml").read_text(encoding="utf-8"))
+
+
+class SearchWords(SphinxTransform):
+    """Puts the words of ``search.toml`` into the index, which the search ranks first."""
+
+    default_priority = 500  # before Sphinx collects the entries of the index, at 850
+
+    def apply(self, **kwargs: Any) -> None:
+        """Add an entry for each word of this page, which leads to its top."""
+        del kwargs
+        section = next(iter(self.document.findall(nodes.section)), None)
+        if section is not None:
+            words = SEARCH.get(self.env.docname, ())
+            entries = [("single", word, section["ids"][0], "", None) for word in words]
+            self.document.insert(0, addnodes.index(entries=entries))
+
+
 def setup(app: Sphinx) -> None:
     """Write the pages that come from the code before Sphinx looks for pages."""
     reference_pages.write(Path(app.srcdir) / "reference" / "generated")
+    app.add_transform(SearchWords)
