@@ -10,6 +10,7 @@ from typing import Any
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.transforms import SphinxTransform
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -59,11 +60,22 @@ class SearchWords(SphinxTransform):
         section = next(iter(self.document.findall(nodes.section)), None)
         if section is not None:
             words = SEARCH.get(self.env.docname, ())
-            entries = [("single", word, section["ids"][0], "", None) for word in words]
+            # "main" ranks before the other results.
+            entries = [("single", word, section["ids"][0], "main", None) for word in words]
             self.document.insert(0, addnodes.index(entries=entries))
+
+
+def leave_out_decisions(app: Sphinx, env: BuildEnvironment) -> list[str]:
+    """Keep the decisions, which are about the design, out of the search for users."""
+    del app
+    for name in env.found_docs:
+        if name.startswith("decisions/"):
+            env.metadata[name]["nosearch"] = True
+    return []
 
 
 def setup(app: Sphinx) -> None:
     """Write the pages that come from the code before Sphinx looks for pages."""
     reference_pages.write(Path(app.srcdir) / "reference" / "generated")
     app.add_transform(SearchWords)
+    app.connect("env-updated", leave_out_decisions)
