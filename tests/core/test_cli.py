@@ -150,6 +150,9 @@ def test_bench_collector_measures_frames_and_updates(capsys: pytest.CaptureFixtu
     assert "Pendulum-v1" in capsys.readouterr().out
 
 
+BENCH = ["bench", "shm", "--workers", "1", "--model", "small"]
+
+
 @pytest.mark.usefixtures("without_dist")
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -157,10 +160,10 @@ def test_bench_collector_measures_frames_and_updates(capsys: pytest.CaptureFixtu
         (["bench", "rpc"], "pip install sync-plugin-dist"),
         (["bench", "none"], "moves no weights"),
         (["bench", "collector", "--scheme", "none"], "moves no weights"),
-        (["bench", "shm", "--slots", "x", "--workers", "1"], "takes slots: int | None, not 'x'"),
-        (["bench", "shm", "--slots=x", "--workers", "1"], "takes slots: int | None, not 'x'"),
-        (["bench", "shm", "--slots", "false", "--workers", "1"], "slots: int | None, not False"),
-        (["bench", "shm", "--slot", "4", "--workers", "1", "--model", "small"], "no option 'slot'"),
+        ([*BENCH, "--slots", "x"], "takes slots: int | None, not 'x'"),
+        ([*BENCH, "--slots=x"], "takes slots: int | None, not 'x'"),
+        ([*BENCH, "--slots", "false"], "slots: int | None, not False"),
+        ([*BENCH, "--slot", "4"], "no option 'slot'"),
     ],
 )
 def test_errors_are_one_line(

@@ -81,7 +81,9 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def doctor(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    status = main(["doctor", *arguments, "--json"])
+    # Loading torch takes long on a busy machine.
+    patience = [] if "--timeout" in arguments else ["--timeout", "90"]
+    status = main(["doctor", *arguments, *patience, "--json"])
     told = json.loads(capfd.readouterr().out)
     assert {*told} == {"schemes", "findings"}
     return status, {each["name"]: each for each in told["schemes"]}

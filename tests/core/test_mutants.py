@@ -27,11 +27,16 @@ class Chosen:
         self.outcomes: defaultdict[str, set[str]] = defaultdict(set)
         self.module: Any = None
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Function]) -> None:
-        self.module = items[0].module
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self, collector: Any, name: str) -> list[Any] | None:
+        """Make no items of the other cases, of which there are thousands."""
+        if not isinstance(collector, pytest.Class) or not name.startswith("test"):
+            return None
+        self.module = collector.module
         self.caught_by = self.module.CAUGHT_BY
-        cases = set(self.caught_by.values())
-        items[:] = [item for item in items if item.originalname in self.cases_of(item, cases)]
+        caught_by = self.caught_by[collector.name]
+        chosen = name in self.caught_by.values() if caught_by == "" else name == caught_by
+        return None if chosen else []
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Function) -> None:
@@ -40,11 +45,6 @@ class Chosen:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.outcomes[report.nodeid.split("::")[1]].add(report.outcome)
-
-    def cases_of(self, item: pytest.Function, cases: set[str]) -> set[str]:
-        assert item.cls is not None
-        caught_by = self.caught_by[item.cls.__name__]
-        return {caught_by} if caught_by else cases
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,9 @@ class Seat:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return function(self.hosted, *args)
 
-    def wait(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def wait(self, path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.01)
 
 
 class LentGroup(WorkerGroup):
@@ -119,11 +120,14 @@ def collector() -> Iterator[Collector]:
         yield collector
 
 
-def test_workers_at_rest_commit_though_their_calls_wait(collector: Collector) -> None:
+def test_workers_at_rest_commit_though_their_calls_wait(
+    collector: Collector, tmp_path: Path
+) -> None:
     next(collector)
-    waiting = [LentGroup.lender.call(i, Seat.wait, 3.0) for i in (0, 1)]
+    waiting = [LentGroup.lender.call(i, Seat.wait, tmp_path / "release") for i in (0, 1)]
     assert collector.update_policy_weights_().updated == (0, 1)
     assert not any(call.done() for call in waiting)
+    (tmp_path / "release").touch()
     assert next(collector)["policy_version"].unique().tolist() == [1]
 
 

@@ -30,7 +30,13 @@ from sync_core import (
 from sync_core.errors import AddressError
 from sync_core.testing import SchemeConformance
 from sync_core.testing.faults import Fault, Faulty, few_descriptors
+from sync_core.testing.schemes.delivery import DeliveryCases
+from sync_core.testing.schemes.faults import FaultCases
+from sync_core.testing.schemes.lifetime import LifetimeCases
 from sync_core.testing.schemes.models import fill, make_policy
+from sync_core.testing.schemes.pool import SchemeCases
+from sync_core.testing.schemes.protocol import ProtocolCases
+from sync_core.testing.schemes.values import IsolationCases
 from sync_core.transports import Block, ProcessEvent, SharedMemoryReceiver
 from sync_plugin_std import with_pipe
 
@@ -67,7 +73,7 @@ def refuse_memory(nbytes: int) -> Block:
     raise CapacityError(f"{nbytes} bytes are too many")
 
 
-class KeepsVersions(SchemeConformance):
+class KeepsVersions(SchemeCases):
     """Of schemes that keep a version for as long as it has readers."""
 
     # Pieces of shared memory in the end.
@@ -121,7 +127,7 @@ class KeepsVersions(SchemeConformance):
             assert len(mapped_memory() - before) == self.mapped
 
 
-class TestThread(KeepsVersions):
+class TestThread(KeepsVersions, SchemeConformance):
     scheme = "thread"
 
     def test_a_receiver_is_told_that_it_is_not_the_workers_any_more(self) -> None:
@@ -367,7 +373,7 @@ class SharedMemoryCases(KeepsVersions):
             other.close()
 
 
-class TestShm(SharedMemoryCases):
+class TestShm(SharedMemoryCases, SchemeConformance):
     scheme = "shm"
 
     def test_its_options_are_named(self) -> None:
@@ -400,7 +406,11 @@ class TestShm(SharedMemoryCases):
                 receiver.close()
 
 
-class TestMp(SharedMemoryCases):
+class TestMp(
+    SharedMemoryCases, DeliveryCases, IsolationCases, ProtocolCases, LifetimeCases, FaultCases
+):
+    """Its slots are those of `shm`, over which all values, combinations and increments arrive."""
+
     scheme = "mp"
 
     def test_pipes_that_exist_already(self) -> None:

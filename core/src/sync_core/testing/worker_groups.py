@@ -352,9 +352,9 @@ class WorkerGroupConformance(Conformance):
 
     @pytest.mark.usefixtures("processes")
     def test_a_factory_that_cannot_be_pickled_starts_nothing(self) -> None:
-        lock = threading.Lock()
+        stays = Unpicklable()
         with pytest.raises(RemoteCallError, match=r"its factory .* cannot be pickled") as caught:
-            self.group_class(lambda _: lock, 2)
+            self.group_class(lambda _: stays, 2)
         assert isinstance(caught.value.__cause__, TypeError)
 
     def test_stop_is_final_and_can_be_repeated(self, group: WorkerGroup) -> None:
