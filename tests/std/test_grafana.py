@@ -154,8 +154,12 @@ def exporter(registry: CollectorRegistry) -> Iterator[tuple[int, threading.Semap
 @contextmanager
 def prometheus(port: int, folder: Path) -> Iterator[str]:
     """Run a server that scrapes this port; yield its address."""
-    scrape = {"job_name": "trainer", "scrape_interval": "300ms", "scrape_timeout": "300ms"}
-    scrape |= {"static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
+    scrape = {
+        "job_name": "trainer",
+        "scrape_interval": "300ms",
+        "scrape_timeout": "300ms",
+        "static_configs": [{"targets": [f"127.0.0.1:{port}"]}],
+    }
     (folder / "prometheus.yml").write_text(json.dumps({"scrape_configs": [scrape]}))
     options = ("--web.listen-address=127.0.0.1:0", f"--storage.tsdb.path={folder / 'data'}")
     command = [str(PROMETHEUS), f"--config.file={folder / 'prometheus.yml'}", *options]
