@@ -136,6 +136,8 @@ class Verification:
         backend: the scheme.
         layers: the user's.
         strategy: how the model is read back.
+        by_parts: whether the transport adds and compares checksums itself: those of the parts that
+            each rank of a sharded trainer sends.
 
     Raises:
         OptionError: there is no such mode, the hash library is missing, or the scheme loads
@@ -143,7 +145,13 @@ class Verification:
     """
 
     def __init__(
-        self, mode: Verify | None, backend: Plugin, layers: Sequence[Plugin], strategy: Strategy
+        self,
+        mode: Verify | None,
+        backend: Plugin,
+        layers: Sequence[Plugin],
+        strategy: Strategy,
+        *,
+        by_parts: bool = False,
     ) -> None:
         if mode not in (None, "checksum", "readback"):
             raise OptionError(f"verify must be 'checksum', 'readback' or None, not {mode!r}")
@@ -155,8 +163,9 @@ class Verification:
         if mode is None or "same_object" in backend.capabilities:
             return
         check_installed()
-        self._seal = _Seal()
-        self.layers = (*self.layers, Plugin(LAYERS, "checksum", self._seal))
+        if not by_parts:
+            self._seal = _Seal()
+            self.layers = (*self.layers, Plugin(LAYERS, "checksum", self._seal))
         if mode == "readback":
             if "apply_weights" in implemented(backend.object):
                 raise OptionError(
@@ -178,10 +187,12 @@ class Verification:
 
     def guard(self, deliveries: Iterable[Delivery]) -> None:
         """Let no worker count as updated whose model does not hold what was just prepared."""
-        if self._readback is None or self._seal is None:
+        if self._readback is None:
             return
-        layout, sums = self._seal.sent
-        check = partial(_compare, layout, _digest(sums) if self._unchanged else None)
+        # A rank knows its parts only; the worker has compared all of them.
+        layout, sums = (Layout(()), ()) if self._seal is None else self._seal.sent
+        known = self._unchanged and self._seal is not None
+        check = partial(_compare, layout, _digest(sums) if known else None)
         for delivery in deliveries:
             delivery.require(check)
 

@@ -167,7 +167,11 @@ class Receiver(CollectorReference):
         self._partial = address.partial and not self._same_object
         inner = (self._left_out(),) if self._partial else ()
         self._verification = Verification(
-            address.verify, self._backend, (*inner, *layers), address.strategy
+            address.verify,
+            self._backend,
+            (*inner, *layers),
+            address.strategy,
+            by_parts=isinstance(address.scheme, JoinedScheme),
         )
         layers_used = self._verification.layers
         if self._partial:

@@ -268,7 +268,13 @@ class Pipeline:
                 terms.strategy, from_start=declares("held", layers), every=terms.partial
             )
             layers = [Plugin(registry.LAYERS, "left out", proof), *layers]
-        self._verification = Verification(terms.verify, self._backend, layers, terms.strategy)
+        self._verification = Verification(
+            terms.verify,
+            self._backend,
+            layers,
+            terms.strategy,
+            by_parts=isinstance(self._backend.object, ShardedScheme),
+        )
         used = self._verification.layers
         #: Whether workers may get less than the whole model.
         self.partial = terms.partial and self.moves_nothing is None

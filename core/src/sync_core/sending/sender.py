@@ -185,15 +185,19 @@ class Sender(Updater):
                 ranks,
                 gather=gather,
                 partial=partial,
+                only=only,
+                increments=increments,
                 zero_copy=zero_copy,
-                verify=verify,
                 on_failure=on_failure,
+                group=group,
                 workers=workers,
                 context=context,
             )
             shards = LocalShards(regions)
             regrouping, layers = split_layers(layers)
-            scheme, collect = ShardedScheme(scheme, ranks, shards, regrouping), shards.read
+            verified = verify is not None
+            scheme = ShardedScheme(scheme, ranks, shards, regrouping, verified=verified)
+            collect = shards.read
         self.model_id = model_id
         self._terms = Terms(
             scheme=scheme,
