@@ -2,10 +2,11 @@
 
     python docs/benchmarks/relays.py | python docs/benchmarks/page.py --record relays
 
-It takes about 150 seconds and 14 GB of memory. Each host is a process in a network namespace; `tc` limits its link: see `limited_links.py`, which
-needs root. ``direct``: the sender has eight workers. ``chain``: one relay on each host, in a row,
-each with a worker beside it. ``tree``: each relay has two others. The time of one link is that of
-a sender with one worker. Every worker compares every element.
+It takes about 150 seconds and 14 GB of memory. Each host is a process in a network namespace, and
+`tc` limits its link: see `limited_links.py`, which needs root. ``direct``: the sender has eight
+workers. ``chain``: one relay on each host, in a row, each with a worker beside it. ``tree``: each
+relay has two others. The time of one link is that of a sender with one worker. Every worker
+compares every element.
 """
 
 from __future__ import annotations
