@@ -3,7 +3,7 @@
     python docs/benchmarks/relays.py | python docs/benchmarks/page.py --record relays
 
 It takes about 150 seconds and 14 GB of memory. Each host is a process in a network namespace, and
-`tc` limits its link: see `limited_links.py`, which needs root. ``direct``: the sender has eight
+`tc` limits its link: see `_limited_links.py`, which needs root. ``direct``: the sender has eight
 workers. ``chain``: one relay on each host, in a row, each with a worker beside it. ``tree``: each
 relay has two others. The time of one link is that of a sender with one worker. Every worker
 compares every element.
@@ -12,21 +12,16 @@ compares every element.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
+from _limited_links import Role, hosts, missing
 from torch import Tensor
 
 from sync_core import Address, Receiver, Relay, Sender
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from limited_links import Role, hosts, missing
 
 HOSTS = 8
 CHUNKS = 64
@@ -51,7 +46,6 @@ def trainer(address: str, pipe: Connection, *, nbytes: int) -> None:
             count, in_chunks = request
             if sender is not None:
                 sender.close()
-            options = {"chunk_mb": nbytes / CHUNKS / 1e6} if in_chunks else {}
             sender = Sender(
                 "dist",
                 policy,
@@ -60,7 +54,7 @@ def trainer(address: str, pipe: Connection, *, nbytes: int) -> None:
                 shared_memory=False,
                 timeout=_TIMEOUT,
                 version=version,
-                **options,
+                chunk_mb=nbytes / CHUNKS / 1e6 if in_chunks else None,
             )
             pipe.send([sender.address(i) for i in range(count)])
         else:

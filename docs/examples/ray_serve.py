@@ -168,6 +168,13 @@ class Trainer:
         return self.sender.send().version
 
 
+def deploy(address: sync_core.Address, replicas: int) -> Any:
+    """Have Serve run so many replicas, in place of those that it runs."""
+    policy: Any = Policy
+    pool = policy.options(num_replicas=replicas).bind(address)
+    return serve.run(pool, name="policy", route_prefix=None)
+
+
 def main() -> None:
     """Run all phases, and print what happened."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -177,21 +184,21 @@ def main() -> None:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(proxy_location="Disabled")
     trainer = Trainer(arguments.scheme)
-    sender, clients = trainer.sender, None
-    with ThreadPoolExecutor(1) as deploying, sender:
-        address = sender.address()
+    address = trainer.sender.address()
+    with ThreadPoolExecutor(1) as deploying, trainer.sender:
+        deployed = deploying.submit(deploy, address, POOLS[0])
+        trainer.send_the_first()
+        clients = Clients(deployed.result())
         for replicas in POOLS:
-            pool = Policy.options(num_replicas=replicas).bind(address)
-            deployed = deploying.submit(serve.run, pool, name="policy", route_prefix=None)
-            if clients is None:
-                trainer.send_the_first()
-                clients = Clients(deployed.result())
-            last = sender.version + arguments.sends // len(POOLS)
-            while not deployed.done() or sender.version < last:
+            if replicas != POOLS[0]:
+                deployed = deploying.submit(deploy, address, replicas)
+            last = trainer.sender.version + arguments.sends // len(POOLS) + 1
+            while not deployed.done() or trainer.sender.version < last:
                 clients.confirmed = trainer.step()
                 clients.wait_for(CLIENTS)
             deployed.result()
-            print(f"version {sender.version}: {len(sender.all_worker_ids())} replicas", flush=True)
+            count = len(trainer.sender.all_worker_ids())
+            print(f"version {clients.confirmed}: replicas: {count}", flush=True)
         clients.stop()
     print(f"{clients.answers} answers by {len(clients.replicas)} replicas: none wrong, none lost")
     serve.shutdown()

@@ -204,16 +204,17 @@ def test_the_model_of_increments_is_near_what_was_measured(gbit: float) -> None:
 
 
 def test_shards_cost_what_each_rank_and_each_worker_carries() -> None:
-    def sharded(**job: int) -> Estimate:
-        return estimate_of('Sender("dist", …, ranks=Ranks(…))', Job(nbytes=1e11, gbit=400.0, **job))
+    def sharded(ranks: int, worker_ranks: int, workers: int) -> Estimate:
+        job = Job(nbytes=1e11, gbit=400.0, ranks=ranks, worker_ranks=worker_ranks, workers=workers)
+        return estimate_of('Sender("dist", …, ranks=Ranks(…))', job)
 
-    one = sharded(ranks=64, worker_ranks=16, workers=16)
-    half = sharded(ranks=128, worker_ranks=32, workers=32)
+    one = sharded(64, 16, 16)
+    half = sharded(128, 32, 32)
     assert half.seconds == pytest.approx(one.seconds / 2, rel=0.02)
     assert half.trainer_gb == pytest.approx(one.trainer_gb / 2)
     # Copies of the model are sent by the ranks, each on its link, once that is what takes longest.
-    copies = sharded(ranks=4, worker_ranks=16, workers=64)
-    more = sharded(ranks=4, worker_ranks=16, workers=128)
+    copies = sharded(4, 16, 64)
+    more = sharded(4, 16, 128)
     assert more.seconds - copies.seconds == pytest.approx(4 * 25 * 8 / 400, rel=0.02)
     gathered = estimate_of(
         'Sender("dist", …, gather=True)',

@@ -80,6 +80,7 @@ def test_a_model_that_holds_other_bits_than_were_written_is_bad_for_every_rank()
 
 
 def test_ranks_that_verify_differently_do_not_join() -> None:
+    modes: tuple[Literal["checksum"] | None, ...] = (None, "checksum")
     addresses = [
         Sender(
             "thread",
@@ -89,7 +90,7 @@ def test_ranks_that_verify_differently_do_not_join() -> None:
             regions={"w": ((2 * rank, 2 * rank + 2),)},
             verify=verify,
         ).address(0)
-        for rank, verify in enumerate((None, "checksum"))
+        for rank, verify in enumerate(modes)
     ]
     with pytest.raises(AddressError, match="ranks 0 and 1 differ in verify: None and 'checksum'"):
         join_addresses(addresses)
