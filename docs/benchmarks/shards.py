@@ -251,11 +251,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--schemes", nargs="+", choices=_OPTIONS, default=list(_OPTIONS))
+    parser.add_argument("--ways", nargs="+", default=["sharded", "gathered"])
     arguments = parser.parse_args()
     print("| scheme | way | ms | bytes sent / model | most of one rank / its share | ", end="")
     print("memory of a trainer's rank / shard | memory of a worker / shard |")
     print("|---|---|--:|--:|--:|--:|--:|")
-    for scheme, way in product(arguments.schemes, ("sharded", "gathered")):
+    for scheme, way in product(arguments.schemes, arguments.ways):
         found = measure(way, scheme, arguments.rounds)
         figures = [f"{found[name]:.2f}" for name in ("wire", "most", "trainers", "workers")]
         print(f"| {scheme} | {way} | {1e3 * found['seconds']:.0f} | {' | '.join(figures)} |")

@@ -188,16 +188,45 @@ def test_workers_come_and_go_while_all_ranks_send() -> None:
         assert last.versions[-1] == 40
 
 
+def test_without_memory_for_a_copy_late_workers_wait_for_the_next_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = weights(w=(4, 2))
+    with (
+        trainer(whole, 2, timeout=20.0) as senders,
+        Receiver(address_of(senders), like(whole)) as first,
+    ):
+        monkeypatch.setattr("sync_core.shards.late.Block", _NoMemory)
+        assert send_all(senders, [first]) == [1]
+        assert "no memory to keep version 1 for late workers" in caplog.text
+        monkeypatch.undo()
+        for sender in senders:
+            sender.add_worker()
+        model = like(whole)
+        with Receiver(address_of(senders, 1), model) as other:
+            assert other.receive(timeout=0.2) is None
+            assert send_all(senders, [first, other]) == [2, 2]
+            assert torch.equal(model["w"], whole["w"])
+
+
+class _NoMemory:
+    """Blocks that cannot be allocated."""
+
+    @staticmethod
+    def allocate(nbytes: int) -> None:
+        raise MemoryError(nbytes)
+
+
 def test_the_thread_of_a_sender_that_was_forgotten_ends() -> None:
     whole = weights(w=(4, 2))
     threads = set(threading.enumerate())
     sender = Sender("thread", whole, num_workers=1, ranks=Ranks(0, 1))
     with Receiver(address_of([sender]), like(whole)) as receiver:
         assert send_all([sender], [receiver]) == [1]
-        (late,) = [t for t in threading.enumerate() if t.name == "sync-shards"]
-        assert late not in threads
+        (thread,) = [t for t in threading.enumerate() if t.name == "sync-shards"]
+        assert thread not in threads
         del sender
-        late.join(20)
-        assert not late.is_alive()
+        thread.join(20)
+        assert not thread.is_alive()
         with pytest.raises(SenderLostError):
             receiver.receive()

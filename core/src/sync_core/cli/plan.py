@@ -65,7 +65,7 @@ MEASURED = Costs(
 )
 # While one version is read, the next is written.
 _VERSIONS = 2
-# A rank of a sharded trainer copies its part twice: for workers that come late, and to send it.
+# A rank of a sharded trainer copies its part twice: to send it, and for workers that come late.
 _SHARD_COPIES = 2
 # In how many chunks a relay passes a version on, as in docs/benchmarks/relays.py.
 _CHUNKS = 64

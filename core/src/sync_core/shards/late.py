@@ -42,30 +42,30 @@ class LateWorkers:
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def keep(self, payload: Payload) -> Payload:
-        """Copy a version over the one before it, and return it as that copy.
+    def keep(self, payload: Payload) -> None:
+        """Copy a version over the one before it; it is sent to workers that come from now on.
 
-        No late worker gets a version from now on until `offer`.
+        Without memory for the copy, there is none, and they wait for the next version.
         """
         with self._lock:
             self._newest = None
             if self._block is None or self._block.nbytes < payload.nbytes:
                 self._block = None  # so that there are never two
-                self._block = Block.allocate(payload.nbytes)
-            payload.pack(self._block)
-            return replace(payload, source=self._block)
-
-    def offer(self, kept: Payload) -> None:
-        """Send this version to workers that come from now on."""
-        with self._lock:
-            self._newest = replace(kept, packing=Stopwatch())
+                try:
+                    self._block = Block.allocate(payload.nbytes)
+                except (MemoryError, OSError, RuntimeError):
+                    _log.warning("no memory to keep version %d for late workers", payload.version)
+                    return
+            kept = replace(payload, packing=Stopwatch())
+            kept.pack(self._block)
+            self._newest = replace(kept, source=self._block)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sync-shards", daemon=True)
                 self._thread.start()
 
     def request(self, worker_id: int) -> None:
         """Have a worker that has requested its parts sent those of the newest version, soon."""
-        # Without one, `offer` is followed by a call for each worker that lacks the next one.
+        # Without one, `keep` is followed by a call for each worker that lacks the next one.
         if self._newest is not None:
             self._requests.put(worker_id)
 

@@ -259,16 +259,14 @@ class ShardedSender(SenderTransport):
             self._inner_of = {outer: d for outer, d in self._inner_of.items() if not d.ended}
         # Another thread may remove workers meanwhile.
         members = dict(self._members)
-        if not members.keys() <= set(worker_ids):
-            return self._send(payload, worker_ids, members, started)
-        kept = self._late.keep(payload)
-        try:
-            return self._send(kept, worker_ids, members, started)
-        finally:
-            self._late.offer(kept)
+        deliveries = self._send(payload, worker_ids, members, started)
+        if members.keys() <= set(worker_ids):
+            # After it was sent, while workers take it.
+            self._late.keep(payload)
             for worker_id, member in tuple(self._members.items()):
-                if member.sent < kept.version:
+                if member.sent < payload.version:
                     self._late.request(worker_id)
+        return deliveries
 
     def _send(
         self,
