@@ -1,4 +1,4 @@
-"""Processes in network namespaces of their own, each behind a link of limited bandwidth.
+"""Processes in network namespaces, each behind a link of limited bandwidth.
 
 Each process is a host with an address; all are connected by a bridge in one more namespace. `tc`
 limits what a host sends and what it receives. Namespaces and links end with the processes, so
@@ -45,7 +45,7 @@ def address_of(index: int) -> str:
 
 @contextmanager
 def hosts(roles: Sequence[Role], mbit: float) -> Iterator[list[Connection]]:
-    """Run each role on a host of its own.
+    """Run each role on another host.
 
     Args:
         roles: functions of a module, each with what it needs.

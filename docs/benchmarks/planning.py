@@ -1,4 +1,4 @@
-"""How long one worker plans what it takes from each rank of a sharded trainer.
+"""The time that one worker takes to plan its parts of each rank of a sharded trainer.
 
     python docs/benchmarks/planning.py | python docs/benchmarks/page.py --record planning
 
@@ -40,12 +40,12 @@ def shapes() -> dict[str, tuple[int, int]]:
 
 
 def rows_of(rank: int, ranks: int) -> dict[str, Region]:
-    """What a rank of the trainer holds."""
+    """The regions that a rank of the trainer holds."""
     return {name: (piece(shape[0], rank, ranks), (0, shape[1])) for name, shape in shapes().items()}
 
 
 def columns_of(worker: int, workers: int) -> dict[str, Region]:
-    """What a worker wants."""
+    """The regions that a worker requests."""
     return {
         name: ((0, shape[0]), piece(shape[1], worker, workers)) for name, shape in shapes().items()
     }

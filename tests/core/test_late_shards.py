@@ -58,7 +58,7 @@ def test_a_late_worker_gets_the_newest_version_of_all_ranks(scheme: str, tmp_pat
         for version in (1, 2):
             fill(senders, version)
             assert send_all(senders, [first]) == [version]
-        fill(senders, 9)  # is no version
+        fill(senders, 9)  # not sent yet
         for sender in senders:
             sender.add_worker()
         # It wants what no worker has wanted before.

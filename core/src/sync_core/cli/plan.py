@@ -102,7 +102,7 @@ class Job:
 
     @property
     def sharded(self) -> bool:
-        """Whether the model is spread over ranks, of the trainer or of the workers."""
+        """Return whether the model is spread over ranks, of the trainer or of the workers."""
         return self.ranks > 1 or self.worker_ranks > 1
 
     @property
@@ -296,7 +296,7 @@ def shards(job: Job) -> Iterator[Estimate]:
         0.0,
         part,
         f"{_rounded(pack)} s to pack, {_rounded(wire)} s on a link, {_rounded(copy)} s to copy "
-        "into the model; at most where gloo is no faster than here; memory here is of each rank",
+        "into the model; at most where gloo is as slow as here; memory here is of each rank",
     )
     if job.ranks == 1:
         return

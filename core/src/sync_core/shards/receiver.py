@@ -355,7 +355,7 @@ class _RankReceiver:
         self._source = source
         address = source.address
         self.rank = _rank(address)
-        #: Where the version stands in a payload: after the parts, before the checksums.
+        #: The position of the version in a payload: after the parts, before the checksums.
         self._version_at = source.layout.index[SHARD_VERSION]
         self._is_verified = address.verify is not None
         backend, stack = inner_stack(address.scheme.inner)
