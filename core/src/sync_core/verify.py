@@ -135,6 +135,8 @@ def with_verification(
         backend: the scheme.
         layers: the user's.
         strategy: how the model is read back.
+        by_parts: whether the transport adds and compares checksums itself: those of the parts that
+            each rank of a sharded trainer sends.
 
     Raises:
         OptionError: there is no such mode, the hash library is missing, or the scheme loads

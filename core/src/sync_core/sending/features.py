@@ -31,6 +31,7 @@ def composed(
     chunk_mb: float | None,
     ranks: Ranks | None,
     regions: Regions | None,
+    verified: bool,
     others: Mapping[str, Any],
 ) -> tuple[Any, Sequence[Any], Collect | None]:
     """Return a sender's scheme, its layers, and what reads a model that is spread over ranks.
@@ -41,6 +42,7 @@ def composed(
         chunk_mb: see `sync_core.Sender`, here and for all others.
         ranks: see there.
         regions: see there.
+        verified: whether ``verify`` was given.
         others: arguments that cannot be given together with ``ranks``.
     """
     if chunk_mb is not None:
@@ -51,7 +53,7 @@ def composed(
         from sync_core.shards.sender import check_alone, sharded
 
         check_alone(others)
-        return sharded(scheme, ranks, regions, layers)
+        return sharded(scheme, ranks, regions, layers, verified=verified)
     return scheme, layers, gathered if others["gather"] else None
 
 

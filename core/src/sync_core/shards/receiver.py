@@ -13,6 +13,7 @@ from torch import Tensor
 from sync_core.address import Address, IndirectEndpoint
 from sync_core.errors import (
     AddressError,
+    CorruptionError,
     ModelError,
     OptionError,
     SenderLostError,
@@ -22,12 +23,14 @@ from sync_core.hooks import TransportContext, hookimpl
 from sync_core.registry import ComposedScheme
 from sync_core.shards.local import Regions, RegionViews
 from sync_core.shards.plan import Region, plan, shape_of, write_region
-from sync_core.shards.request import Holding, Request, ShardEndpoint
+from sync_core.shards.request import Holding, Request, ShardEndpoint, broken
 from sync_core.shards.sender import inner_stack
 from sync_core.shards.whole_model import WholeModel, wanted_regions
 from sync_core.transports.transport import Answer, ReceiverTransport, SenderTransport
-from sync_core.weights.layout import ASK, Layout
+from sync_core.weights.layout import ASK, SHARD_VERSION, Layout
 from sync_core.weights.payload import Payload
+
+_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ def join_addresses(addresses: Sequence[Address]) -> Address:
     first = addresses[0]
     _check_ranks(addresses)
     for address in addresses[1:]:
-        for field in ("worker_id", "model_id", "strategy", "timeout", "cast"):
+        for field in ("worker_id", "model_id", "strategy", "timeout", "cast", "verify"):
             theirs, ours = getattr(address, field), getattr(first, field)
             if theirs != ours:
                 raise AddressError(
@@ -221,7 +224,8 @@ def join(address: Address, model: Any, regions: Regions | None) -> tuple[Address
     for rank_address, request in zip(
         address.scheme.addresses, map(Request.of, requests), strict=True
     ):
-        layout = request.layout(_holding(rank_address).tensors)
+        verified = address.verify is not None
+        layout = request.layout(_holding(rank_address).tensors, verified=verified)
         sources.append(RankSource(rank_address, request, layout))
     places = [{piece: i for i, piece in enumerate(s.request.regions)} for s in sources]
     layout = Layout.of_kinds(kinds)
@@ -264,7 +268,7 @@ class JoinedReceiver(ReceiverTransport):
         since = time.perf_counter()
         try:
             complete = self._collect(deadline)
-        except SenderLostError as error:
+        except (CorruptionError, SenderLostError) as error:
             self._refuse(error)
             raise
         if not complete:
@@ -367,6 +371,9 @@ class _RankReceiver:
         self._source = source
         address = source.address
         self.rank = _rank(address)
+        #: The position of the version in a payload: after the parts, before the checksums.
+        self._version_at = source.layout.index[SHARD_VERSION]
+        self._is_verified = address.verify is not None
         backend, stack = inner_stack(address.scheme.inner)
         context = address.transport_context(backend.name, timeout)
         self.transport = stack.create_receiver_transport(
@@ -384,7 +391,9 @@ class _RankReceiver:
         """Answer the first question, which the rank has asked already."""
         payload = self._receive(timeout)
         if payload is not None:
-            self._look_at(payload)
+            # The rank has learned it; there will be other versions.
+            with suppress(CorruptionError):
+                self._look_at(payload)
 
     def stage(self, timeout: float) -> bool:
         """Wait for a version; False where none comes in time."""
@@ -442,9 +451,26 @@ class _RankReceiver:
             self._refuse(payload, SyncError(f"this worker {said}"), self._request)
             return False
         self.drop(SyncError("a newer version came before this one was committed"))
+        if self._is_verified:
+            self._verify(payload)
         self._staged = payload
-        self.version = int(payload.tensors[-1].item())
+        self.version = int(payload.tensors[self._version_at].item())
         return True
+
+    def _verify(self, payload: Payload) -> None:
+        names = broken(payload.layout, payload.tensors)
+        if not names:
+            return
+        named = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+        more = f", … {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        error = CorruptionError(
+            self._source.address.worker_id,
+            f"what rank {self.rank} has sent was changed on its way, and nothing of the version "
+            f"was applied: {named}{more} differ from their checksums",
+        )
+        payload.release()
+        self._refuse(payload, error)
+        raise error
 
     def _refuse(self, payload: Payload, error: SyncError, request: str | None = None) -> None:
         refusal = replace(Answer.refusal(payload.version, error), request=request)
