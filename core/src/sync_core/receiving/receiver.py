@@ -143,7 +143,8 @@ class Receiver(CollectorReference):
         staged = background and "background" in self._backend.capabilities
         self._transport = BackgroundReceiver(transport) if staged else transport
         self._increments: IncrementalReceiver | None = None
-        if address.increments:
+        # Where there are several ranks, there is one for each of them inside.
+        if address.increments and not isinstance(address.scheme, JoinedScheme):
             # The outer one: what it hands on lies in memory that the next version is made in.
             self._increments = IncrementalReceiver(self._transport, address.worker_id)
             self._transport = self._increments

@@ -20,7 +20,7 @@ from sync_core.errors import ModelError, OptionError, SyncError, TransportError
 from sync_core.hooks import HOOKS, BindContext, SendContext, TransportContext, implemented
 from sync_core.increments.options import Increments, check_of_use
 from sync_core.increments.partial import BaseLayer
-from sync_core.increments.sender import IncrementalSender
+from sync_core.increments.sender import IncrementalSender, transport_maker
 from sync_core.layers import (
     bind,
     declares,
@@ -343,11 +343,11 @@ class Pipeline:
             make_address=self._make_address,
             notify=members.notify,
         )
-        if self._terms.increments is None:
+        if self._terms.increments is None or isinstance(self._backend.object, ShardedScheme):
             self.transport = self.stack.create_sender_transport(transport_context)
         else:
             self.transport = IncrementalSender(
-                partial(_create_transport, self.stack, transport_context),
+                transport_maker(self.stack, transport_context),
                 layouts[-1],
                 members.ids,
                 self._terms.increments,
@@ -455,7 +455,3 @@ class Pipeline:
         if self.transport is None:
             raise ModelError("the sender has no model; give it one, or call register_model()")
         return self.transport
-
-
-def _create_transport(stack: Stack, context: TransportContext, **changes: Any) -> SenderTransport:
-    return stack.create_sender_transport(replace(context, **changes))

@@ -103,9 +103,9 @@ class Sender(Updater):
             get it. A frozen parameter that changes all the same makes `send` raise, which looks at
             samples of them, and `check`, which looks at all. Implies ``partial``.
         increments: send each worker only what it lacks, as positions that changed and their
-            values, where that takes fewer bytes: True, or `Increments` with options. For workers
-            on other machines, and stores. Sender and workers each keep one more copy of the model
-            in memory.
+            values, where that takes fewer bytes: True; ``"auto"`` only where it also takes less
+            time, by measurement; or `Increments` with options. For workers on other machines, and
+            stores. Sender and workers each keep one more copy of the model in memory.
         chunk_mb: send versions in chunks of so many MB, so that relays pass them on while the rest
             is on its way; see `Relay`. None: as the scheme does.
         on_failure: what is done about a worker that failed, after the others were updated:
@@ -157,7 +157,7 @@ class Sender(Updater):
         zero_copy: bool = False,
         partial: bool = False,
         only: Literal["trainable"] | None = None,
-        increments: Increments | bool = False,
+        increments: Increments | bool | Literal["auto"] = False,
         gather: bool = False,
         ranks: Ranks | None = None,
         regions: Regions | None = None,
@@ -193,7 +193,8 @@ class Sender(Updater):
             )
             shards = LocalShards(regions)
             regrouping, layers = split_layers(layers)
-            scheme, collect = ShardedScheme(scheme, ranks, shards, regrouping), shards.read
+            scheme = ShardedScheme(scheme, ranks, shards, regrouping, Increments.of(increments))
+            collect = shards.read
         self.model_id = model_id
         self._terms = Terms(
             scheme=scheme,

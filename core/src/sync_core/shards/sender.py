@@ -29,6 +29,8 @@ from sync_core.errors import (
     WorkerTimeoutError,
 )
 from sync_core.hooks import TransportContext, hookimpl
+from sync_core.increments.options import Increments, check_of_use
+from sync_core.increments.sender import IncrementalSender, transport_maker
 from sync_core.registry import Plugin
 from sync_core.shards.local import LocalShards, Ranks
 from sync_core.shards.plan import inside, shape_of
@@ -91,9 +93,10 @@ class ShardedScheme:
         ranks: the rank, and how many there are.
         shards: reads the rank's shards; None in a process that has only the address.
         layers: those that rename, fuse and cut tensors; see the capability ``regions`` of layers.
+        increments: how each worker is sent only what it lacks of its part; None for whole parts.
 
     Raises:
-        OptionError: with the other scheme nothing travels.
+        OptionError: with the other scheme nothing travels, or increments are of no use.
     """
 
     def __init__(
@@ -102,17 +105,21 @@ class ShardedScheme:
         ranks: Ranks,
         shards: LocalShards | None = None,
         layers: Sequence[Any] = (),
+        increments: Increments | None = None,
     ) -> None:
         self.inner = inner
         self.ranks = ranks
         self._shards = shards
         self._layers = layers
+        self._increments = increments
         backend, self._stack = inner_stack(inner)
         if "same_object" in backend.capabilities:
             raise OptionError(
                 f"{backend.describe()} moves nothing, so that ranks= is of no use; type "
                 "scheme='shm' or 'dist'"
             )
+        if increments is not None:
+            check_of_use(backend)
         self.name = backend.name
         self.capabilities = backend.capabilities & _KEPT_CAPABILITIES
 
@@ -134,7 +141,7 @@ class ShardedScheme:
                 "ranks= needs workers that connect by addresses; give num_workers, not workers"
             )
         holding = _holding(context.layout, self._shards, self.ranks, self._layers)
-        return ShardedSender(context, self.name, self._stack, holding)
+        return ShardedSender(context, self.name, self._stack, holding, self._increments)
 
 
 def _holding(layout: Layout, shards: LocalShards, ranks: Ranks, layers: Sequence[Any]) -> Holding:
@@ -189,10 +196,16 @@ class ShardedSender(SenderTransport):
         scheme: the name of the scheme.
         stack: makes the scheme's own transport.
         holding: what this rank holds.
+        increments: the options of increments, which workers that want the same share; or None.
     """
 
     def __init__(
-        self, context: TransportContext, scheme: str, stack: Stack, holding: Holding
+        self,
+        context: TransportContext,
+        scheme: str,
+        stack: Stack,
+        holding: Holding,
+        increments: Increments | None = None,
     ) -> None:
         self._timeout = context.timeout
         self._notify = context.notify
@@ -206,9 +219,18 @@ class ShardedSender(SenderTransport):
         self._layouts: dict[Request, Layout] = {}
         self._members = {worker_id: _Member() for worker_id in context.worker_ids}
         self._inner_of: dict[Delivery, Delivery] = {}
-        self._inner = stack.create_sender_transport(
-            replace(context, scheme=scheme, layout=_ASK_LAYOUT, models=(), notify=self._hear)
-        )
+        inner = replace(context, scheme=scheme, layout=_ASK_LAYOUT, models=(), notify=self._hear)
+        self._inner: SenderTransport
+        if increments is None:
+            self._inner = stack.create_sender_transport(inner)
+        else:
+            self._inner = IncrementalSender(
+                transport_maker(stack, inner),
+                _ASK_LAYOUT,
+                context.worker_ids,
+                increments,
+                self._hear,
+            )
         self._ask(tuple(self._members))
 
     def address(self, worker_id: int) -> ShardEndpoint:
@@ -331,10 +353,10 @@ class ShardedSender(SenderTransport):
             sent = self._inner.send(packed, tuple(members))
         deliveries = {}
         for worker_id, inner in sent.items():
-            delivery = Delivery(worker_id, payload.version, layout.nbytes)
+            delivery = Delivery(worker_id, payload.version, inner.nbytes)
             deliveries[worker_id] = delivery
             self._inner_of[delivery] = inner
-            inner.watch(partial(_forward, delivery, members[worker_id]))
+            inner.watch(partial(self._forward, delivery, members[worker_id]))
         return deliveries
 
     def _absent(self, worker_id: int, member: _Member, payload: Payload) -> Delivery:
@@ -356,6 +378,23 @@ class ShardedSender(SenderTransport):
         elif version := self._versions.get(notice.version):
             self._notify(worker_id, replace(notice, version=version))
 
+    def _forward(
+        self, delivery: Delivery, member: _Member, inner: Delivery, error: WorkerError | None
+    ) -> None:
+        """Report the outcome of an inner delivery, under the sender's version."""
+        answer = inner.latest
+        delivery.nbytes, delivery.changed = inner.nbytes, inner.changed
+        delivery.base = self._versions.get(inner.base, 0)
+        if answer is not None and answer.request is not None:
+            # Another receiver, which wants other regions, has come in the worker's place.
+            member.asked, member.request = inner, None
+        if answer is not None and (error is None or answer.error is not None):
+            delivery.acknowledge(replace(answer, version=delivery.version))
+        elif error is not None:
+            delivery.fail(error)
+        else:
+            delivery.acknowledge()
+
     def _next_number(self, version: int) -> int:
         self._number += 1
         self._versions[self._number] = version
@@ -375,19 +414,3 @@ def _failed(worker_id: int, payload: Payload, cause: Exception) -> Delivery:
     error.__cause__ = cause
     delivery.fail(error)
     return delivery
-
-
-def _forward(
-    delivery: Delivery, member: _Member, inner: Delivery, error: WorkerError | None
-) -> None:
-    """Report the outcome of an inner delivery, under the sender's version."""
-    answer = inner.latest
-    if answer is not None and answer.request is not None:
-        # Another receiver, which wants other regions, has come in the worker's place.
-        member.asked, member.request = inner, None
-    if answer is not None and (error is None or answer.error is not None):
-        delivery.acknowledge(replace(answer, version=delivery.version))
-    elif error is not None:
-        delivery.fail(error)
-    else:
-        delivery.acknowledge()
