@@ -123,7 +123,7 @@ def rehearse(nbytes: int = _REHEARSED) -> float:
     comparer, payload = Comparer(layout), Payload(2, layout, (weights,))
     begin = time.perf_counter()
     found = comparer.update(body, payload, limit=len(body))
-    gaps = shorten(found.positions)
+    gaps = shorten(found.gaps)
     patch = Patch(1, 2, layout.digest, checksum(body), len(body), gaps, found.values)
     patch.apply(body)
     return (time.perf_counter() - begin) / nbytes

@@ -184,7 +184,8 @@ class History:
         else:
             none = np.empty(0, np.int64)
             positions = np.unique(np.concatenate([none, *map(positions_of, every)]))
-            gaps, values = shorten(positions), self._newest.body[positions]
+            gaps = shorten(np.diff(positions, prepend=0))
+            values = self._newest.body[positions]
         digest, size = self._newest.layout.digest, len(self._newest.body)
         patch = Patch(base, self.version, digest, self._checksum, size, gaps, values)
         return patch if patch.nbytes < self._below * self._newest.body.nbytes else None
@@ -231,10 +232,10 @@ class History:
         body = self._newest.body
         # A position costs its value and a gap of at least one byte.
         limit = int(self._below * body.nbytes / (body.itemsize + 1))
-        found = self._comparer.update(body, payload, limit)
+        found = self._comparer.update(body, payload, limit, keep=keep)
         if found.complete:
             self._values = found.values
-            return shorten(found.positions), found.before if keep else None
+            return shorten(found.gaps), found.before if keep else None
         before = None
         if keep:
             before = self._newest.copy()

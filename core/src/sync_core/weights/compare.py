@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,16 +35,21 @@ class Difference:
     """What `Comparer.update` has changed in a body.
 
     Args:
-        positions: of the units that differed, ascending.
-        before: their values before.
+        gaps: from each unit that differed to the next one, the first from the begin.
         values: their values now.
+        before: their values before; empty where that was not asked for.
         complete: False where there were too many, so that only some were changed.
     """
 
-    positions: NDArray[np.int64]
-    before: Units
+    gaps: NDArray[Any]
     values: Units
+    before: Units
     complete: bool
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Of the units that differed, ascending."""
+        return np.cumsum(self.gaps, dtype=np.int64)
 
 
 class Comparer:
@@ -64,15 +70,18 @@ class Comparer:
         scratch = Block.allocate(max(sizes, default=0))
         self._blocks = [Block(scratch.memory) for _ in self._groups]
 
-    def update(self, body: Units, payload: Payload, limit: int) -> Difference:
+    def update(
+        self, body: Units, payload: Payload, limit: int, *, keep: bool = False
+    ) -> Difference:
         """Make the body of an earlier version that of a payload.
 
         Args:
             body: see `units_of`. Should this raise, it holds parts of both versions.
             payload: a version of the same layout.
-            limit: how many positions are too many.
+            limit: how many positions may differ.
+            keep: whether to return the values before.
         """
-        comparison = _Comparison(body, limit)
+        comparison = _Comparison(body, limit, keep=keep)
         with payload.packing:
             large, others = self._divide(payload)
             for piece in others:
@@ -122,14 +131,26 @@ class Comparer:
 _Piece = tuple[int, Units]
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What differed in a piece: see `Difference`. Its gaps count from its first unit."""
+
+    start: int
+    last: int
+    gaps: NDArray[Any]
+    values: Units
+    before: Units
+
+
 class _Comparison:
     """What was found in the pieces of one version; pieces come in any order, from two threads."""
 
-    def __init__(self, body: Units, limit: int) -> None:
+    def __init__(self, body: Units, limit: int, *, keep: bool) -> None:
         self._body = body
         self._limit = limit
-        # Where each piece begins, its positions from there, the values before, and those now.
-        self._found: list[tuple[int, NDArray[np.int64], Units, Units]] = []
+        self._keep = keep
+        self._gap = np.uint32 if len(body) < 1 << 32 else np.int64
+        self._found: list[_Found] = []
         # Of positions; threads may lose some of it, so it is only good for stopping early.
         self._count = 0
 
@@ -140,22 +161,24 @@ class _Comparison:
             return
         positions, before, values = replace_units(self._body[start : start + len(new)], new)
         if len(positions):
-            self._found.append((start, positions, before, values))
+            gaps = np.diff(positions, prepend=0).astype(self._gap)
+            last = start + int(positions[-1])
+            found = _Found(start, last, gaps, values, before if self._keep else before[:0])
+            self._found.append(found)
             self._count += len(positions)
 
     def result(self) -> Difference:
         """All that was found, in order."""
-        found = sorted(self._found, key=lambda part: part[0])
-        count = sum(len(positions) for _, positions, _, _ in found)
-        positions = np.empty(count, np.int64)
-        before, values = np.empty(count, self._body.dtype), np.empty(count, self._body.dtype)
-        done = 0
-        for start, some, old, new in found:
-            here = slice(done, done + len(some))
-            np.add(some, start, out=positions[here])
-            before[here], values[here] = old, new
-            done += len(some)
-        return Difference(positions, before, values, complete=count <= self._limit)
+        found = sorted(self._found, key=lambda part: part.start)
+        gaps = np.concatenate([np.empty(0, self._gap), *(part.gaps for part in found)])
+        done = last = 0
+        for part in found:
+            gaps[done] += part.start - last
+            done, last = done + len(part.gaps), part.last
+        none = self._body[:0]
+        values = np.concatenate([none, *(part.values for part in found)])
+        before = np.concatenate([none, *(part.before for part in found)])
+        return Difference(gaps, values, before, complete=len(gaps) <= self._limit)
 
 
 def replace_units(old: Units, new: Units) -> tuple[NDArray[np.int64], Units, Units]:

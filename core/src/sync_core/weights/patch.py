@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -61,7 +62,7 @@ class Patch:
     Example:
         >>> body = np.zeros(64, np.uint16)
         >>> body[[3, 9]] = 7
-        >>> gaps = shorten(np.array([3, 9]))
+        >>> gaps = shorten(np.array([3, 6]))
         >>> patch = Patch(1, 2, "0" * 64, checksum(body), 64, gaps, body[[3, 9]])
         >>> other = np.zeros(64, np.uint16)
         >>> Patch.from_tensor(patch.to_tensor()).apply(other)
@@ -91,12 +92,16 @@ class Patch:
                 was written; or the result has another checksum, and is worthless.
         """
         self.check_fits(body)
-        positions = positions_of(self.gaps)
-        if len(positions) != len(self.values):
-            raise PayloadError(f"a patch has {len(positions)} positions, {len(self.values)} values")
-        if len(positions) and positions[-1] >= len(body):
-            raise PayloadError(f"a patch has position {positions[-1]}, the body {len(body)} units")
-        body[positions] = self.values
+        count = int(np.count_nonzero(self.gaps != _SKIP[self.gaps.itemsize]))
+        last = int(self.gaps.sum(dtype=np.int64))
+        if count != len(self.values):
+            raise PayloadError(f"a patch has {count} positions, and {len(self.values)} values")
+        if count and last >= len(body):
+            raise PayloadError(f"a patch has position {last}, the body {len(body)} units")
+        done = 0
+        for positions in follow(self.gaps):
+            body[positions] = self.values[done : done + len(positions)]
+            done += len(positions)
         self.check_result(body)
 
     def check_fits(self, body: Units) -> None:
@@ -214,38 +219,51 @@ def unit_nbytes(layout: Layout) -> int:
 
 # The value of a gap of 1 or 2 bytes that leads to no position.
 _SKIP = {1: (1 << 8) - 1, 2: (1 << 16) - 1}
+# Gaps that are followed at a time: so many positions fit into a core's cache.
+_FOLLOWED = 1 << 15
 
 
-def shorten(positions: NDArray[np.int64]) -> Units:
-    """Return the gaps between positions, in one or two bytes each, whichever takes less.
+def shorten(gaps: NDArray[Any]) -> Units:
+    """Return gaps in one or two bytes each, whichever takes less.
 
     The highest value leads so far, and to no position there: a longer gap continues after it.
 
     Args:
-        positions: ascending, each once.
+        gaps: from each position to the next one, the first from the begin of the body.
 
     Example:
-        >>> shorten(np.array([2, 5, 300]))
+        >>> shorten(np.array([2, 3, 295]))
         array([  2,   3, 255,  40], dtype=uint8)
     """
-    gaps = np.diff(positions, prepend=0)
     # The few long gaps, and how many steps more each of them takes.
     where = {width: np.flatnonzero(gaps >= skip) for width, skip in _SKIP.items()}
     more = {width: gaps[where[width]] // skip for width, skip in _SKIP.items()}
     width = min(_SKIP, key=lambda width: width * (len(gaps) + int(more[width].sum())))
-    gaps[where[width]] -= more[width] * _SKIP[width]
-    steps = np.ones(len(gaps), np.int64)
-    steps[where[width]] += more[width]
-    ends = np.cumsum(steps)
-    found = np.full(int(ends[-1]) if len(ends) else 0, _SKIP[width], f"u{width}")
-    found[ends - 1] = gaps
-    return found
+    skip = _SKIP[width]
+    short = gaps.astype(f"u{width}")
+    short[where[width]] = gaps[where[width]] - more[width] * skip
+    return np.insert(short, np.repeat(where[width], more[width].astype(np.int64)), skip)
+
+
+def follow(gaps: Units) -> Iterator[NDArray[np.int64]]:
+    """Return the positions that gaps lead to, ascending, some at a time.
+
+    Example:
+        >>> [positions.tolist() for positions in follow(np.array([2, 3, 255, 40], np.uint8))]
+        [[2, 5, 300]]
+    """
+    at = 0
+    for begin in range(0, len(gaps), _FOLLOWED):
+        some = gaps[begin : begin + _FOLLOWED]
+        ends = np.cumsum(some, dtype=np.int64)
+        ends += at
+        at = int(ends[-1])
+        yield ends[some != _SKIP[gaps.itemsize]]
 
 
 def positions_of(gaps: Units) -> NDArray[np.int64]:
-    """Return the positions that `shorten` was given."""
-    ends = np.cumsum(gaps, dtype=np.int64)
-    return ends[gaps != _SKIP[gaps.itemsize]]
+    """Return all positions that gaps lead to."""
+    return np.concatenate([np.empty(0, np.int64), *follow(gaps)])
 
 
 def checksum(body: Units) -> int | None:
