@@ -1,8 +1,8 @@
 """``increments="auto"``: compares versions only where that takes less time than sending them whole.
 
 Both ways are measured: a whole version from the time at which it is handed to the transport until
-a worker has committed it, an increment from the begin of the comparison on. Before the first
-comparison, one is rehearsed.
+a worker has it, an increment from the begin of the comparison on. Before the first comparison, one
+is rehearsed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Way = Literal["whole", "increment"]
 
 @dataclass
 class _Measured:
-    """A version under way: how it is sent, its bytes, and seconds until and since it travelled."""
+    """A version under way: how it is sent, its bytes, and seconds before and since it travelled."""
 
     version: int
     way: Way
@@ -130,7 +130,9 @@ def rehearse(nbytes: int = _REHEARSED) -> float:
 
 
 def seconds_of(delivery: Delivery, handed_over: float) -> float:
-    """Return how long a delivery took, without a worker that was not yet waiting for it.
+    """Return how long a version was on its way, without waiting for a worker that was busy.
+
+    Writing it into the model is left out: that is the same for both ways.
 
     Args:
         delivery: one that has ended.
@@ -138,5 +140,6 @@ def seconds_of(delivery: Delivery, handed_over: float) -> float:
     """
     answer = delivery.answer
     if answer is not None and answer.stage_seconds:
-        return answer.stage_seconds + answer.commit_seconds
-    return (delivery.ended_at or handed_over) - handed_over
+        return answer.stage_seconds
+    committing = 0.0 if answer is None else answer.commit_seconds
+    return max(0.0, (delivery.ended_at or handed_over) - handed_over - committing)

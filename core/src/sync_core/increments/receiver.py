@@ -101,6 +101,7 @@ class IncrementalReceiver(ReceiverTransport):
         self._kept = None
 
     def _make_whole(self, payload: Payload) -> Payload:
+        begin = time.perf_counter()
         specs = payload.layout.specs
         if not specs or (specs[-1].name, specs[-1].dtype) != (INCREMENT, torch.uint8):
             raise PayloadError(f"version {payload.version} came without its description")
@@ -117,6 +118,7 @@ class IncrementalReceiver(ReceiverTransport):
             kept = self._copy(patch, payload)
         payload.release()
         self._kept, self._version = kept, patch.version
+        took = time.perf_counter() - begin
         tensors = kept.block.views(described(kept.layout))[:-1]
         return replace(
             payload,
@@ -124,6 +126,8 @@ class IncrementalReceiver(ReceiverTransport):
             layout=kept.layout,
             source=tensors,
             release=_nothing,
+            # Where the transport measures it.
+            stage_seconds=payload.stage_seconds and payload.stage_seconds + took,
         )
 
     def _pass_on(self, patch: Patch, payload: Payload) -> Payload:

@@ -277,7 +277,7 @@ class IncrementalSender(SenderTransport):
             way: Way | None = "increment" if compares else "whole"
             if compares and not before:
                 way = None  # there was nothing to compare it with
-            seconds = time.perf_counter() - begin
+            seconds = time.perf_counter() - begin if compares else 0.0
             with self._lock:
                 choice.began(payload.version, way, nbytes=payload.nbytes, seconds=seconds)
         return compares

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log
+from math import ceil, inf, log
 
 from sync_core.checks import check_count
 
@@ -14,12 +14,15 @@ class SendCost:
 
     Args:
         pack: each source copies what it sends.
+        compare: each source compares what it holds with the version before, and each worker makes
+            the version; 0 where versions travel whole.
         wire: the bytes travel.
         copy: each worker copies what it got into its model.
         start: messages, whatever the size.
     """
 
     pack: float
+    compare: float
     wire: float
     copy: float
     start: float
@@ -27,7 +30,7 @@ class SendCost:
     @property
     def total(self) -> float:
         """All of them."""
-        return self.pack + self.wire + self.copy + self.start
+        return self.pack + self.compare + self.wire + self.copy + self.start
 
 
 def predict(
@@ -41,6 +44,7 @@ def predict(
     changed: float = 1.0,
     link: float,
     memory: float = 5e9,
+    compare: float = 2.5e9,
     start: float = 0.02,
 ) -> SendCost:
     """Predict what a send costs, from what each link and each rank has to carry.
@@ -55,9 +59,11 @@ def predict(
         replicas: how many replicas of the workers there are.
         fanout: to how many replicas each passes a version on; 1 for a chain; 0 for no relays.
         chunks: in how many chunks a version is relayed.
-        changed: the part of the bytes that travels, as with increments.
+        changed: the part of the bytes that travels: below 1 for increments, which take the time
+            of comparing, and are copied into the model whole.
         link: bytes per second of the link of a rank.
         memory: bytes per second that a rank copies.
+        compare: bytes per second that an increment is made of, and applied to.
         start: seconds of what does not depend on bytes.
 
     Returns:
@@ -73,6 +79,7 @@ def predict(
         check_count(value, name)
     travelling = nbytes * changed
     share, part = travelling / sources, travelling / shards
+    compared = nbytes / sources / compare if changed < 1 else 0.0
     sent_to = min(fanout, replicas) if fanout else replicas
     wire = max(share * sent_to, part) / link
     if fanout and replicas > 1:
@@ -81,7 +88,30 @@ def predict(
         wire = max(wire, part * fanout / link) * (1 + (depth - 1) / chunks)
     return SendCost(
         pack=share / memory,
+        compare=compared,
         wire=wire,
-        copy=part / memory,
+        copy=nbytes / shards / memory,
         start=start,
     )
+
+
+def break_even(*, changed: float, memory: float = 5e9, compare: float = 2.5e9) -> float:
+    """Return the rate of a link below which increments take less time than whole versions.
+
+    Args:
+        changed: the part of the bytes that travels as an increment.
+        memory: see `predict`.
+        compare: see `predict`.
+
+    Returns:
+        Bytes per second.
+
+    Example:
+        >>> link = break_even(changed=0.02)
+        >>> whole, some = predict(1e9, link=link), predict(1e9, link=link, changed=0.02)
+        >>> round(link / 1e9, 1), round(whole.total - some.total, 6)
+        (4.8, 0.0)
+    """
+    # pack + wire = changed x pack + compare + changed x wire
+    spared = 1 / compare - (1 - changed) / memory
+    return (1 - changed) / spared if spared > 0 else inf
