@@ -20,14 +20,14 @@ from sync_core.weights.layout import Layout
 from sync_core.weights.patch import Patch, checksum, padded_nbytes, shorten, units_of
 from sync_core.weights.payload import Payload
 
-# The other way must take so many times less before it is tried: figures vary by as much.
+# The other way must be faster by this factor before it is tried: figures vary by as much.
 _MARGIN = 1.2
-# The bytes that are rehearsed: more than caches hold. The share that changes: one in so many.
+# The bytes that are rehearsed, more than caches hold; one element in a hundred changes.
 _REHEARSED = 32 << 20
 _ONE_IN = 100
 # The share of the bytes that an increment is taken to have before there was one.
 _EXPECTED = 0.02
-# After so many whole versions, what an increment took is out of date.
+# Whole versions after which the seconds of the last increment are out of date.
 _OUT_OF_DATE = 64
 
 Way = Literal["whole", "increment"]
@@ -45,7 +45,7 @@ class _Measured:
 
 
 class Choice:
-    """What sending versions whole and as increments takes, in seconds for each byte of a version.
+    """Measures whole versions and increments, in seconds for each byte of a version.
 
     Not safe for threads.
 
@@ -88,7 +88,7 @@ class Choice:
             version: the version.
             way: how it is sent; None for one that says nothing of either way.
             nbytes: the size of the version, however it is sent.
-            seconds: what it has taken so far.
+            seconds: that it has taken so far.
         """
         first, self._first = self._first, False
         self._measured = None
@@ -100,7 +100,7 @@ class Choice:
             self._seconds.pop("increment", None)
 
     def took(self, version: int, seconds: float) -> None:
-        """Note that a worker has a version, which was on its way for so many seconds."""
+        """Note that a worker has a version, after these seconds on its way."""
         measured = self._measured
         if measured is not None and measured.version == version:
             measured.slowest = max(measured.slowest, seconds)

@@ -1,7 +1,8 @@
 """Compares a version with the packed body of the one before, and makes it that version.
 
-Bits are compared, so NaN equals itself and -0.0 differs from 0.0. What is read for a comparison is
-in a core's cache, so what differs is written in the same pass. Two threads share the pieces.
+Bits are compared, so NaN equals itself and -0.0 differs from 0.0. A piece that was compared is
+still in a core's cache, so that its differences are written in the same pass. Two threads share the
+pieces.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _DENSE = 8
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What `Comparer.update` has changed in a body.
+    """The units of a body that `Comparer.update` has changed.
 
     Args:
         gaps: from each unit that differed to the next one, the first from the begin.
@@ -133,7 +134,7 @@ _Piece = tuple[int, Units]
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What differed in a piece: see `Difference`. Its gaps count from its first unit."""
+    """The units of a piece that differed, as in `Difference`; gaps count from its first unit."""
 
     start: int
     last: int
@@ -143,7 +144,7 @@ class _Found:
 
 
 class _Comparison:
-    """What was found in the pieces of one version; pieces come in any order, from two threads."""
+    """Collects the differences of one version; pieces come in any order, from two threads."""
 
     def __init__(self, body: Units, limit: int, *, keep: bool) -> None:
         self._body = body
@@ -163,13 +164,13 @@ class _Comparison:
         if len(positions):
             gaps = np.diff(positions, prepend=0).astype(self._gap)
             last = start + int(positions[-1])
-            found = _Found(start, last, gaps, values, before if self._keep else before[:0])
+            found = _Found(start, last, gaps, values, before if self._keep else self._body[:0])
             self._found.append(found)
             self._count += len(positions)
 
     def result(self) -> Difference:
-        """All that was found, in order."""
-        found = sorted(self._found, key=lambda part: part.start)
+        """Return all differences, in order."""
+        found, self._found = sorted(self._found, key=lambda part: part.start), []
         gaps = np.concatenate([np.empty(0, self._gap), *(part.gaps for part in found)])
         done = last = 0
         for part in found:

@@ -219,8 +219,8 @@ def unit_nbytes(layout: Layout) -> int:
 
 # The value of a gap of 1 or 2 bytes that leads to no position.
 _SKIP = {1: (1 << 8) - 1, 2: (1 << 16) - 1}
-# Gaps that are followed at a time: so many positions fit into a core's cache.
-_FOLLOWED = 1 << 15
+# Gaps that are made or followed at once: their positions fit into a core's cache.
+_AT_ONCE = 1 << 15
 
 
 def shorten(gaps: NDArray[Any]) -> Units:
@@ -235,14 +235,23 @@ def shorten(gaps: NDArray[Any]) -> Units:
         >>> shorten(np.array([2, 3, 295]))
         array([  2,   3, 255,  40], dtype=uint8)
     """
-    # The few long gaps, and how many steps more each of them takes.
-    where = {width: np.flatnonzero(gaps >= skip) for width, skip in _SKIP.items()}
-    more = {width: gaps[where[width]] // skip for width, skip in _SKIP.items()}
-    width = min(_SKIP, key=lambda width: width * (len(gaps) + int(more[width].sum())))
-    skip = _SKIP[width]
-    short = gaps.astype(f"u{width}")
-    short[where[width]] = gaps[where[width]] - more[width] * skip
-    return np.insert(short, np.repeat(where[width], more[width].astype(np.int64)), skip)
+    # Each multiple of the highest value in a gap is one step more.
+    steps = {width: len(gaps) + _steps_more(gaps, skip) for width, skip in _SKIP.items()}
+    width = min(_SKIP, key=lambda width: width * steps[width])
+    found = [np.empty(0, f"u{width}")]
+    for begin in range(0, len(gaps), _AT_ONCE):
+        some = gaps[begin : begin + _AT_ONCE]
+        where = np.flatnonzero(some >= _SKIP[width])
+        more = some[where] // _SKIP[width]
+        short = some.astype(found[0].dtype)
+        short[where] = some[where] - more * _SKIP[width]
+        before = np.repeat(where, more.astype(np.int64))
+        found.append(np.insert(short, before, _SKIP[width]))
+    return np.concatenate(found)
+
+
+def _steps_more(gaps: NDArray[Any], skip: int) -> int:
+    return int((gaps[gaps >= skip] // skip).sum())
 
 
 def follow(gaps: Units) -> Iterator[NDArray[np.int64]]:
@@ -253,8 +262,8 @@ def follow(gaps: Units) -> Iterator[NDArray[np.int64]]:
         [[2, 5, 300]]
     """
     at = 0
-    for begin in range(0, len(gaps), _FOLLOWED):
-        some = gaps[begin : begin + _FOLLOWED]
+    for begin in range(0, len(gaps), _AT_ONCE):
+        some = gaps[begin : begin + _AT_ONCE]
         ends = np.cumsum(some, dtype=np.int64)
         ends += at
         at = int(ends[-1])
