@@ -23,6 +23,7 @@ from sync_core import (
 from sync_core.increments.choice import Choice
 from sync_core.shards.cost import break_even, predict
 from sync_core.testing.loopback import Loopback, LoopbackReceiver
+from sync_core.testing.worker_groups import eventually
 
 # Seconds for each byte: no machine compares as slowly, or as fast.
 SLOW, FAST = 1e-3, 1e-15
@@ -103,6 +104,30 @@ def test_a_worker_that_comes_back_and_a_subset_where_versions_go_whole() -> None
             receiver.receive(0)
         assert pending.wait(10.0).updated == (0, 1)
         assert all(torch.equal(copy["a"], model["a"]) for copy in copies)
+
+
+def test_a_version_that_a_worker_may_ask_for_is_kept() -> None:
+    model, copy = make(), make(1.0)
+    with Sender(Link(SLOW), model, num_workers=2, increments="auto", timeout=20.0) as sender:
+        receivers = [Receiver(sender.address(i), make(1.0)) for i in range(2)]
+        bases = []
+        for number in range(4):
+            model["a"][number] = number
+            pending = sender.send_async()
+            for receiver in receivers:
+                # Increments take much longer in the end.
+                receiver._increments._transport.rate = SLOW * (1 if number < 3 else 1e9)  # type: ignore[union-attr]
+                receiver.receive(0)
+            bases.append(pending.wait(20.0).workers[0].base)
+        assert bases == [0, 0, 0, 3]
+        before = model["a"].clone()
+        model["a"][:9] = 7
+        pending = sender.send_async(worker_ids=[0])
+        receivers[0].receive(0)
+        assert pending.wait(20.0).workers[0].base == 4
+        receivers[1] = Receiver(sender.address(1), copy)
+        assert eventually(lambda: receivers[1].receive(0) == 4, 20.0)
+        assert torch.equal(copy["a"], before)
 
 
 def test_a_way_that_takes_longer_than_it_seemed_is_left() -> None:

@@ -265,12 +265,12 @@ class IncrementalSender(SenderTransport):
         """Make a payload the newest version of its line; False where it is not compared."""
         begin, choice, before = time.perf_counter(), line.choice, line.history.version
         with self._lock:
-            compares = choice is None or choice.compares()
             others = [w for i, w in self._workers.items() if i not in worker_ids]
-            asks = [*others, self._joining] if others else []
+            # Those that may yet ask for an older version; some can get that from here alone.
+            asking = [w for w in (*others, self._joining) if others and w.line is line and w.wanted]
+            compares = choice is None or choice.compares() or not all(w.whole for w in asking)
         if compares:
-            keep = any(w.line is line and w.wanted for w in asks)
-            line.history.record(payload, keep=keep)
+            line.history.record(payload, keep=bool(asking))
         else:
             line.forget()
         if choice is not None:
