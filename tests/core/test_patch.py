@@ -140,6 +140,7 @@ def test_signs_of_zero_and_kinds_of_nan_are_differences() -> None:
     assert found.positions.tolist() == [0, 2]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 1 << 18), unique=True, max_size=30))
 @example([254, 255, 509, 510, 65789, 65790, 65791])
 @example([65535, 131070])
@@ -150,6 +151,7 @@ def test_gaps_lead_to_every_position(positions: list[int]) -> None:
     assert len(gaps) <= len(positions) + (1 << 18) // 255 + 1
 
 
+@settings(deadline=None)
 @given(st.integers(0, 70), st.sampled_from([1, 2, 4, 8]), st.floats(0, 1), st.integers(0, 99))
 def test_differences_of_dense_and_sparse_rows(
     words: int, unit: int, share: float, seed: int
@@ -212,6 +214,7 @@ def test_without_the_library_zstd_the_message_says_what_to_type(
         sample()[0].to_tensor("zstd")
 
 
+@settings(deadline=None)
 @given(cut=st.integers(0, 120), flip=st.integers(0, 101))
 def test_bytes_that_are_not_a_patch_are_refused_or_are_another_patch(cut: int, flip: int) -> None:
     data = sample()[0].to_tensor("zstd")
