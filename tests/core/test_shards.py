@@ -191,7 +191,6 @@ class Doubling:
             "make a sender of the tensors that change: Sender(…, {name",
         ),
         ({"only": "trainable"}, "make a sender of the trainable tensors: Sender(…, {name: tensor"),
-        ({"increments": True}, "increments= cannot be given with ranks=: a worker takes parts"),
         ({"gather": True}, "leave out gather="),
         ({"workers": [1]}, "type num_workers=… instead"),
         ({"context": object()}, "leave out context="),

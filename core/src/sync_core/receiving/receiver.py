@@ -141,7 +141,8 @@ class Receiver(CollectorReference):
             transport = BackgroundReceiver(transport)
         self._transport = transport
         self._increments: IncrementalReceiver | None = None
-        if address.increments:
+        # Where there are several ranks, there is one for each of them inside.
+        if address.increments and not backend.by_parts:
             from sync_core.increments.receiver import IncrementalReceiver
 
             # The outer one: what it hands on lies in memory that the next version is made in.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ def composed(
     ranks: Ranks | None,
     regions: Regions | None,
     verified: bool,
+    increments: Increments | None,
     others: Mapping[str, Any],
 ) -> tuple[Any, Sequence[Any], Collect | None]:
     """Return a sender's scheme, its layers, and what reads a model that is spread over ranks.
@@ -43,6 +44,7 @@ def composed(
         ranks: see there.
         regions: see there.
         verified: whether ``verify`` was given.
+        increments: those of each rank's part.
         others: arguments that cannot be given together with ``ranks``.
     """
     if chunk_mb is not None:
@@ -53,11 +55,11 @@ def composed(
         from sync_core.shards.sender import check_alone, sharded
 
         check_alone(others)
-        return sharded(scheme, ranks, regions, layers, verified=verified)
+        return sharded(scheme, ranks, regions, layers, verified=verified, increments=increments)
     return scheme, layers, gathered if others["gather"] else None
 
 
-def increments_of(given: Increments | bool) -> Increments | None:
+def increments_of(given: Increments | bool | Literal["auto"]) -> Increments | None:
     """Return the options of increments; None where whole versions are sent."""
     if given is False:
         return None

@@ -344,13 +344,13 @@ class Pipeline:
             make_address=self.make_address,
             notify=members.notify,
         )
-        if self._terms.increments is None:
+        if self._terms.increments is None or self._backend.by_parts:
             self.transport = self.stack.create_sender_transport(transport_context)
         else:
-            from sync_core.increments.sender import IncrementalSender
+            from sync_core.increments.sender import IncrementalSender, transport_maker
 
             self.transport = IncrementalSender(
-                partial(_create_transport, self.stack, transport_context),
+                transport_maker(self.stack, transport_context),
                 layouts[-1],
                 members.ids,
                 self._terms.increments,
@@ -446,7 +446,3 @@ class Pipeline:
         if self.transport is None:
             raise ModelError("the sender has no model; give it one, or call register_model()")
         return self.transport
-
-
-def _create_transport(stack: Stack, context: TransportContext, **changes: Any) -> SenderTransport:
-    return stack.create_sender_transport(replace(context, **changes))

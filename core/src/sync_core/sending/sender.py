@@ -91,9 +91,9 @@ class Sender(Updater):
             get it. A frozen parameter that changes all the same makes `send` raise, which looks at
             samples of them, and `check`, which looks at all. Implies ``partial``.
         increments: send each worker only what it lacks, as positions that changed and their
-            values, where that takes fewer bytes: True, or `Increments` with options. For workers
-            on other machines, and stores. Sender and workers each keep one more copy of the model
-            in memory.
+            values, where that takes fewer bytes: True; ``"auto"`` only where it also takes less
+            time, by measurement; or `Increments` with options. For workers on other machines, and
+            stores. Sender and workers each keep one more copy of the model in memory.
         chunk_mb: send versions in chunks of so many MB, so that relays pass them on while the rest
             is on its way; see `Relay`. None: as the scheme does.
         on_failure: what is done about a worker that failed, after the others were updated:
@@ -145,7 +145,7 @@ class Sender(Updater):
         zero_copy: bool = False,
         partial: bool = False,
         only: Literal["trainable"] | None = None,
-        increments: Increments | bool = False,
+        increments: Increments | bool | Literal["auto"] = False,
         gather: bool = False,
         ranks: Ranks | None = None,
         regions: Regions | None = None,
@@ -171,11 +171,11 @@ class Sender(Updater):
             ranks=ranks,
             regions=regions,
             verified=verify is not None,
+            increments=features.increments_of(increments),
             others={
                 "gather": gather,
                 "partial": partial,
                 "only": only,
-                "increments": increments,
                 "zero_copy": zero_copy,
                 "on_failure": on_failure,
                 "group": group,

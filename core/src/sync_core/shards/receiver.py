@@ -20,6 +20,7 @@ from sync_core.errors import (
     SyncError,
 )
 from sync_core.hooks import TransportContext, hookimpl
+from sync_core.increments.receiver import IncrementalReceiver
 from sync_core.registry import ComposedScheme
 from sync_core.shards.local import Regions, RegionViews
 from sync_core.shards.plan import Region, plan, shape_of, write_region
@@ -146,7 +147,15 @@ def join_addresses(addresses: Sequence[Address]) -> Address:
     first = addresses[0]
     _check_ranks(addresses)
     for address in addresses[1:]:
-        for field in ("worker_id", "model_id", "strategy", "timeout", "cast", "verify"):
+        for field in (
+            "worker_id",
+            "model_id",
+            "strategy",
+            "timeout",
+            "cast",
+            "verify",
+            "increments",
+        ):
             theirs, ours = getattr(address, field), getattr(first, field)
             if theirs != ours:
                 raise AddressError(
@@ -379,6 +388,8 @@ class _RankReceiver:
         self.transport = stack.create_receiver_transport(
             replace(context, endpoint=address.endpoint.inner, layout=source.layout)
         )
+        if address.increments:
+            self.transport = IncrementalReceiver(self.transport, address.worker_id)
         self._request = source.request.to_text()
         self._staged: Payload | None = None
         #: The version that is staged, or else the one that was taken last; 0 before the first.

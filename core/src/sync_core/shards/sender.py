@@ -30,6 +30,8 @@ from sync_core.errors import (
     WorkerTimeoutError,
 )
 from sync_core.hooks import TransportContext, hookimpl
+from sync_core.increments.options import Increments, check_of_use
+from sync_core.increments.sender import IncrementalSender, transport_maker
 from sync_core.registry import ComposedScheme, Plugin
 from sync_core.shards.late import LateWorkers
 from sync_core.shards.local import LocalShards, Ranks, Regions
@@ -63,8 +65,6 @@ _NOT_WITH_RANKS = {
     "model_id='adapter', ranks=…)",
     "only": "every version is whole; leave out only=, and make a sender of the trainable tensors: "
     "Sender(…, {name: tensor, …}, model_id='adapter', ranks=…)",
-    "increments": "a worker takes parts from all ranks, and each would have to know which "
-    "version it holds of the others; leave out increments=",
     "zero_copy": "a tensor of a worker may be put together from parts of several ranks; leave out "
     "zero_copy=",
     "workers": "workers connect by the joined addresses of all ranks; type num_workers=… instead",
@@ -93,6 +93,7 @@ def sharded(
     layers: Sequence[Any],
     *,
     verified: bool,
+    increments: Increments | None,
 ) -> tuple[ShardedScheme, list[Any], Callable[[Any], dict[str, Tensor]]]:
     """Return what a rank's sender is made of: see the argument ``ranks`` of `sync_core.Sender`.
 
@@ -106,7 +107,9 @@ def sharded(
         raise OptionError(f"ranks is {ranks!r}; on each rank, give ranks=Ranks(rank, size)")
     shards = LocalShards(regions)
     regrouping, others = split_layers(layers)
-    composed = ShardedScheme(scheme, ranks, shards, regrouping, verified=verified)
+    composed = ShardedScheme(
+        scheme, ranks, shards, regrouping, verified=verified, increments=increments
+    )
     return composed, others, shards.read
 
 
@@ -135,9 +138,10 @@ class ShardedScheme(ComposedScheme):
         shards: reads the rank's shards; None in a process that has only the address.
         layers: those that rename, fuse and cut tensors; see the capability ``regions`` of layers.
         verified: whether checksums travel with the parts; see ``verify`` of `Sender`.
+        increments: how each worker is sent only what it lacks of its part; None for whole parts.
 
     Raises:
-        OptionError: with the other scheme nothing travels.
+        OptionError: with the other scheme nothing travels, or increments are of no use.
     """
 
     by_parts = True
@@ -150,18 +154,22 @@ class ShardedScheme(ComposedScheme):
         layers: Sequence[Any] = (),
         *,
         verified: bool = False,
+        increments: Increments | None = None,
     ) -> None:
         self.inner = inner
         self.ranks = ranks
         self._shards = shards
         self._layers = layers
         self._verified = verified
+        self._increments = increments
         backend, self._stack = inner_stack(inner)
         if "same_object" in backend.capabilities:
             raise OptionError(
                 f"{backend.describe()} moves nothing, so that ranks= is of no use; type "
                 "scheme='shm' or 'dist'"
             )
+        if increments is not None:
+            check_of_use(backend)
         self.name = backend.name
         self.capabilities = backend.capabilities & _KEPT_CAPABILITIES
 
@@ -183,7 +191,14 @@ class ShardedScheme(ComposedScheme):
                 "ranks= needs workers that connect by addresses; give num_workers, not workers"
             )
         holding = _holding(context.layout, self._shards, self.ranks, self._layers)
-        return ShardedSender(context, self.name, self._stack, holding, verified=self._verified)
+        return ShardedSender(
+            context,
+            self.name,
+            self._stack,
+            holding,
+            verified=self._verified,
+            increments=self._increments,
+        )
 
 
 def _holding(layout: Layout, shards: LocalShards, ranks: Ranks, layers: Sequence[Any]) -> Holding:
@@ -242,6 +257,7 @@ class ShardedSender(SenderTransport):
         stack: makes the scheme's own transport.
         holding: what this rank holds.
         verified: whether checksums travel with the parts.
+        increments: the options of increments, which workers that want the same share; or None.
     """
 
     def __init__(
@@ -252,6 +268,7 @@ class ShardedSender(SenderTransport):
         holding: Holding,
         *,
         verified: bool = False,
+        increments: Increments | None = None,
     ) -> None:
         self._verified = verified
         self._timeout = context.timeout
@@ -267,9 +284,18 @@ class ShardedSender(SenderTransport):
         self._layouts: dict[Request, Layout] = {}
         self._members = {worker_id: _Member() for worker_id in context.worker_ids}
         self._inner_of: dict[Delivery, Delivery] = {}
-        self._inner = stack.create_sender_transport(
-            replace(context, scheme=scheme, layout=_ASK_LAYOUT, models=(), notify=self._hear)
-        )
+        inner = replace(context, scheme=scheme, layout=_ASK_LAYOUT, models=(), notify=self._hear)
+        self._inner: SenderTransport
+        if increments is None:
+            self._inner = stack.create_sender_transport(inner)
+        else:
+            self._inner = IncrementalSender(
+                transport_maker(stack, inner),
+                _ASK_LAYOUT,
+                context.worker_ids,
+                increments,
+                self._hear,
+            )
         self._ask(tuple(self._members))
 
     def address(self, worker_id: int) -> ShardEndpoint:
@@ -437,7 +463,7 @@ class ShardedSender(SenderTransport):
             sent = self._inner.send(packed, tuple(members))
             deliveries = {}
             for worker_id, inner in sent.items():
-                delivery = Delivery(worker_id, payload.version, layout.nbytes)
+                delivery = Delivery(worker_id, payload.version, inner.nbytes)
                 deliveries[worker_id] = delivery
                 self._inner_of[delivery] = inner
                 members[worker_id].sent = payload.version
@@ -452,6 +478,8 @@ class ShardedSender(SenderTransport):
         # Another receiver, which wants other regions, may have come in the worker's place.
         self._answered(member, inner, error)
         answer = inner.latest
+        delivery.nbytes, delivery.changed = inner.nbytes, inner.changed
+        delivery.base = self._versions.get(inner.base, 0)
         if answer is not None and (error is None or answer.error is not None):
             delivery.acknowledge(replace(answer, version=delivery.version))
         elif error is not None:
@@ -477,6 +505,23 @@ class ShardedSender(SenderTransport):
             self._notify(worker_id, notice)
         elif version := self._versions.get(notice.version):
             self._notify(worker_id, replace(notice, version=version))
+
+    def _forward(
+        self, delivery: Delivery, member: _Member, inner: Delivery, error: WorkerError | None
+    ) -> None:
+        """Report the outcome of an inner delivery, under the sender's version."""
+        answer = inner.latest
+        delivery.nbytes, delivery.changed = inner.nbytes, inner.changed
+        delivery.base = self._versions.get(inner.base, 0)
+        if answer is not None and answer.request is not None:
+            # Another receiver, which wants other regions, has come in the worker's place.
+            member.asked, member.request = inner, None
+        if answer is not None and (error is None or answer.error is not None):
+            delivery.acknowledge(replace(answer, version=delivery.version))
+        elif error is not None:
+            delivery.fail(error)
+        else:
+            delivery.acknowledge()
 
     def _next_number(self, version: int) -> int:
         self._number += 1
