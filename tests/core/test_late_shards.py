@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -77,14 +78,15 @@ def test_a_late_worker_gets_the_newest_version_of_all_ranks(scheme: str, tmp_pat
 def test_a_worker_that_a_send_has_given_up_gets_that_version() -> None:
     whole = weights(w=(4, 2))
     with (
-        trainer(whole, 2, num_workers=2, timeout=1.0) as senders,
-        Receiver(address_of(senders), like(whole)) as first,
+        trainer(whole, 2, num_workers=2, timeout=4.0) as senders,
+        Receiver(address_of(senders, 0), like(whole)) as first,
+        ThreadPoolExecutor(2) as sending,
     ):
-        pending = [sender.send_async() for sender in senders]
-        assert first.receive() == 1
-        for rank, each in enumerate(pending):
+        sends = [sending.submit(sender.send) for sender in senders]
+        assert first.receive(timeout=20.0) == 1
+        for rank, send in enumerate(sends):
             with pytest.raises(SendError, match=f"has not said what it wants of rank {rank}"):
-                each.wait()
+                send.result()
         model = like(whole)
         with Receiver(address_of(senders, 1), model) as late:
             assert late.receive(timeout=20.0) == 1
