@@ -506,23 +506,6 @@ class ShardedSender(SenderTransport):
         elif version := self._versions.get(notice.version):
             self._notify(worker_id, replace(notice, version=version))
 
-    def _forward(
-        self, delivery: Delivery, member: _Member, inner: Delivery, error: WorkerError | None
-    ) -> None:
-        """Report the outcome of an inner delivery, under the sender's version."""
-        answer = inner.latest
-        delivery.nbytes, delivery.changed = inner.nbytes, inner.changed
-        delivery.base = self._versions.get(inner.base, 0)
-        if answer is not None and answer.request is not None:
-            # Another receiver, which wants other regions, has come in the worker's place.
-            member.asked, member.request = inner, None
-        if answer is not None and (error is None or answer.error is not None):
-            delivery.acknowledge(replace(answer, version=delivery.version))
-        elif error is not None:
-            delivery.fail(error)
-        else:
-            delivery.acknowledge()
-
     def _next_number(self, version: int) -> int:
         self._number += 1
         self._versions[self._number] = version

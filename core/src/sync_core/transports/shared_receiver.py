@@ -144,7 +144,8 @@ class SharedMemoryReceiver(ReceiverTransport):
         try:
             if message["type"] == "gone":
                 raise SenderLostError(str(message["reason"]))
-            self._unopened.pop(message.get("index"), None)
+            if message["type"] == "slot":
+                self._unopened.pop(message["index"], None)
             self._slots.hear(message, self._channel)
         except CapacityError as error:
             # The announcement may be read before the offer, which is what can be refused.
