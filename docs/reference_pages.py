@@ -32,7 +32,7 @@ from sync_core import cli, errors, registry
 from sync_core.cli.doctor import Diagnosis
 from sync_core.cli.listing import Listed
 from sync_core.cli.plan import Estimate
-from sync_core.hooks import HOOKS, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core.hooks import HOOKS, LAYER_CAPABILITIES, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
 from sync_core.sending.status import SenderView, WorkerView
 from sync_core.transports import Finding
 
@@ -92,14 +92,82 @@ _USER_PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("WorkerState", "WorkerStatus", "MembershipEvent", "WorkerFailure"),
     ),
 }
+#: The kits for authors, in pages: a name, a module, a title, and what is on it; an empty tuple is
+#: for what is on no other page of the module.
+_KIT_PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "calling": (
+        "sync_core.transports",
+        "Transports that call workers",
+        (
+            "PointToPointTransport",
+            "CallingTransport",
+            "CalledWorker",
+            "CalledReceiver",
+            "CalledReceivers",
+            "DeliveryRequest",
+            "DeliveryOutcome",
+            "HandedTransport",
+        ),
+    ),
+    "shared-memory": (
+        "sync_core.transports",
+        "Transports over shared memory",
+        (
+            "SharedMemorySender",
+            "SharedMemoryReceiver",
+            "LocalPeer",
+            "SharedSlots",
+            "MappedSlots",
+            "SharedMemory",
+            "ControlPage",
+            "Offer",
+            "ProcessEvent",
+        ),
+    ),
+    "sockets": (
+        "sync_core.transports",
+        "Transports over sockets",
+        (
+            "ServingTransport",
+            "Peer",
+            "Publisher",
+            "Slot",
+            "Channel",
+            "Message",
+            "LocalListener",
+            "connect_locally",
+            "same_user",
+            "hello",
+            "farewell",
+        ),
+    ),
+    "transports": ("sync_core.transports", "Other parts of transports", ()),
+    "launching": (
+        "sync_core.workers",
+        "Start workers",
+        (
+            "LaunchedGroup",
+            "Launcher",
+            "LaunchedWorker",
+            "WorkerProcess",
+            "start_process",
+            "preload",
+        ),
+    ),
+    "workers": ("sync_core.workers", "Worker groups and their calls", ()),
+}
 _USER_ORDER = ("collector", "environments", "plugins", "layers", "errors", "commands", "ray")
 _AUTHOR_ORDER = (
     "hooks",
     "weights",
     "endpoints",
+    "calling",
+    "shared-memory",
+    "sockets",
     "transports",
     "stores",
     "workers",
+    "launching",
     "models",
     "capabilities",
     "checks",
@@ -127,8 +195,7 @@ def pages() -> dict[str, str]:
         "commands": _commands(),
         "testing": _testing(),
         "faults": _exported("Faults", "sync_core.testing.faults"),
-        "transports": _exported("The kit for transports", "sync_core.transports"),
-        "workers": _exported("The kit for worker groups", "sync_core.workers"),
+        **{page: _kit(*described) for page, described in _KIT_PAGES.items()},
         "models": _exported("Models", "sync_core.models"),
         "checks": _exported("Checks of arguments", "sync_core.checks"),
         "measuring": _exported("Measuring a scheme", "sync_core.bench"),
@@ -269,7 +336,8 @@ def _weights() -> str:
 def _endpoints() -> str:
     return _page(
         "SenderTransport and ReceiverTransport",
-        "The interface of a transport. :doc:`transports` has bases to inherit from.",
+        "The interface of a transport. Bases to inherit from: :doc:`calling`, "
+        ":doc:`shared-memory`, :doc:`sockets`, :doc:`stores`.",
         *(_automatic("sync_core", name) for name in _ENDPOINTS),
     )
 
@@ -327,6 +395,7 @@ def _capabilities() -> str:
         "Capabilities",
         "The abilities that a plugin declares. The conformance suite skips the others.",
         _capability_table("Schemes", SCHEME_CAPABILITIES, installed(registry.SCHEMES)),
+        _capability_table("Layers", LAYER_CAPABILITIES, installed(registry.LAYERS)),
         _capability_table("Worker groups", WORKER_CAPABILITIES, installed(registry.WORKERS)),
     )
 
@@ -378,6 +447,14 @@ def _exported(title: str, module: str) -> str:
     found = importlib.import_module(module)
     about = f"``{module}``: {_first_paragraph(found)}"
     return _page(title, about, *(_automatic(module, name) for name in found.__all__))
+
+
+def _kit(module: str, title: str, names: tuple[str, ...]) -> str:
+    """A part of a kit's names; or all that are on none of its other pages."""
+    elsewhere = {name for other, _, told in _KIT_PAGES.values() if other == module for name in told}
+    found = names or tuple(n for n in sys.modules[module].__all__ if n not in elsewhere)
+    about = f"``from {module} import {found[0]}``"
+    return _page(title, about, *(_automatic(module, name) for name in found))
 
 
 def _page(title: str, about: str, *parts: str) -> str:
@@ -443,7 +520,12 @@ def _capability_table(title: str, told: Mapping[str, str], plugins: Mapping[str,
 
 
 def _having(capability: str, plugins: Mapping[str, Any]) -> str:
-    names = [name for name, plugin in plugins.items() if capability in plugin.capabilities]
+    # Layers need not declare any.
+    names = [
+        name
+        for name, plugin in plugins.items()
+        if capability in getattr(plugin, "capabilities", ())
+    ]
     return ", ".join(names) or "none of ours"
 
 

@@ -1,16 +1,20 @@
-"""Incremental versions beside whole ones, over links of several rates.
+r"""Incremental versions beside whole ones, over links of several rates.
 
-    python docs/benchmarks/increments.py --model DIRECTORY
+    python docs/benchmarks/increments.py --model DIRECTORY | \
+        python docs/benchmarks/page.py --record increments
 
 The model is a language model of transformers, such as SmolLM2-135M. It is trained in float32 for
-twelve steps of AdamW, and what each step changes of it in bfloat16 is kept. Then a trainer goes
-through these versions, and sends each to one worker over `dist` with ``shared_memory=False``,
-whole and as increments. The two ends are processes of a network namespace whose loopback has the
+twelve steps of AdamW, and what each step changes of it in bfloat16 is kept, also for later runs
+where ``--versions FILE`` is given. Then a trainer goes through these versions, and sends each to
+one worker over `dist` with ``shared_memory=False``: whole, with ``increments=True`` and with
+``increments="auto"``. The two ends are processes of a network namespace whose loopback has the
 given rate; root is needed for that, and without it only the unlimited link is measured. After each
 send the worker's digest of all its tensors is compared with the trainer's.
 
 Prints a table: megabytes of a version and medians of seconds from the call of `send` to its end.
-The first send, which is whole in both, is left out.
+The first send, which is whole in all ways, is left out. Memory is the peak of increments over that
+of whole versions, from the first send on, over the size of the model. Processor time of both ends
+goes to standard error. All takes about three minutes, and training one more.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ import multiprocessing
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -34,37 +40,80 @@ from sync_core import Address, Receiver, Sender, SenderLostError
 
 _STEPS = 12
 _RATES = {"1 Gb/s": "1gbit", "5 Gb/s": "5gbit", "unlimited": ""}
+_WAYS: dict[str, Any] = {"whole": False, "increments": True, "auto": "auto"}
+_COLUMNS = (
+    "link | whole, MB | increment, MB | share | whole, s | increment, s | ratio | auto, s | ratio "
+    "| sender's memory | worker's memory"
+)
 #: For each tensor, the positions that a step changed, and the bits that are there now.
 Step = dict[str, tuple[Tensor, Tensor]]
 
 
+@dataclass(frozen=True)
+class Figures:
+    """Medians of one way over one link.
+
+    Args:
+        nbytes: of a send.
+        seconds: from the call of `send` to its end.
+        sender_cpu: of these, seconds of the sender's processor time.
+        worker_cpu: the worker's.
+        sender_memory: the sender's peak beyond what it had before the first send, in copies of the
+            model.
+        worker_memory: the worker's.
+    """
+
+    nbytes: float
+    seconds: float
+    sender_cpu: float
+    worker_cpu: float
+    sender_memory: float
+    worker_memory: float
+
+
 def main() -> None:
-    """Train, then measure each link in its own process."""
+    """Train, then measure each way over each link in its own process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="a directory that transformers can load")
+    parser.add_argument("--model", help="a directory that transformers can load")
     parser.add_argument("--rate", type=float, default=3e-6, help="the learning rate (3e-6)")
     parser.add_argument("--versions", type=Path, help="keep the trained versions in this file")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--links", nargs="+", choices=_RATES, default=list(_RATES))
+    parser.add_argument("--measure", choices=_WAYS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure is not None:
-        sys.stdout.write(json.dumps(measure(torch.load(arguments.measure))))
+        found = measure(torch.load(arguments.versions), _WAYS[arguments.measure])
+        sys.stdout.write(json.dumps(asdict(found)))
         return
     with tempfile.TemporaryDirectory() as folder:
         file: Path = arguments.versions or Path(folder) / "versions.pt"
         if not file.exists():
+            if arguments.model is None:
+                parser.error("--model is required, unless --versions names a file that there is")
             torch.save(train(arguments.model, arguments.rate), file)
-        print("| link | whole, MB | increment, MB | share | whole, s | increment, s | ratio |")
-        print("|---|--:|--:|--:|--:|--:|--:|")
-        for link, rate in _RATES.items():
-            found = measured_at(rate, file)
-            if found is None:
-                continue
-            (whole, whole_s), (some, some_s) = found["whole"], found["increments"]
-            print(
-                f"| {link} | {whole / 1e6:.1f} | {some / 1e6:.2f} | {some / whole:.2%} | "
-                f"{whole_s:.3f} | {some_s:.3f} | {whole_s / some_s:.1f} |",
-                flush=True,
-            )
+        print(f"| {_COLUMNS} |")
+        print("|---" + "|--:" * _COLUMNS.count("|") + "|")
+        for link in arguments.links:
+            found_ways = {way: measured_at(link, way, file) for way in _WAYS}
+            if None not in found_ways.values():
+                print(row(link, **found_ways), flush=True)
+
+
+def row(link: str, whole: Figures, increments: Figures, auto: Figures) -> str:
+    """A row of the table."""
+    cells = (
+        link,
+        f"{whole.nbytes / 1e6:.1f}",
+        f"{increments.nbytes / 1e6:.2f}",
+        f"{increments.nbytes / whole.nbytes:.2%}",
+        f"{whole.seconds:.3f}",
+        f"{increments.seconds:.3f}",
+        f"{whole.seconds / increments.seconds:.1f}",
+        f"{auto.seconds:.3f}",
+        f"{whole.seconds / auto.seconds:.1f}",
+        f"{increments.sender_memory - whole.sender_memory:+.2f}",
+        f"{increments.worker_memory - whole.worker_memory:+.2f}",
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def train(path: str, rate: float) -> tuple[dict[str, Tensor], list[Step]]:
@@ -95,62 +144,89 @@ def train(path: str, rate: float) -> tuple[dict[str, Tensor], list[Step]]:
     return first, steps
 
 
-def measured_at(rate: str, file: Path) -> dict[str, tuple[float, float]] | None:
-    """The figures of a process whose loopback has this rate; None where it cannot be limited."""
-    command = [sys.executable, __file__, "--model", "", "--measure", str(file)]
-    if rate:
+def measured_at(link: str, way: str, file: Path) -> Figures | None:
+    """The figures of a process whose loopback has a rate; None where it cannot be limited."""
+    command = [sys.executable, __file__, "--versions", str(file), "--measure", way]
+    if rate := _RATES[link]:
         limit = f"tc qdisc add dev lo root tbf rate {rate} burst 1mb latency 400ms"
         script = f'ip link set lo up && {limit} && exec "$@"'
         command = ["unshare", "--net", "sh", "-c", script, "sh", *command]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if result.returncode:
-        print(f"no link of {rate} can be made here", file=sys.stderr)
+        print(f"{link}, {way}: not measured; can this user limit a link?", file=sys.stderr)
         return None
-    found: dict[str, tuple[float, float]] = json.loads(result.stdout)
+    found = Figures(**json.loads(result.stdout))
+    print(
+        f"{link}, {way}: {found.seconds:.3f} s; processor time {found.sender_cpu:.3f} s in the "
+        f"sender, {found.worker_cpu:.3f} s in the worker",
+        file=sys.stderr,
+    )
     return found
 
 
-def measure(versions: tuple[dict[str, Tensor], list[Step]]) -> dict[str, tuple[float, float]]:
-    """Median bytes and seconds of the sends after the first, whole and as increments."""
-    first, steps = versions
-    found = {}
-    for way, increments in {"whole": False, "increments": True}.items():
-        weights = {name: tensor.clone() for name, tensor in first.items()}
-        ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        with Sender(
-            "dist", weights, num_workers=1, increments=increments, shared_memory=False
-        ) as sender:
-            worker = multiprocessing.get_context("spawn").Process(target=work, args=(theirs,))
-            worker.start()
-            ours.send((sender.address(0), {k: torch.zeros_like(v) for k, v in weights.items()}))
-            assert ours.recv() == "ready"
-            reports = [sender.send()]
-            for step in steps:
-                for name, (positions, values) in step.items():
-                    weights[name].view(torch.int16).view(-1)[positions] = values
-                reports.append(sender.send())
-                ours.send("digest")
-                assert ours.recv() == digest(weights), "other bits have arrived"
-        worker.join()
-        found[way] = (
-            median(report.nbytes for report in reports[1:]),
-            median(report.seconds for report in reports[1:]),
-        )
-    return found
+def measure(versions: tuple[dict[str, Tensor], list[Step]], increments: Any) -> Figures:
+    """Medians of the sends after the first, in one way."""
+    weights, steps = versions
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    with Sender(
+        "dist", weights, num_workers=1, increments=increments, shared_memory=False
+    ) as sender:
+        worker = multiprocessing.get_context("spawn").Process(target=work, args=(theirs,))
+        worker.start()
+        ours.send((sender.address(0), {k: torch.zeros_like(v) for k, v in weights.items()}))
+        assert ours.recv() == "ready"
+        memory = Memory()
+        sent = []
+        for step in [{}, *steps]:
+            for name, (positions, values) in step.items():
+                weights[name].view(torch.int16).view(-1)[positions] = values
+            before = time.process_time()
+            report = sender.send()
+            cpu = time.process_time() - before
+            ours.send("digest")
+            found, worker_cpu, worker_peak = ours.recv()
+            assert found == digest(weights), "other bits have arrived"
+            sent.append((report.nbytes, report.seconds, cpu, worker_cpu))
+        peak = memory.peak()
+    worker.join()
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    return Figures(*map(median, zip(*sent[1:], strict=True)), peak / nbytes, worker_peak / nbytes)
+
+
+class Memory:
+    """Measures the peak of this process from now on, beyond what it has now; Linux only."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        self._before = self._peak()
+
+    def peak(self) -> int:
+        """Bytes since then."""
+        return self._peak() - self._before
+
+    @staticmethod
+    def _peak() -> int:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 def work(connection: Connection) -> None:
-    """Receive until the sender has gone, and say the digest when asked."""
+    """Receive until the sender has gone; say the digest and what a version took when asked."""
     torch.set_num_threads(1)
     address, weights = connection.recv()
     assert isinstance(address, Address)
     with Receiver(address, weights) as receiver:
         connection.send("ready")
+        memory, cpu = Memory(), 0.0
         try:
             while True:
-                if receiver.receive(0.05) is None and connection.poll():
+                before = time.process_time()
+                version = receiver.receive(0.05)
+                if version is not None:
+                    cpu = time.process_time() - before
+                elif connection.poll():
                     connection.recv()
-                    connection.send(digest(weights))
+                    connection.send((digest(weights), cpu, memory.peak()))
         except SenderLostError:
             return
 

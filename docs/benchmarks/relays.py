@@ -2,110 +2,183 @@
 
     python docs/benchmarks/relays.py | python docs/benchmarks/page.py --record relays
 
-The scheme of `tests/core/slow_links.py` waits as long as the bytes of a payload would take over
-the link of its sender. ``direct``: the sender has eight workers. ``chain``: one relay on each
-host, in a row, each with a worker beside it. ``tree``: each relay has two others.
+It takes about 150 seconds and 14 GB of memory. Each host is a process in a network namespace, and
+`tc` limits its link: see `_limited_links.py`, which needs root. ``direct``: the sender has eight
+workers. ``chain``: one relay on each host, in a row, each with a worker beside it. ``tree``: each
+relay has two others. The time of one link is that of a sender with one worker. Every worker
+compares every element.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-import threading
 import time
-from contextlib import ExitStack
-from pathlib import Path
-from statistics import median
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from _limited_links import Role, hosts, missing
+from torch import Tensor
 
 from sync_core import Address, Receiver, Relay, Sender
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from tests.core.slow_links import SlowLinks
-
 HOSTS = 8
+CHUNKS = 64
+TENSORS = 8
+_TIMEOUT = 600.0
 
 
-def direct(opened: ExitStack, policy: dict[str, torch.Tensor], rate: float) -> tuple[Any, Any]:
-    """Every host is a worker of the sender."""
-    sender = Sender(SlowLinks(), policy, num_workers=HOSTS, rate=rate)
-    opened.enter_context(sender)
-    return sender, [sender.address(i) for i in range(HOSTS)]
+def values(numel: int, version: int) -> Tensor:
+    """Elements that differ by place and version."""
+    return torch.arange(version, version + numel, dtype=torch.int32)
 
 
-def chain(opened: ExitStack, policy: dict[str, torch.Tensor], rate: float) -> tuple[Any, Any]:
-    """Each host passes the version on to the next."""
-    sender = Sender(SlowLinks(), policy, num_workers=1, chunk_mb=_chunk_mb(policy), rate=rate)
-    opened.enter_context(sender)
-    address, found = sender.address(0), []
-    for _ in range(HOSTS - 1):
-        relay = opened.enter_context(Relay(address, num_workers=2, local=(1,)))
-        address = relay.address(0)
-        found.append(relay.address(1))
-    return sender, [*found, address]
-
-
-def tree(opened: ExitStack, policy: dict[str, torch.Tensor], rate: float) -> tuple[Any, Any]:
-    """Each host passes the version on to two others."""
-    sender = Sender(SlowLinks(), policy, num_workers=2, chunk_mb=_chunk_mb(policy), rate=rate)
-    opened.enter_context(sender)
-    open_ones = [sender.address(i) for i in range(2)]
-    found: list[Address] = []
-    while len(found) < HOSTS:
-        address = open_ones.pop(0)
-        # The hosts of the last row have nothing to pass on.
-        if len(found) + len(open_ones) + 1 >= HOSTS:
-            found.append(address)
-            continue
-        relay = opened.enter_context(Relay(address, num_workers=3, local=(2,)))
-        open_ones += [relay.address(0), relay.address(1)]
-        found.append(relay.address(2))
-    return sender, found
-
-
-def _chunk_mb(policy: dict[str, torch.Tensor]) -> float:
-    return sum(tensor.nbytes for tensor in policy.values()) / 64e6
-
-
-def measure(make: Any, nbytes: int, rate: float, rounds: int) -> float:
-    """Seconds from the send until the last worker has the version, over those of one link."""
-    policy = {str(i): torch.randn(nbytes // 32) for i in range(8)}
-    with ExitStack() as opened:
-        sender, addresses = make(opened, policy, rate)
-        models = [{n: torch.zeros_like(t) for n, t in policy.items()} for _ in addresses]
-        pairs = zip(addresses, models, strict=True)
-        receivers = [opened.enter_context(Receiver(a, m)) for a, m in pairs]
-        seconds = []
-        for _ in range(rounds):
-            policy["0"].add_(1)
-            threads = [threading.Thread(target=receiver.receive) for receiver in receivers]
-            for thread in threads:
-                thread.start()
+def trainer(address: str, pipe: Connection, *, nbytes: int) -> None:
+    """The sender, which answers each request of the program."""
+    numel = nbytes // 4 // TENSORS
+    policy = {str(i): values(numel, 0) for i in range(TENSORS)}
+    sender: Sender | None = None
+    version = 0
+    while True:
+        request = pipe.recv()
+        if isinstance(request, tuple):
+            count, in_chunks = request
+            if sender is not None:
+                sender.close()
+            sender = Sender(
+                "dist",
+                policy,
+                num_workers=count,
+                host=address,
+                shared_memory=False,
+                timeout=_TIMEOUT,
+                version=version,
+                chunk_mb=nbytes / CHUNKS / 1e6 if in_chunks else None,
+            )
+            pipe.send([sender.address(i) for i in range(count)])
+        else:
+            assert sender is not None
+            version += 1
+            for tensor in policy.values():
+                tensor.copy_(values(numel, version))
             started = time.perf_counter()
             sender.send()
-            seconds.append(time.perf_counter() - started)
-            for thread in threads:
-                thread.join()
-            if not all(torch.equal(model["0"], policy["0"]) for model in models):
-                raise RuntimeError("a worker has not what was sent")
-    return median(seconds) / (nbytes / rate)
+            pipe.send(time.perf_counter() - started)
+
+
+class Host:
+    """A worker, and a relay where the host has to pass versions on.
+
+    Args:
+        address: of the host.
+        nbytes: of the model.
+    """
+
+    def __init__(self, address: str, nbytes: int) -> None:
+        self._address = address
+        self._numel = nbytes // 4 // TENSORS
+        self._model = {str(i): torch.zeros(self._numel, dtype=torch.int32) for i in range(TENSORS)}
+        self._relay: Relay | None = None
+        self._receiver: Receiver | None = None
+
+    def join(self, address: Address, others: int) -> list[Address]:
+        """Receive by this address, and return the addresses of others that receive from here."""
+        found: list[Address] = []
+        if others:
+            self._relay = Relay(address, num_workers=others + 1, host=self._address)
+            *found, address = (self._relay.address(i) for i in range(others + 1))
+        # From another host, so that its connection comes by the link.
+        self._receiver = Receiver(address, self._model)
+        return found
+
+    def receive(self) -> int | None:
+        """Receive a version, and compare every element; the version, or None."""
+        assert self._receiver is not None
+        version = self._receiver.receive()
+        if version is None:
+            return None
+        expected = values(self._numel, version)
+        return version if all(torch.equal(t, expected) for t in self._model.values()) else None
+
+    def leave(self) -> None:
+        """Close the receiver, and the relay."""
+        for each in (self._receiver, self._relay):
+            if each is not None:
+                each.close()
+        self._relay = None
+
+
+def worker(address: str, pipe: Connection, *, nbytes: int) -> None:
+    """A host, which answers each request of the program."""
+    host = Host(address, nbytes)
+    while True:
+        name, *arguments = pipe.recv()
+        pipe.send(getattr(host, name)(*arguments))
+
+
+def ask(pipe: Connection, *request: Any) -> Any:
+    """The answer of a host."""
+    pipe.send(request)
+    return pipe.recv()
+
+
+def connect(way: str, pipes: list[Connection]) -> list[Connection]:
+    """Connect sender, relays and workers; the hosts that receive."""
+    first, *others = pipes
+    branches = {"one link": 1, "direct": HOSTS, "chain": 1, "tree": 2}[way]
+    open_ones: list[Address] = ask(first, branches, way in ("chain", "tree"))
+    if way == "one link":
+        others = others[:1]
+    for index, pipe in enumerate(others):
+        left = len(others) - index - 1 - len(open_ones) + 1
+        passes_on = min(branches, left) if way in ("chain", "tree") else 0
+        open_ones += ask(pipe, "join", open_ones.pop(0), max(0, passes_on))
+    return others
+
+
+def measure(way: str, pipes: list[Connection], sends: int) -> float:
+    """Seconds of the last of some sends, until the last worker has the version."""
+    receiving = connect(way, pipes)
+    seconds = 0.0
+    for _ in range(sends):
+        for pipe in receiving:
+            pipe.send(("receive",))
+        pipes[0].send("send")
+        seconds = pipes[0].recv()
+        versions = {pipe.recv() for pipe in receiving}
+        if len(versions) != 1 or None in versions:
+            raise RuntimeError(f"{way}: a worker has not what was sent: {versions}")
+    # Those that receive from others leave first.
+    for pipe in reversed(receiving):
+        ask(pipe, "leave")
+    return seconds
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mb", type=float, default=40.0)
-    parser.add_argument("--rate", type=float, default=8.0, help="MB per second")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--mb", type=float, default=400.0, help="of the model")
+    parser.add_argument("--mbit", type=float, default=400.0, help="of each link, per second")
+    parser.add_argument("--ways", nargs="+", default=["direct", "chain", "tree"])
     arguments = parser.parse_args()
-    nbytes, rate = int(arguments.mb * 1e6), arguments.rate * 1e6
-    print("| way | time to the last of 8 hosts / time of one link |")
-    print("|---|--:|")
-    for make in (direct, chain, tree):
-        print(f"| {make.__name__} | {measure(make, nbytes, rate, arguments.rounds):.2f} |")
+    if reason := missing():
+        parser.error(reason)
+    nbytes = int(arguments.mb * 1e6)
+    roles: list[Role] = [
+        partial(trainer, nbytes=nbytes),
+        *(partial(worker, nbytes=nbytes) for _ in range(HOSTS)),
+    ]
+    print("| way | MB | Mb/s of a link | seconds | over those of one link |")
+    print("|---|--:|--:|--:|--:|")
+    size = f"{arguments.mb:g} | {arguments.mbit:g}"
+    with hosts(roles, arguments.mbit) as pipes:
+        link = measure("one link", pipes, sends=2)
+        print(f"| one link | {size} | {link:.1f} | 1.00 |", flush=True)
+        for way in arguments.ways:
+            # The first send connects, which is little beside eight times a link.
+            seconds = measure(way, pipes, sends=1 if way == "direct" else 2)
+            print(f"| {way} | {size} | {seconds:.1f} | {seconds / link:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

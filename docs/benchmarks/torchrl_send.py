@@ -29,8 +29,18 @@ _WARM_UP = 2
 _FIRST_WEIGHTS_SECONDS = 300.0
 
 
-def measure(scheme: str, model: str, *, workers: int, rounds: int) -> list[float]:
-    """Return the seconds of each round of a scheme with a model of `sync_core.bench.MODELS`."""
+def measure(
+    scheme: str, model: str, *, workers: int, rounds: int, pause: float = SETTLE_SECONDS
+) -> list[float]:
+    """Return the seconds of each round of a scheme with a model of `sync_core.bench.MODELS`.
+
+    Args:
+        scheme: ``shared`` or ``mp``.
+        model: the model's name.
+        workers: how many.
+        rounds: how many count.
+        pause: seconds before each.
+    """
     _prepare_process()
     context = multiprocessing.get_context("spawn")
     trained = make_model(model)
@@ -49,8 +59,12 @@ def measure(scheme: str, model: str, *, workers: int, rounds: int) -> list[float
         sender.connect()
         _ask(pipes, "connect")
         weights = TensorDict.from_module(trained).data
-        versions = range(1, _WARM_UP + rounds + 1)
-        return [_round(sender, trained, weights, pipes, v) for v in versions][_WARM_UP:]
+        seconds = []
+        for version in range(1, _WARM_UP + rounds + 1):
+            mark(trained, version)
+            time.sleep(pause)
+            seconds.append(_round(sender, weights, pipes, version))
+        return seconds[_WARM_UP:]
     finally:
         for pipe in pipes:
             pipe.close()
@@ -60,9 +74,7 @@ def measure(scheme: str, model: str, *, workers: int, rounds: int) -> list[float
         sender.shutdown()
 
 
-def _round(scheme: Any, model: Any, weights: Any, pipes: list[Any], version: int) -> float:
-    mark(model, version)
-    time.sleep(SETTLE_SECONDS)
+def _round(scheme: Any, weights: Any, pipes: list[Any], version: int) -> float:
     begin = time.perf_counter()
     scheme.send(weights)
     seconds = time.perf_counter() - begin

@@ -284,6 +284,60 @@ def test_a_collector_that_is_shut_down_while_it_listens_leaves_its_senders() -> 
             sender.send()
 
 
+def with_two_models(scheme: str, stack: ExitStack) -> tuple[dict[str, Sender], Collector]:
+    """A collector that receives its policy and another model from two senders."""
+    senders = {
+        name: stack.enter_context(
+            Sender(scheme, Scale(5.0), num_workers=1, model_id=name, timeout=20.0)
+        )
+        for name in ("policy", "critic")
+    }
+    addresses = {name: each.address(0) for name, each in senders.items()}
+    made = Collector(
+        CountingEnv,
+        Scale(),
+        weight_sync_schemes={"policy": "thread", "critic": "thread"},
+        models={"critic": Scale()},
+        frames_per_batch=2,
+        timeout=20.0,
+    )
+    stack.enter_context(made).register_scheme_receiver(addresses, synchronize_weights=False)
+    return senders, made
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm"])
+def test_one_of_several_senders_may_go(scheme: str) -> None:
+    with ExitStack() as stack:
+        senders, made = with_two_models(scheme, stack)
+        senders["critic"].close()
+        with pytest.raises(SenderLostError):
+            made.receive_weights()
+        pending = senders["policy"].send_async()
+        assert made.receive_weights() == {"policy": 1}
+        assert pending.wait().updated == (0,)
+        made.shutdown()
+        with pytest.raises(SendError, match="closed its receiver"):
+            senders["policy"].send()
+
+
+def test_a_collector_that_is_shut_down_while_it_listens_to_several_senders() -> None:
+    with ExitStack() as stack:
+        senders, made = with_two_models("shm", stack)
+        listening = threading.Thread(target=made.receive_weights, kwargs={"timeout": 300.0})
+        listening.start()
+        next(made)  # which does not wait for listeners
+        made.shutdown()
+        listening.join(20.0)
+        assert not listening.is_alive()
+        for thread in threading.enumerate():
+            if thread.name.startswith("sync-upstream"):
+                thread.join(20.0)
+                assert not thread.is_alive()
+        for sender in senders.values():
+            with pytest.raises(SendError, match="closed its receiver"):
+                sender.send()
+
+
 def test_weights_come_in_the_background_too(sender: Sender) -> None:
     batches: list[Any] = []
     buffer = SimpleNamespace(extend=batches.append)
@@ -374,7 +428,7 @@ def test_what_cannot_be_received(sender: Sender) -> None:
             made.receive_weights(Scale())
     with (
         Collector(CountingEnv, policy_factory=Scale, scheme="thread", frames_per_batch=2) as made,
-        pytest.raises(ModelError, match="no policy of its own"),
+        pytest.raises(ModelError, match="no policy to load weights into"),
     ):
         made.receive_weights(Scale())
     with (

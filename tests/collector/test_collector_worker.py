@@ -286,7 +286,7 @@ def test_gymnasium_as_it_is(make: Any) -> None:
 
 
 def test_no_environment_at_all() -> None:
-    with pytest.raises(RemoteCallError, match="no environment at all"):
+    with pytest.raises(RemoteCallError, match="holds no environment"):
         inline(lambda: CountingEnv(num_envs=0))
 
 

@@ -102,7 +102,7 @@ def test_kinds_are_told_by_their_members() -> None:
     ("made", "error", "message"),
     [
         (7, TypeError, "made a int, which has no reset"),
-        (CountingEnv(num_envs=0), ValueError, "no environment at all"),
+        (CountingEnv(num_envs=0), ValueError, "holds no environment"),
         (type("Bare", (), {"reset": print, "step": print})(), TypeError, "batch_size = torch.Size"),
     ],
 )

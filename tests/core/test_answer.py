@@ -34,7 +34,6 @@ def test_an_answer_comes_through_json_as_it_was() -> None:
         known_at=10.5,
         answered_at=10.75,
         clock="b",
-        digest="a",
     )
     assert Answer.from_message(json.loads(json.dumps(answer.to_message()))) == answer
 
@@ -58,7 +57,6 @@ def test_what_a_newer_worker_tells_besides_is_left_out() -> None:
         {"commit_seconds": math.nan},
         {"pause_seconds": math.inf},
         {"commit_seconds": "fast"},
-        {"digest": 5},
         {"known_at": "noon"},
         {"answered_at": math.nan},
         {"clock": 5},

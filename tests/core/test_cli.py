@@ -58,6 +58,7 @@ def test_list_cuts_nothing_off_in_a_narrow_terminal(
     assert main(["list"]) == 0
     out = Text.from_ansi(capsys.readouterr().out).plain
     assert "…" not in out
+    assert ("sync-plugin-std" in out) is (columns == "80")  # else it is broken into lines
     assert "bf16: disabled; to use it, take it out of SYNC_DISABLE" in out.splitlines()
 
 

@@ -54,7 +54,7 @@ def send(sender: Sender, *receivers: Receiver, **arguments: Any) -> SendReport:
         ("none", {}, "scheme 'none' .* moves nothing"),
         ("thread", {}, "scheme 'thread' .* does not leave this process"),
         ("shm", {"zero_copy": True}, "zero_copy has workers read whole versions"),
-        ("shm", {"increments": "yes"}, "increments must be True, False or Increments"),
+        ("shm", {"increments": "yes"}, "increments must be True, False, .auto. or Increments"),
     ],
 )
 def test_what_is_refused(scheme: str, options: dict[str, Any], message: str) -> None:

@@ -318,17 +318,6 @@ def test_a_receiver_is_closed_by_the_garbage_collector_in_a_thread_with_locks() 
         assert sender.workers[0].state == "lost"
 
 
-def test_a_delivery_may_fail_while_its_answer_is_checked() -> None:
-    delivery = Delivery(0, version=1, nbytes=8)
-    error = WorkerLostError(0, "closed its receiver")
-    delivery.require(lambda delivery, _: delivery.fail(error))
-    answering = threading.Thread(target=delivery.acknowledge, daemon=True)
-    answering.start()
-    answering.join(20)
-    assert not answering.is_alive()
-    assert delivery.error is error
-
-
 def test_one_that_has_answered_by_then_is_not_put_into_quarantine(members: Membership) -> None:
     delivery = send(members, 1)[0]
     delivery.fail(WorkerTimeoutError(0, "is silent"))

@@ -46,6 +46,29 @@ def test_importing_the_package_and_asking_for_help_import_no_torch(command: str)
     subprocess.run([sys.executable, "-c", source], check=True, timeout=50, capture_output=True)
 
 
+def test_a_plain_sender_and_receiver_import_no_optional_feature() -> None:
+    source = """
+import sys
+import torch
+from sync_core import Receiver, Sender
+policy, copy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+with Sender("shm", policy, num_workers=1) as sender:
+    with Receiver(sender.address(0), copy) as receiver:
+        pending = sender.send_async()
+        assert receiver.receive() == 1 and pending.wait().updated == (0,)
+features = (
+    "admission", "increments", "left_out", "receiving.background", "receiving.getter", "relays",
+    "sending.elastic", "sending.failure_policy", "sending.partial", "sending.status",
+    "shards", "verify", "weights.patch",
+)
+print(*[name for name in features if "sync_core." + name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], timeout=50, capture_output=True, text=True, check=True
+    )
+    assert not done.stdout.split()
+
+
 def test_a_command_that_needs_rich_says_what_to_type() -> None:
     source = "import sys; sys.modules['rich'] = None; from sync_core.cli import main; "
     source += "sys.exit(main(['list']))"

@@ -66,7 +66,11 @@ class OneRank:
 
 
 class TestOneRank(FaultCases):
-    """Faults alone: other cases have partial updates, and workers that are served at once."""
+    """Faults, and workers that come late; other cases have partial updates."""
 
     scheme = OneRank()
     test_workers_come_and_go = LifetimeCases.test_workers_come_and_go_while_versions_are_sent
+    test_late = LifetimeCases.test_a_worker_that_joins_late_gets_the_newest_version
+    test_late_after_others = LifetimeCases.test_a_late_worker_gets_what_went_to_all
+    test_removed_and_added_again = LifetimeCases.test_an_id_may_be_removed_and_added_again
+    test_back_again = LifetimeCases.test_a_worker_that_comes_back_gets_the_newest_version

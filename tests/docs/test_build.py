@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import inspect
+import json
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,16 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 _LOADED = re.compile(
     r'<(?:script|img|iframe|source)\b[^>]*\ssrc="(.*?)"|<link\b[^>]*\shref="(.*?)"'
 )
+
+# Asks the search of Sphinx, whose results come in reverse.
+_SEARCH = """<script>
+const found = {};
+for (const word of @WORDS@) {
+    const results = Search._performSearch(...Search._parseQuery(word));
+    found[word] = results.reverse().slice(0, 3).map(result => result[0]);
+}
+document.title = "found " + JSON.stringify(found);
+</script></body>"""
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -53,12 +66,31 @@ def test_a_page_is_as_wide_as_a_phone(built: Path, tmp_path: Path, page: str) ->
     script = "document.title = `wide ${document.documentElement.scrollWidth} ${innerWidth}`"
     text = (built / page).read_text(encoding="utf-8")
     measured.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
-    options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'c'}")
-    command = [str(CHROMIUM), *options, "--window-size=500,900", "--dump-dom", measured.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    found = re.search(r"<title>wide (\d+) (\d+)</title>", done.stdout)
-    assert found is not None, done.stderr
+    done = _chromium(tmp_path, "--window-size=500,900", "--dump-dom", measured.as_uri())
+    found = re.search(r"<title>wide (\d+) (\d+)</title>", done)
+    assert found is not None, done[:2000]
     assert int(found[1]) <= int(found[2])
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+def test_the_search_finds_what_readers_type(built: Path, tmp_path: Path) -> None:
+    """The pages' own search, in a browser, has the page of each word among the first three."""
+    pages = tomllib.loads((ROOT / "docs" / "search.toml").read_text(encoding="utf-8"))
+    words = sorted({word for found in pages.values() for word in found})
+    script = _SEARCH.replace("@WORDS@", json.dumps(words))
+    page = (built / "search.html").read_text(encoding="utf-8").replace("</body>", script)
+    (built / "searched.html").write_text(page, encoding="utf-8")
+    done = _chromium(tmp_path, "--dump-dom", (built / "searched.html").as_uri())
+    printed = re.search(r"<title>found (.*?)</title>", done)
+    assert printed is not None, done[:2000]
+    found = json.loads(html.unescape(printed[1]))
+    missed = [
+        f"{word!r} finds {found[word]}, and not {page}"
+        for page, asked in pages.items()
+        for word in asked
+        if page not in found[word]
+    ]
+    assert not missed, "\n".join(missed)
 
 
 def test_every_public_member_has_an_entry(built: Path) -> None:
@@ -78,6 +110,14 @@ def test_every_public_member_has_an_entry(built: Path) -> None:
     }
     assert len(wanted) > 200
     assert not wanted - entries
+
+
+def _chromium(folder: Path, *arguments: str) -> str:
+    """Run a browser without a window, with its profile in a folder; return its output."""
+    options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'c'}")
+    command = [str(CHROMIUM), *options, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    return done.stdout
 
 
 def _classes(module: str) -> Iterator[tuple[str, type]]:

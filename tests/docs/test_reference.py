@@ -18,7 +18,7 @@ import pytest
 import sync_core
 from sync_core import errors, registry
 from sync_core import hooks as hookspecs
-from sync_core.hooks import HOOKS, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
+from sync_core.hooks import HOOKS, LAYER_CAPABILITIES, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
 from sync_core.workers import WorkerGroup
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +115,10 @@ def test_every_capability_is_explained() -> None:
     for name in registry.KNOWN[registry.SCHEMES]:
         declared = registry.find(registry.SCHEMES, name).capabilities
         assert declared <= SCHEME_CAPABILITIES.keys(), name
+    for name in registry.KNOWN[registry.LAYERS]:
+        layer = registry.load(registry.LAYERS, registry.entry_point(registry.LAYERS, name))
+        declared = getattr(layer, "capabilities", frozenset())
+        assert declared <= LAYER_CAPABILITIES.keys(), name
     for name in registry.KNOWN[registry.WORKERS]:
         declared = registry.find(registry.WORKERS, name).capabilities
         assert declared <= WORKER_CAPABILITIES.keys(), name

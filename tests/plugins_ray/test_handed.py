@@ -36,6 +36,7 @@ from sync_core.testing.worker_groups import eventually
 from sync_plugin_ray import take_calls
 from sync_plugin_ray.inbox import Inbox
 from sync_plugin_ray.mailbox import MailboxOffer
+from sync_plugin_ray.pull import PullSender
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -206,6 +207,26 @@ def test_a_worker_that_does_not_look_in_time_finds_the_newest(
         assert sender.send(weights(4, size)).updated == (0,)
         assert ray.get(calls) == (4, {4.0})
     assert eventually(lambda: kept() == 0, 30)
+
+
+def test_a_call_that_has_returned_makes_room_before_its_event_is_handled(
+    pool: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = threading.Event()
+    handled = PullSender._handed
+
+    def handle_late(sender: PullSender, *arguments: Any) -> None:
+        looked.wait(20.0)
+        handled(sender, *arguments)
+
+    monkeypatch.setattr(PullSender, "_handed", handle_late)
+    with Sender("ray", weights(0.0), num_workers=1) as sender:
+        ray.get(pool[0].connect.remote(sender.address(0)))
+        for version in (1, 2, 3):
+            with pytest.raises(SendError):
+                sender.send_async(weights(version)).wait(0.01)
+        assert ray.get(pool[0].receive.remote(0)) == (3, {3.0})
+        looked.set()
 
 
 def test_a_lost_object_is_put_and_brought_again(pool: list[Any], lost: Any) -> None:

@@ -37,7 +37,7 @@ from sync_core.testing.schemes.models import fill, make_policy
 from sync_core.testing.schemes.pool import SchemeCases
 from sync_core.testing.schemes.protocol import ProtocolCases
 from sync_core.testing.schemes.values import IsolationCases
-from sync_core.transports import Block
+from sync_core.transports import Block, ProcessEvent, SharedMemoryReceiver
 from sync_plugin_std import with_pipe
 
 pytestmark = pytest.mark.timeout(90)
@@ -276,6 +276,38 @@ class SharedMemoryCases(KeepsVersions):
                 assert receiver.receive(5.0) == value
                 assert pending.wait().updated == (0,)
                 assert all((parameter == value).all() for parameter in target.parameters())
+
+    def test_a_slot_that_is_announced_before_it_is_offered(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        announced = threading.Event()
+        read, offer = SharedMemoryReceiver._handle_next, ProcessEvent.set
+
+        def read_and_say(receiver: SharedMemoryReceiver, timeout: float) -> None:
+            with few_descriptors():
+                read(receiver, timeout)
+            announced.set()
+
+        def offer_late(event: ProcessEvent) -> None:
+            announced.wait(10.0)
+            offer(event)
+
+        with (
+            self.sender(make_policy(1.0)) as sender,
+            Receiver(sender.address(0), make_policy()) as receiver,
+        ):
+            monkeypatch.setattr(SharedMemoryReceiver, "_handle_next", read_and_say)
+            monkeypatch.setattr(ProcessEvent, "set", offer_late)
+            with ThreadPoolExecutor(1) as pool:
+                receiving = pool.submit(receiver.receive, 5.0)
+                with pytest.raises(SendError, match="ulimit -n"):
+                    sender.send()
+                with pytest.raises(CapacityError, match="ulimit -n"):
+                    receiving.result(10.0)
+            monkeypatch.undo()
+            pending = sender.send_async()
+            assert receiver.receive(5.0) == 2
+            assert pending.wait().updated == (0,)
 
     @pytest.mark.parametrize("left", [0, 1])
     def test_a_sender_that_can_open_no_more_descriptors(self, left: int) -> None:

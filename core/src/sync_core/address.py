@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from sync_core import registry
 from sync_core.errors import AddressError, OptionError, PayloadError
 from sync_core.hooks import ApplyContext, TransportContext, parse_options
 from sync_core.models.extract import Strategy
-from sync_core.verify import Verify
 from sync_core.weights.layout import Layout
 
 #: The version of the JSON form, and the entry that holds it.
@@ -20,6 +20,29 @@ _FORMAT = 1
 _MARK = "sync_address"
 #: A longer text is refused before it is parsed.
 _MAX_CHARACTERS = 200_000_000
+
+#: The kinds of verification; see `sync_core.Sender`.
+Verify = Literal["checksum", "readback"]
+
+
+class IndirectEndpoint(ABC):
+    """An endpoint that a receiver resolves, before it makes its transport."""
+
+    #: Whether the receiver's model may be given with ``regions``.
+    takes_regions = False
+
+    @abstractmethod
+    def resolve(
+        self, address: Address, model: Any, regions: Any, timeout: float
+    ) -> tuple[Address, Any]:
+        """Return the address to connect to, and the model that fits it.
+
+        Args:
+            address: the address that has this endpoint.
+            model: what the receiver was given as ``model``.
+            regions: what it was given as ``regions``.
+            timeout: in seconds.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sync_core import registry
-from sync_core.address import Address
+from sync_core.address import Address, IndirectEndpoint
 from sync_core.errors import AddressError, SenderLostError, SyncError
 from sync_core.hooks import TransportContext
 from sync_core.stack import Defaults, Stack
@@ -42,7 +42,7 @@ _LAYOUT = Layout.of_kinds([(ADMISSION, torch.uint8, (_NAME_NBYTES + 8,))])
 
 
 @dataclass(frozen=True, slots=True)
-class Entrance:
+class Entrance(IndirectEndpoint):
     """The endpoint of an address that many workers share.
 
     Args:
@@ -54,6 +54,13 @@ class Entrance:
     admission: Any
     token: str
     workers: Any
+
+    def resolve(
+        self, address: Address, model: Any, regions: Any, timeout: float
+    ) -> tuple[Address, Any]:
+        """Ask the sender for an id."""
+        del regions
+        return enter(address, timeout), model
 
 
 class Admission:

@@ -98,7 +98,9 @@ def check_seconds(seconds: float, name: str = "timeout") -> float:
         >>> check_seconds(2.5), check_seconds(float("inf"))
         (2.5, 2000000.0)
     """
-    valid = isinstance(seconds, Real) and not isinstance(seconds, bool)
+    valid = type(seconds) in (int, float) or (
+        isinstance(seconds, Real) and not isinstance(seconds, bool)
+    )
     if not valid or isnan(seconds) or seconds < 0:
         raise OptionError(f"{name} is a number of seconds, not {seconds!r}")
     return min(float(seconds), _LONGEST)

@@ -216,6 +216,19 @@ KNOWN = MappingProxyType(
 )
 
 
+class ComposedScheme:
+    """The base of a scheme whose transports are made of another scheme's.
+
+    Attributes:
+        name: the name of the other scheme, by which messages and reports name this one.
+        by_parts: whether a version travels in parts that are verified one by one, by the
+            transports.
+    """
+
+    name: str
+    by_parts = False
+
+
 @dataclass(frozen=True, slots=True)
 class Plugin:
     """A plugin that was found.
@@ -239,6 +252,11 @@ class Plugin:
         """Return the capabilities that the plugin declares."""
         declared: frozenset[str] = self.object.capabilities
         return declared
+
+    @property
+    def by_parts(self) -> bool:
+        """Return whether the plugin is a scheme whose versions travel in parts."""
+        return isinstance(self.object, ComposedScheme) and self.object.by_parts
 
     def describe(self) -> str:
         """The plugin's kind, name, distribution and version, for messages."""
@@ -387,6 +405,8 @@ def _needs_arguments(given: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def _name_of(given: Any) -> str:
+    if isinstance(given, ComposedScheme):
+        return given.name
     if inspect.isclass(given) or inspect.ismodule(given):
         return given.__name__
     return type(given).__name__

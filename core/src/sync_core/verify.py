@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Any, Literal
+from collections.abc import Generator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sync_core.errors import CorruptionError, OptionError, ReadbackError, WorkerError
+from sync_core.address import Verify
+from sync_core.errors import CorruptionError, OptionError, ReadbackError
 from sync_core.hooks import ApplyContext, SendContext, hookimpl, implemented
 from sync_core.models.extra_state import is_extra_state
 from sync_core.models.extract import Strategy, named_tensors
 from sync_core.registry import LAYERS, Plugin
-from sync_core.transports.transport import Answer, Delivery
 from sync_core.weights.layout import ALIGNMENT, CHECKSUMS, Layout, TensorSpec, place_of
 from sync_core.weights.payload import Update
 
 _BUCKET_NBYTES = 4 << 20
-# So many that the digest of a model, 16 digits for each bucket, fits into a message.
+# So that the checksums of a large model take 8 KB at most.
 _MOST_BUCKETS = 1024
 _NAMES_SHOWN = 8
 
@@ -122,74 +122,46 @@ def bytes_of(tensor: Tensor) -> Any:
     return plain.reshape(-1).view(torch.uint8).numpy()
 
 
-#: The kinds of verification: see `Sender`, and docs/decisions/0011-verify.md.
-Verify = Literal["checksum", "readback"]
+def with_verification(
+    mode: Verify, backend: Plugin, layers: Sequence[Plugin], strategy: Strategy
+) -> tuple[Plugin, ...]:
+    """Return the layers of one end, with those that verify: see docs/decisions/0011-verify.md.
 
-
-class Verification:
-    """The verification of one sender or receiver.
-
-    Nothing where nothing travels: with a scheme whose workers have the sender's own model.
+    Where nothing travels, since the scheme's workers have the sender's own model, they are the
+    layers given.
 
     Args:
-        mode: see `Sender`.
+        mode: the argument ``verify`` of `sync_core.Sender`.
         backend: the scheme.
         layers: the user's.
         strategy: how the model is read back.
+        by_parts: whether the transport adds and compares checksums itself: those of the parts that
+            each rank of a sharded trainer sends.
 
     Raises:
         OptionError: there is no such mode, the hash library is missing, or the scheme loads
             weights itself, so that they cannot be read back.
     """
-
-    def __init__(
-        self, mode: Verify | None, backend: Plugin, layers: Sequence[Plugin], strategy: Strategy
-    ) -> None:
-        if mode not in (None, "checksum", "readback"):
-            raise OptionError(f"verify must be 'checksum', 'readback' or None, not {mode!r}")
-        self.layers = tuple(layers)
-        self._seal: _Seal | None = None
-        self._readback: _Readback | None = None
-        #: Whether workers read their models back.
-        self.reads_back = mode == "readback" and "same_object" not in backend.capabilities
-        if mode is None or "same_object" in backend.capabilities:
-            return
-        check_installed()
-        self._seal = _Seal()
-        self.layers = (*self.layers, Plugin(LAYERS, "checksum", self._seal))
-        if mode == "readback":
-            if "apply_weights" in implemented(backend.object):
-                raise OptionError(
-                    f"{backend.describe()} loads weights itself, so that they cannot be read "
-                    "back; use verify='checksum'"
-                )
-            self._readback = _Readback(strategy)
-            self.layers = (Plugin(LAYERS, "readback", self._readback), *self.layers)
-        self._unchanged = not any(
-            hook in implemented(layer.object)
-            for layer in layers
-            for hook in ("prepare_weights", "apply_weights")
+    if mode not in get_args(Verify):
+        raise OptionError(f"verify must be 'checksum', 'readback' or None, not {mode!r}")
+    if "same_object" in backend.capabilities:
+        return tuple(layers)
+    check_installed()
+    verified = tuple(layers)
+    if not backend.by_parts:
+        verified = (*verified, Plugin(LAYERS, "checksum", _Seal()))
+    if mode == "checksum":
+        return verified
+    if "apply_weights" in implemented(backend.object):
+        raise OptionError(
+            f"{backend.describe()} loads weights itself, so that they cannot be read back; use "
+            "verify='checksum'"
         )
-
-    @property
-    def digest(self) -> str | None:
-        """The digest of what was last committed here; None where it is not read back."""
-        return None if self._readback is None else self._readback.digest
-
-    def guard(self, deliveries: Iterable[Delivery]) -> None:
-        """Let no worker count as updated whose model does not hold what was just prepared."""
-        if self._readback is None or self._seal is None:
-            return
-        layout, sums = self._seal.sent
-        check = partial(_compare, layout, _digest(sums) if self._unchanged else None)
-        for delivery in deliveries:
-            delivery.require(check)
+    return (Plugin(LAYERS, "readback", _Readback(strategy)), *verified)
 
 
 class _Seal:
     """The layer next to the wire: adds checksums to what travels, and takes them out again."""
-
-    sent: tuple[Layout, Sequence[int]] = (Layout(()), ())
 
     @hookimpl(wrapper=True)
     def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
@@ -198,7 +170,6 @@ class _Seal:
         travels = sealed(layout)
         # Version 0 is prepared for its layout alone.
         sums = checksums(layout, tensors) if context.version else [0] * travels.specs[-1].shape[0]
-        self.sent = layout, sums
         update.become(travels, (*tensors, to_tensor(sums)))
         return update
 
@@ -225,14 +196,12 @@ class _Readback:
     """The layer next to the model: reads what was written, and compares."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self.digest: str | None = None
         self._strategy = strategy
 
     @hookimpl(wrapper=True)
     def apply_weights(
         self, update: Update, model: Any, context: ApplyContext
     ) -> Generator[None, bool, bool]:
-        self.digest = None
         if context.cast:
             update.replace(_as_in(named_tensors(model, self._strategy), update))
         layout, given = update.layout, update.tensors
@@ -254,51 +223,15 @@ class _Readback:
                 f"those written in {', '.join(map(repr, wrong))}; it is known bad until a newer "
                 "version is committed, which the next send brings",
             )
-        self.digest = _digest(found)
         return result
 
 
-def _compare(
-    layout: Layout, expected: str | None, delivery: Delivery, answer: Answer | None
-) -> WorkerError | None:
-    worker_id = delivery.worker_id
-    digest = None if answer is None else answer.digest
-    if digest is None:
-        return WorkerError(
-            worker_id,
-            f"committed version {delivery.version}, and did not say what its model holds; the "
-            "scheme brings no answers back, as verify='readback' needs",
-        )
-    if expected in (None, digest):
-        return None
-    return ReadbackError(
-        worker_id,
-        f"committed version {delivery.version}, but its model does not hold what was sent, and is "
-        "known bad until the next send: "
-        + _differences(layout, _sums(expected or ""), _sums(digest)),
-    )
-
-
-def _digest(sums: Sequence[int]) -> str:
-    return "".join(f"{number:016x}" for number in sums)
-
-
-def _sums(digest: str) -> list[str]:
-    return [digest[start : start + 16] for start in range(0, len(digest), 16)]
-
-
-def _differences(layout: Layout, expected: Sequence[object], found: Sequence[object]) -> str:
-    if len(expected) != len(found):
-        return f"{len(expected)} checksums were expected, and {len(found)} found"
+def _differences(layout: Layout, expected: Sequence[int], found: Sequence[int]) -> str:
     return "; ".join(
-        f"{describe_bucket(layout, number)}: expected {_hex(wanted)}, found {_hex(got)}"
+        f"{describe_bucket(layout, number)}: expected {wanted:016x}, found {got:016x}"
         for number, (wanted, got) in enumerate(zip(expected, found, strict=True))
         if wanted != got
     )
-
-
-def _hex(value: object) -> str:
-    return f"{value:016x}" if isinstance(value, int) else str(value)
 
 
 def _unequal(layout: Layout, given: Sequence[Tensor], held: Sequence[Tensor]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Collection, Iterator, Mapping
@@ -9,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from sync_core.transports import Finding
+from sync_plugin_dist.options import DistOptions
+from sync_plugin_dist.protocol import listen
 
 # Of torch.distributed's gloo and of torch RPC. NCCL's own takes patterns, and reports them itself.
 _INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -17,11 +20,45 @@ _FOR_A_GPU = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
 _NO_DEVICES = ("", "-1", "NoDevFiles")
 
 
-def find() -> Iterator[Finding]:
-    """All of it."""
+def find(options: DistOptions) -> Iterator[Finding]:
+    """All of it, for a sender with these options."""
     yield from host_name(socket.gethostname())
     yield from interfaces(os.environ, {name for _, name in socket.if_nameindex()})
     yield from gpu(os.environ, seen=torch.cuda.is_available())
+    yield from listening(options.host, options.port)
+
+
+def listening(host: str, port: int) -> Iterator[Finding]:
+    """An address or a port on which a sender of this machine cannot listen.
+
+    Args:
+        host: the address that workers connect to.
+        port: the port; 0 for a free one.
+    """
+    try:
+        listen(host, port).close()
+    # A name that is too long for the resolver is refused by a codec.
+    except (OSError, UnicodeError) as error:
+        code = getattr(error, "errno", None)
+        if code == errno.EADDRINUSE:
+            yield Finding(
+                f"port={port}",
+                f"another process listens on it at {host}",
+                f"leave port out for a free one, or see the process: ss -ltnp sport = :{port}",
+            )
+        elif code == errno.EACCES:
+            yield Finding(
+                f"port={port}",
+                "only root may listen on it",
+                "leave port out for a free one, or give one above 1023",
+            )
+        else:
+            yield Finding(
+                f"host={host}",
+                f"is not an address of this machine ({error})",
+                "give an address of the trainer's machine that workers reach; to see them, type: "
+                "ip -brief address",
+            )
 
 
 def host_name(name: str) -> Iterator[Finding]:

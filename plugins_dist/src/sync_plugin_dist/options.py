@@ -90,7 +90,7 @@ def _is_any(host: str) -> bool:
     """Return whether a host means every address, in any spelling."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # a name that is too long is refused by a codec
         return not host
     return any(ip_address(str(address[0])).is_unspecified for *_, address in found)
 

@@ -62,7 +62,7 @@ class Rendezvous(Store):
         """
         key, value = message["key"], b64decode(message["value"], validate=True)
         if type(key) is not str or key in self._values or len(value) > _MAX_VALUE:
-            raise ValueError(f"{message!r:.200} is not a key, or was told before")
+            raise ValueError(f"{message!r:.200} is not a key, or the key has a value")
         self._values[key] = value
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]

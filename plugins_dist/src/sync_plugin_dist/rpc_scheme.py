@@ -55,6 +55,5 @@ class RpcScheme:
         return DistSender(context, options)
 
     def findings(self, context: FindingsContext) -> Iterator[Finding]:
-        """Return what is amiss with the network, and with NCCL."""
-        del context
-        return findings.find()
+        """Return problems of the network, of NCCL, and of the address to listen on."""
+        return findings.find(DistOptions(**vars(context.parse_options(RpcOptions))))

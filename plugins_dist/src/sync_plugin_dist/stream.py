@@ -248,7 +248,7 @@ class Stream:
     def ask(self, peer: DistPeer) -> None:
         """The worker waits for the newest version."""
         if self._shipment is not None and peer in self._shipment.missing:
-            return  # it had asked already, before it was told to begin again
+            return  # it had asked before the request to begin again
         self._asking[peer] = None
         self._advance()
 

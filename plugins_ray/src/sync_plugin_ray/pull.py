@@ -66,7 +66,7 @@ class _Worker:
         pid: its process.
         probed: whether the actor was asked if it lives.
         committed: the version that its receiver has committed last.
-        calls: how many calls are under way.
+        calls: the calls under way.
         handed: the version that was brought to it last.
         left: why its receiver has left; empty while there is one.
     """
@@ -80,7 +80,7 @@ class _Worker:
     pid: int = 0
     probed: bool = False
     committed: int = 0
-    calls: int = 0
+    calls: list[Any] = field(default_factory=list)
     handed: Publication | None = None
     left: str = ""
 
@@ -88,7 +88,7 @@ class _Worker:
         """A receiver has come in its place."""
         self.reader, self.actor, self.group = event.reader, event.actor, event.group
         self.pid, self.probed, self.committed = event.pid, False, 0
-        self.calls, self.handed, self.left = 0, None, ""
+        self.calls, self.handed, self.left = [], None, ""
 
     @property
     def is_behind(self) -> bool:
@@ -358,36 +358,46 @@ class PullSender(SenderTransport):
         publication, reader = worker.wanted, worker.reader
         if not worker.group or publication is None or self._lost is not None:
             return None
-        if worker.handed is publication or worker.calls == _CALLS:
+        if worker.handed is publication:
+            return None
+        if len(worker.calls) == _CALLS:
+            # One may have returned, and its event not be handled yet.
+            _, worker.calls = ray.wait(worker.calls, num_returns=_CALLS, timeout=0)
+        if len(worker.calls) == _CALLS:
             return None
         call: Any = worker.actor.__ray_call__.options(concurrency_group=worker.group)
         try:
             # One argument instead of three: to serialise each separately takes longer.
-            answer = call.remote(partial(hand, reader, _offer(publication), patience))
+            made = call.remote(partial(hand, reader, _offer(publication), patience))
         except PendingCallsLimitExceeded:
             if worker.delivery is not None:
                 refused = "its actor takes no more calls; give it more max_pending_calls"
                 worker.delivery.fail(WorkerError(worker_id, refused))
             return None
-        worker.calls, worker.handed = worker.calls + 1, publication
+        worker.calls, worker.handed = [*worker.calls, made], publication
 
-        def returned(call: Future[Any]) -> None:
+        def returned(answer: Future[Any]) -> None:
             # No receiver of a removed worker reads the event, which would hold the version.
             if self._workers.get(worker_id) is worker:
-                self._events.put(lambda: self._handed(worker_id, reader, publication, call))
+                self._events.put(lambda: self._handed(worker_id, reader, publication, made, answer))
 
-        answer.future().add_done_callback(returned)
-        return answer
+        made.future().add_done_callback(returned)
+        return made
 
     def _handed(
-        self, worker_id: int, reader: str, publication: Publication, call: Future[Any]
+        self,
+        worker_id: int,
+        reader: str,
+        publication: Publication,
+        call: Any,
+        returned: Future[Any],
     ) -> None:
-        error = call.exception()
+        error = returned.exception()
         with self._lock:
             worker = self._workers.get(worker_id)
             if worker is None or worker.reader != reader:
                 return
-            worker.calls -= 1
+            worker.calls = [other for other in worker.calls if other != call]
             failure: WorkerError | None = worker.lost(worker_id, error)
             if failure is None and error is not None and worker.handed is publication:
                 if isinstance(error, ActorUnavailableError):
@@ -399,7 +409,7 @@ class PullSender(SenderTransport):
                 self._hand(worker_id, worker, _WAITING)
         if failure is not None and worker.delivery is not None:
             worker.delivery.fail(failure)
-        elif error is None and (answer := call.result()) is not None:
+        elif error is None and (answer := returned.result()) is not None:
             self._handle(Event("answered", worker_id, publication.version, answer))
 
     def _put_again(self, event: Event, worker: _Worker, publication: Publication) -> None:

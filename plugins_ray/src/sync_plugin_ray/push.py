@@ -49,7 +49,7 @@ class PushSender(CallingTransport):
         self._store = store
         self._model_getter = model_getter
         self._mailbox: PullSender | None = None
-        # What the send in progress has put.
+        # The objects of the send in progress.
         self._published: Publication | None = None
         super().__init__(context, actors)
 

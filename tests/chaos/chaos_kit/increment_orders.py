@@ -122,6 +122,7 @@ class Order:
             below=self.random.choice([0.1, 0.3, 1.0]),
             whole_every=self.random.choice([None, None, 3]),
             compress=self.random.choice([None, "zstd"]),
+            auto=self.random.choice([False, False, True]),
         )
         self.sender = Sender(
             self._scheme(),

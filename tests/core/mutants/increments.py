@@ -102,8 +102,8 @@ class BuildsOnTheVersionBefore(Mutant):
     owner, name = IncrementalSender, "_best_increment"
 
     @staticmethod
-    def method(this: Any, version: int, held: Any) -> Patch | None:
-        found: Patch | None = this._history.since(version - 1)
+    def method(this: Any, line: Any, version: int, held: Any) -> Patch | None:
+        found: Patch | None = line.history.since(version - 1)
         return found
 
 

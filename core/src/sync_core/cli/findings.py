@@ -177,7 +177,7 @@ def threads(wanted: str, cores: int) -> Iterator[Finding]:
         yield Finding(
             about,
             f"the trainer computes and copies with one of {cores} cores, as torchrun sets it "
-            "where nobody else did",
+            "where it is not set",
             f"type: export OMP_NUM_THREADS={cores}, divided by the trainers on this machine",
         )
 

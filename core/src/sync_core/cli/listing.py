@@ -29,6 +29,8 @@ _DISABLED = f"disabled; to use it, take it out of {registry.DISABLE}"
 _GIVEN_TO_EVERY_GROUP = frozenset(inspect.signature(WorkerGroup).parameters)
 # Where no terminal sets a width, as in a pipe, a plugin keeps to one line.
 _UNWRAPPED = 10_000
+# A narrower terminal has no room for whole names beside the other columns.
+_WHOLE = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     for group, title in _TITLES.items():
         of_kind = [plugin for plugin in plugins if plugin.kind == title]
         if of_kind:
-            console.print(_table(title, of_kind, box))
+            console.print(_table(title, of_kind, box, console.width))
         else:
             console.print(f"{title}: none is installed; to install some, type:")
             _print_known(console, group)
@@ -157,11 +159,12 @@ def _print_known(console: Console, group: str) -> None:
         console.print(f"  pip install {distribution}  # {names}", soft_wrap=True)
 
 
-def _table(title: str, plugins: list[Listed], box: Box | None) -> Table:
+def _table(title: str, plugins: list[Listed], box: Box | None, width: int) -> Table:
     table = Table(title=title, title_justify="left", box=box)
     for column in ("name", "distribution", "version", "hooks", "capabilities"):
-        # A name is typed, so it is broken before it is cut off.
-        table.add_column(column, overflow="fold")
+        # Names are typed: they stay whole where there is room, and are broken before they are cut.
+        whole = column in {"name", "distribution"} and width >= _WHOLE
+        table.add_column(column, overflow="fold", no_wrap=whole)
     for plugin in plugins:
         table.add_row(
             plugin.name,

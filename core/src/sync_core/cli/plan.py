@@ -36,6 +36,7 @@ class Costs:
         copy: of a GB that one core copies.
         put: of a GB that is put into Ray's store.
         gloo: of a GB from one sender to one worker, over loopback.
+        compare: of a GB that is compared with the version before it, and applied as an increment.
         copying: how many threads make a large copy.
     """
 
@@ -46,6 +47,7 @@ class Costs:
     copy: float
     put: float
     gloo: float
+    compare: float
     copying: int
 
 
@@ -58,10 +60,15 @@ MEASURED = Costs(
     copy=0.13,
     put=0.17,
     gloo=0.36,
+    compare=1.6,
     copying=2,
 )
 # While one version is read, the next is written.
 _VERSIONS = 2
+# A rank of a sharded trainer copies its part twice: to send it, and for workers that come late.
+_SHARD_COPIES = 2
+# In how many chunks a relay passes a version on, as in docs/benchmarks/relays.py.
+_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +82,11 @@ class Job:
         gbit: what each machine's network carries, in Gbit/s.
         cores: cores of each machine; 0 for as many as it has workers.
         gpu: whether trainer and workers have their model on GPUs, each process on another.
+        ranks: over how many ranks the trainer's model is spread. Where that or ``worker_ranks``
+            is more than 1, each rank and each worker has a link of ``gbit``, and a core.
+        worker_ranks: over how many workers each copy of the model is spread.
+        relays: to how many machines each relay passes a version on: 1 for a chain; 0 for none.
+        changed: the part of the bytes that travels with ``increments=True``.
     """
 
     nbytes: float
@@ -83,6 +95,25 @@ class Job:
     gbit: float = 100.0
     cores: int = 0
     gpu: bool = False
+    ranks: int = 1
+    worker_ranks: int = 1
+    relays: int = 0
+    changed: float = 1.0
+
+    @property
+    def sharded(self) -> bool:
+        """Return whether the model is spread over ranks, of the trainer or of the workers."""
+        return self.ranks > 1 or self.worker_ranks > 1
+
+    @property
+    def start(self) -> float:
+        """The seconds that do not depend on bytes."""
+        return MEASURED.start + MEASURED.worker * self.workers
+
+    @property
+    def stream(self) -> float:
+        """The seconds of a transfer of the model by gloo: by the link, or by this machine."""
+        return max(self.transfer, self.gigabytes * MEASURED.gloo)
 
     @property
     def gigabytes(self) -> float:
@@ -144,9 +175,9 @@ class Estimate:
 
 def shm(job: Job) -> Iterator[Estimate]:
     """Shared memory: packed once, read by all workers."""
-    if job.nodes > 1:
+    if job.nodes > 1 or job.sharded:
         return
-    start = MEASURED.start + MEASURED.worker * job.workers + job.packing
+    start = job.start + job.packing
     memory = _VERSIONS * job.gigabytes
     seconds = start + job.copies
     yield Estimate('Sender("shm", …)', seconds, seconds, memory, 0.0, 0.0)
@@ -163,6 +194,8 @@ def shm(job: Job) -> Iterator[Estimate]:
 
 def ray(job: Job) -> Iterator[Estimate]:
     """Ray: one put, one transfer to each other machine, from any that has it, and the copies."""
+    if job.sharded:
+        return
     start = MEASURED.ray_start + MEASURED.ray_worker * job.workers + job.gigabytes * MEASURED.put
     least = start + (job.transfer if job.nodes > 1 else 0.0)
     most = start + job.transfer * (job.nodes - 1)
@@ -183,12 +216,14 @@ def ray(job: Job) -> Iterator[Estimate]:
 
 def dist(job: Job) -> Iterator[Estimate]:
     """The scheme ``dist``: shared memory on the trainer's machine, gloo or NCCL to the others."""
-    here = MEASURED.start + MEASURED.worker * job.workers + job.packing + job.copies
+    if job.sharded:
+        return
+    here = job.start + job.packing + job.copies
     memory = _VERSIONS * job.gigabytes
     if not job.elsewhere:
         yield Estimate('Sender("dist", …)', here, here, memory, 0.0, 0.0)
         return
-    there = job.elsewhere * max(job.transfer, job.gigabytes * MEASURED.gloo)
+    there = job.elsewhere * job.stream
     yield Estimate(
         'Sender("dist", …)',
         here + there,
@@ -198,8 +233,19 @@ def dist(job: Job) -> Iterator[Estimate]:
         job.gigabytes,
         "each worker elsewhere gets its own transfer",
     )
+    if job.changed < 1:
+        seconds = job.start + MEASURED.compare * job.gigabytes + job.changed * there
+        yield Estimate(
+            'Sender("dist", …, increments=True)',
+            seconds,
+            seconds,
+            memory + job.gigabytes,
+            0.0,
+            2 * job.gigabytes,
+            f"{job.changed:g} of the bytes travel",
+        )
     if job.gpu:
-        seconds = MEASURED.start + MEASURED.worker * job.workers + job.transfer
+        seconds = job.start + job.transfer
         yield Estimate(
             'Sender("dist", …, backend="nccl", topology="broadcast")',
             seconds,
@@ -211,8 +257,64 @@ def dist(job: Job) -> Iterator[Estimate]:
         )
 
 
+def relays(job: Job) -> Iterator[Estimate]:
+    """The scheme ``dist`` with a relay on each other machine, which pass chunks on meanwhile."""
+    if not job.relays or job.nodes < 2 or job.sharded:
+        return
+    hosts = job.nodes - 1
+    branches = min(job.relays, hosts)
+    depth = hosts if branches == 1 else math.ceil(math.log(hosts * (branches - 1) + 1, branches))
+    wire = job.stream * branches * (1 + (depth - 1) / _CHUNKS)
+    seconds = job.start + job.packing + wire + job.copies
+    memory = _VERSIONS * job.gigabytes
+    yield Estimate(
+        'Sender("dist", …, chunk_mb=…), Relay(…)',
+        seconds,
+        seconds,
+        memory,
+        memory,
+        0.0,
+        f"a relay on each other machine passes {_CHUNKS} chunks on to {branches}",
+    )
+
+
+def shards(job: Job) -> Iterator[Estimate]:
+    """A sharded model, over ``dist``: each rank sends its part, or gathers the whole first."""
+    if not job.sharded:
+        return
+    share, part = job.gigabytes / job.ranks, job.gigabytes / job.worker_ranks
+    replicas = math.ceil(job.workers / job.worker_ranks)
+    busiest = max(share * replicas, part)
+    pack, copy = _SHARD_COPIES * share * MEASURED.copy, part * MEASURED.copy
+    wire = busiest * 8 / job.gbit
+    others = job.start + pack + copy
+    yield Estimate(
+        'Sender("dist", …, ranks=Ranks(…))',
+        others + wire,
+        others + max(wire, busiest * MEASURED.gloo),
+        share * (1 + _VERSIONS),
+        0.0,
+        part,
+        f"{_rounded(pack)} s to pack, {_rounded(wire)} s on a link, {_rounded(copy)} s to copy "
+        "into the model; at most where gloo is as slow as here; memory here is of each rank",
+    )
+    if job.ranks == 1:
+        return
+    gathered = (job.ranks - 1) * share * 8 / job.gbit
+    others = job.start + gathered + job.gigabytes * MEASURED.copy + job.gigabytes * MEASURED.copy
+    yield Estimate(
+        'Sender("dist", …, gather=True)',
+        others + job.workers * job.transfer,
+        others + job.workers * job.stream,
+        job.gigabytes * (1 + _VERSIONS),
+        0.0,
+        2 * job.gigabytes - part,
+        f"{_rounded(gathered)} s to gather; every rank and every worker holds the whole model",
+    )
+
+
 #: The ways that are compared.
-WAYS: tuple[Callable[[Job], Iterator[Estimate]], ...] = (shm, ray, dist)
+WAYS: tuple[Callable[[Job], Iterator[Estimate]], ...] = (shm, ray, dist, relays, shards)
 
 
 def estimates(job: Job) -> list[Estimate]:
@@ -232,13 +334,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--params", type=float, help="parameters of the model, such as 7e9")
     size.add_argument("--mb", type=float, help="instead, megabytes of the model")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of parameters (fp32)")
-    parser.add_argument("--workers", type=int, default=4, help="how many workers (4)")
+    parser.add_argument(
+        "--workers", type=int, help="how many workers (4, or as many as --worker-ranks)"
+    )
     parser.add_argument("--nodes", type=int, default=1, help="how many machines (1)")
     parser.add_argument("--gbit", type=float, default=100.0, help="Gbit/s of the network (100)")
     parser.add_argument(
         "--cores", type=int, default=0, help="cores of each machine (as many as workers)"
     )
     parser.add_argument("--gpu", action="store_true", help="models are on GPUs, one per process")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="of a sharded trainer (1); each then has a link of --gbit, as each worker has",
+    )
+    parser.add_argument(
+        "--worker-ranks", type=int, default=1, help="workers that share a copy of the model (1)"
+    )
+    parser.add_argument(
+        "--relays", type=int, default=0, help="relays pass a version on to so many machines each"
+    )
+    parser.add_argument(
+        "--changed", type=float, default=1.0, help="part of the bytes that increments bring, to 1"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
@@ -246,14 +365,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
     if rest:
         parser.error(f"plan has no {' '.join(rest)!r}")
-    for name in ("params", "mb", "workers", "nodes", "gbit"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < math.inf:
-            parser.error(f"--{name} must be more than 0, got {value}")
-    if arguments.cores < 0:
-        parser.error(f"--cores must be 1 or more, got {arguments.cores}")
-    if arguments.nodes > arguments.workers:
-        parser.error(f"{arguments.workers} workers cannot be on {arguments.nodes} machines")
+    if arguments.workers is None:
+        arguments.workers = arguments.worker_ranks if arguments.worker_ranks > 1 else 4
+    _check(arguments, parser)
     by_params = arguments.params is not None
     job = Job(
         nbytes=arguments.params * DTYPES[arguments.dtype] if by_params else arguments.mb * 1e6,
@@ -262,6 +376,10 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
         gbit=arguments.gbit,
         cores=arguments.cores,
         gpu=arguments.gpu,
+        ranks=arguments.ranks,
+        worker_ranks=arguments.worker_ranks,
+        relays=arguments.relays,
+        changed=arguments.changed,
     )
     found = estimates(job)
     if arguments.json:
@@ -273,9 +391,38 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     return 0
 
 
+def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    for name in ("params", "mb", "workers", "nodes", "gbit", "ranks", "worker_ranks", "changed"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be more than 0, got {value}")
+    for name in ("cores", "relays"):
+        if getattr(arguments, name) < 0:
+            parser.error(f"--{name} must be 1 or more, got {getattr(arguments, name)}")
+    if arguments.changed > 1:
+        parser.error(f"--changed must be at most 1, got {arguments.changed}")
+    if arguments.nodes > arguments.workers:
+        parser.error(f"{arguments.workers} workers cannot be on {arguments.nodes} machines")
+    if arguments.ranks > 1 or arguments.worker_ranks > 1:
+        _check_sharded(arguments, parser)
+
+
+def _check_sharded(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if arguments.workers % arguments.worker_ranks:
+        parser.error(
+            f"{arguments.workers} workers do not make copies of {arguments.worker_ranks} each"
+        )
+    for name, usual in (("nodes", 1), ("relays", 0), ("changed", 1)):
+        if getattr(arguments, name) != usual:
+            parser.error(f"--{name} is for models that are not sharded; leave it out")
+
+
 def _print(job: Job, found: list[Estimate], console: Console) -> None:
     network = f" on {job.nodes} machines, {job.gbit:g} Gbit/s" if job.nodes > 1 else ""
-    console.print(f"{size_text(job.gigabytes)} to {job.workers} workers{network}")
+    if job.sharded:
+        network = f", each copy on {job.worker_ranks}, {job.gbit:g} Gbit/s for each"
+    ranks = f" from {job.ranks} ranks" if job.ranks > 1 else ""
+    console.print(f"{size_text(job.gigabytes)}{ranks} to {job.workers} workers{network}")
     table = Table(box=SIMPLE, padding=0)
     table.add_column("way")
     for column in ("seconds", "memory: here", "elsewhere", "worker"):
@@ -289,7 +436,7 @@ def _print(job: Job, found: list[Estimate], console: Console) -> None:
             console.print(f"{estimate.way}: {estimate.remark}", soft_wrap=True)
     console.print(
         "Memory besides models: on the trainer's machine, on each other one, and in each worker; "
-        "below 0 where a worker needs no model of its own.",
+        "below 0 where a worker needs no model.",
         soft_wrap=True,
     )
 

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from sync_core.weights.block import Block
+from sync_core.weights.compare import Comparer
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import INCREMENT, Layout, TensorSpec
 from sync_core.weights.patch import (
     HEADER_NBYTES,
-    Comparer,
     Patch,
     Units,
     checksum,
@@ -36,6 +36,14 @@ def described(layout: Layout) -> Layout:
     end = padded_nbytes(layout) - len(layout.header)
     spec = TensorSpec(INCREMENT, torch.uint8, (HEADER_NBYTES,), end)
     return Layout((*layout.specs, spec), layout.aliases)
+
+
+def describe(layout: Layout, version: int, checksum_: int | None, *, kept: bool = True) -> Patch:
+    """Return the description of a whole version; see `sync_core.weights.patch.Patch`."""
+    unit = unit_nbytes(layout)
+    size = (padded_nbytes(layout) - len(layout.header)) // unit
+    nothing = np.empty(0, np.uint8), np.empty(0, f"u{unit}")
+    return Patch(0, version, layout.digest, checksum_, size, *nothing, kept=kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,8 @@ class History:
         self._newest = Packed.allocate(Layout(()))
         self._comparer = Comparer(self._newest.layout)
         self._checksum: int | None = None
+        # At the positions that changed with the newest version; None where all did.
+        self._values: Units | None = None
         self._changes: list[_Change] = []
         # The oldest version on which an increment can build.
         self._oldest = 0
@@ -133,6 +143,7 @@ class History:
             keep: whether a worker may yet ask for the version that is the newest now.
         """
         # An interrupted call leaves nothing known.
+        self._values = None
         previous, self.version = self.version, 0
         changes, self._changes = self._changes, []
         if previous and payload.layout == self._newest.layout:
@@ -168,13 +179,15 @@ class History:
         if not base or not self._oldest <= base <= self.version:
             return None
         every = [c.gaps for c in self._changes if c.version > base and c.gaps is not None]
-        if len(every) == 1:
-            gaps = every[0]
+        if len(every) == 1 and every[0] is self._changes[-1].gaps and self._values is not None:
+            gaps, values = every[0], self._values
         else:
             none = np.empty(0, np.int64)
             positions = np.unique(np.concatenate([none, *map(positions_of, every)]))
-            gaps = shorten(positions, self._newest.body.itemsize)
-        patch = self._patch(base, gaps)
+            gaps = shorten(np.diff(positions, prepend=0))
+            values = self._newest.body[positions]
+        digest, size = self._newest.layout.digest, len(self._newest.body)
+        patch = Patch(base, self.version, digest, self._checksum, size, gaps, values)
         return patch if patch.nbytes < self._below * self._newest.body.nbytes else None
 
     def at(self, version: int) -> Payload | None:
@@ -188,17 +201,10 @@ class History:
         if packed is None:
             return None
         known = self._checksum if packed is self._newest else checksum(packed.body)
-        nothing = np.empty(0, np.uint8), np.empty(0, packed.body.dtype)
-        patch = Patch(0, version, packed.layout.digest, known, len(packed.body), *nothing)
         layout = described(packed.layout)
-        packed.block.views(layout)[-1].copy_(patch.to_tensor())
+        description = describe(packed.layout, version, known)
+        packed.block.views(layout)[-1].copy_(description.to_tensor())
         return Payload(version, layout, packed.block)
-
-    def _patch(self, base: int, gaps: Units) -> Patch:
-        body = self._newest.body
-        digest = self._newest.layout.digest
-        values = body[positions_of(gaps)]
-        return Patch(base, self.version, digest, self._checksum, len(body), gaps, values)
 
     def _restored(self, version: int) -> Packed | None:
         """Return an older version in its own memory."""
@@ -226,15 +232,16 @@ class History:
         body = self._newest.body
         # A position costs its value and a gap of at least one byte.
         limit = int(self._below * body.nbytes / (body.itemsize + 1))
-        found = self._comparer.compare(body, payload, limit)
-        if found is None:
-            before = self._newest.copy() if keep else None
-            self._newest.pack(payload)
-            return None, before
-        gaps = shorten(found.positions, body.itemsize)
-        values = body[positions_of(gaps)] if keep else None
-        body[found.positions] = found.values
-        return gaps, values
+        found = self._comparer.update(body, payload, limit, keep=keep)
+        if found.complete:
+            self._values = found.values
+            return shorten(found.gaps), found.before if keep else None
+        before = None
+        if keep:
+            before = self._newest.copy()
+            before.body[found.positions] = found.before
+        self._newest.pack(payload)
+        return None, before
 
     def _replace(self, payload: Payload, *, keep: bool) -> tuple[None, Packed | None]:
         before = self._newest if keep else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from sync_core.errors import OptionError
 from sync_core.registry import Plugin
@@ -18,6 +19,8 @@ class Increments:
         whole_every: send a whole version to every worker after so many versions; None for never.
         compress: ``"zstd"`` compresses increments; needs ``pip install "sync-core[zstd]"``, here
             and in the workers.
+        auto: compare a version with the one before only where that takes less time than sending
+            it whole, by measurement; see the how-to page.
 
     Raises:
         OptionError: a value that is out of range, or zstandard is missing.
@@ -32,6 +35,7 @@ class Increments:
     below: float = 0.3
     whole_every: int | None = None
     compress: Compression | None = None
+    auto: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.below, bool) or not isinstance(self.below, int | float):
@@ -45,9 +49,11 @@ class Increments:
             raise OptionError(f"compress must be 'zstd' or None, got {self.compress!r}")
         if self.compress is not None:
             zstd()
+        if not isinstance(self.auto, bool):
+            raise OptionError(f"auto must be True or False, got {self.auto!r}")
 
     @classmethod
-    def of(cls, given: Increments | bool | None) -> Increments | None:
+    def of(cls, given: Increments | bool | Literal["auto"] | None) -> Increments | None:
         """Return the options that the argument ``increments`` of `Sender` stands for.
 
         Raises:
@@ -57,9 +63,11 @@ class Increments:
             return given
         if given is True:
             return cls()
+        if given == "auto":
+            return cls(auto=True)
         if given is False or given is None:
             return None
-        raise OptionError(f"increments must be True, False or Increments(…), got {given!r}")
+        raise OptionError(f"increments must be True, False, 'auto' or Increments(…), got {given!r}")
 
 
 def check_of_use(scheme: Plugin) -> None:

@@ -1,86 +1,27 @@
-"""Partial updates: what each worker lacks, and the version on which an update builds.
+"""The base of a partial update: the version that a worker must have to use it.
 
-With ``Sender(partial=True)`` the sender knows for each tensor the version in which it last
-changed, and for each worker the version that it holds completely. An update brings every tensor
-that changed after the oldest of these versions. That version, the base, travels in a tensor of
-its own; 0 stands for an update of all tensors. A worker that holds less than the base refuses the
-update, and gets all tensors with the next one.
+It travels in a separate tensor; 0 stands for an update of all tensors. A worker that holds less
+than the base refuses the update, and gets all tensors with the next one: see
+`sync_core.sending.partial`.
 
 Where a layer leaves tensors out, their digest travels after the base: see `sync_core.left_out`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from sync_core.errors import ModelError, PayloadError
+from sync_core.errors import PayloadError
 from sync_core.hooks import hookimpl
-from sync_core.weights.layout import ALIGNMENT, BASE, Layout, TensorSpec, place_of
+from sync_core.weights.layout import ALIGNMENT, BASE, Layout, TensorSpec
 from sync_core.weights.payload import Payload, Update
 
 # The base, and the 32 bytes of a digest.
 _WORDS = 5
-
-
-class TensorVersions:
-    """The version in which each tensor last changed, and the values that are not the model's.
-
-    Values are read from the registered model when they are sent. Weights given by hand that do not
-    alias that model are copied, since a worker may need them later.
-    """
-
-    def __init__(self) -> None:
-        self._changed: list[int] = []
-        self._copies: dict[int, Tensor] = {}
-
-    def record(
-        self, given: Update | None, layout: Layout, own: Mapping[str, Tensor], version: int
-    ) -> None:
-        """Note that weights were given for a version.
-
-        Args:
-            given: the weights; None for all of the registered model's.
-            layout: the layout of the whole model.
-            own: the registered model's tensors; empty if there is none.
-            version: the version that will carry them.
-        """
-        if given is None or not self._changed:
-            self._changed = [version] * len(layout.specs)
-        if given is None:
-            self._copies.clear()
-            return
-        for name, tensor in given.items():
-            position = layout.index[name]
-            self._changed[position] = version
-            if name in own and place_of(own[name]) == place_of(tensor):
-                self._copies.pop(position, None)
-            else:
-                self._copies[position] = tensor.detach().to("cpu", copy=True)
-
-    def since(self, base: int, layout: Layout, own: Mapping[str, Tensor]) -> Update:
-        """Return the tensors that changed after version ``base``.
-
-        Raises:
-            ModelError: one of them is neither in the registered model nor was given by hand.
-        """
-        positions = [i for i, version in enumerate(self._changed) if version > base]
-        whole = len(positions) == len(layout.specs)
-        tensors = []
-        for position in positions:
-            name = layout.specs[position].name
-            tensor = self._copies.get(position, own.get(name))
-            if tensor is None:
-                raise ModelError(
-                    f"a worker lacks {name!r}, which the sender does not have; send the whole model"
-                )
-            tensors.append(tensor)
-        subset = layout.subset(tuple(positions)).with_tensors(tensors)
-        return Update(subset, tensors, 0 if whole else base)
 
 
 class BaseLayer:

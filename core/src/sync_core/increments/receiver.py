@@ -60,11 +60,14 @@ class IncrementalReceiver(ReceiverTransport):
                 whole = self._make_whole(payload)
             except SyncError as error:
                 self._transport.acknowledge(Answer.refusal(payload.version, error))
-                continue
-            finally:
                 payload.release()
+                continue
+            except BaseException:
+                payload.release()
+                raise
             if whole.version == self._committed:
                 # The model has it already: the sender could not know.
+                whole.release()
                 self.delivered = payload.version
                 self._transport.acknowledge(Answer(version=payload.version))
                 continue
@@ -98,6 +101,7 @@ class IncrementalReceiver(ReceiverTransport):
         self._kept = None
 
     def _make_whole(self, payload: Payload) -> Payload:
+        begin = time.perf_counter()
         specs = payload.layout.specs
         if not specs or (specs[-1].name, specs[-1].dtype) != (INCREMENT, torch.uint8):
             raise PayloadError(f"version {payload.version} came without its description")
@@ -109,23 +113,38 @@ class IncrementalReceiver(ReceiverTransport):
                 raise IncrementError(self._worker_id, str(error)) from error
         else:
             patch = Patch.from_tensor(payload.tensors[-1])
+            if not patch.kept:
+                return self._pass_on(patch, payload)
             kept = self._copy(patch, payload)
+        payload.release()
         self._kept, self._version = kept, patch.version
+        took = time.perf_counter() - begin
         tensors = kept.block.views(described(kept.layout))[:-1]
-        return Payload(
-            patch.version,
-            kept.layout,
-            tensors,
-            known_at=payload.known_at,
-            stage_seconds=payload.stage_seconds,
+        return replace(
+            payload,
+            version=patch.version,
+            layout=kept.layout,
+            source=tensors,
+            release=_nothing,
+            # Where the transport measures it.
+            stage_seconds=payload.stage_seconds and payload.stage_seconds + took,
         )
+
+    def _pass_on(self, patch: Patch, payload: Payload) -> Payload:
+        """Return a version that no increment will build on where it arrived."""
+        self._kept, self._version = None, patch.version
+        layout = _without_description(payload.layout)
+        if layout.digest != patch.digest:
+            raise PayloadError("it does not have the layout that it was sent with")
+        return replace(payload, version=patch.version, layout=layout, source=payload.tensors[:-1])
 
     def _apply(self, patch: Patch) -> Packed:
         """Apply an increment to what is kept."""
         kept, held = self._kept, self._version
         if kept is None or not patch.base <= held <= patch.version:
             raise PayloadError(
-                f"it brings what changed since version {patch.base}, and version {held} is here"
+                f"it brings what changed since version {patch.base}, and version "
+                f"{held if kept is not None else 0} is here"
             )
         if kept.layout.digest != patch.digest:
             raise PayloadError("the layout has changed")
@@ -152,6 +171,10 @@ class IncrementalReceiver(ReceiverTransport):
         except PayloadError as error:
             raise CorruptionError(self._worker_id, str(error)) from error
         return kept
+
+
+def _nothing() -> None:
+    return
 
 
 @lru_cache(maxsize=16)

@@ -26,8 +26,11 @@ from sync_core.errors import (
     TransportError,
     WorkerError,
 )
-from sync_core.increments.history import History, described
+from sync_core.hooks import TransportContext
+from sync_core.increments.choice import Choice, Way, seconds_of
+from sync_core.increments.history import History, describe, described
 from sync_core.increments.options import Increments
+from sync_core.stack import Stack
 from sync_core.transports.transport import Answer, Delivery, Notice, SenderTransport
 from sync_core.weights.layout import INCREMENT, Layout, TensorSpec
 from sync_core.weights.patch import Compression, Patch
@@ -46,6 +49,15 @@ class MakeTransport(Protocol):
     def __call__(
         self, *, layout: Layout, notify: Callable[[int, Notice], None]
     ) -> SenderTransport: ...
+
+
+def transport_maker(stack: Stack, context: TransportContext) -> MakeTransport:
+    """Return what makes a scheme's transport, of which a context says the rest."""
+
+    def make(*, layout: Layout, notify: Callable[[int, Notice], None]) -> SenderTransport:
+        return stack.create_sender_transport(replace(context, layout=layout, notify=notify))
+
+    return make
 
 
 class _Outgoing(Delivery):
@@ -72,12 +84,31 @@ class _Outgoing(Delivery):
         self.base, self.changed = base, changed
 
 
+class _Line:
+    """The versions of one layout: what changed in them, and how they are sent.
+
+    Args:
+        options: see `sync_core.Increments`.
+    """
+
+    def __init__(self, options: Increments) -> None:
+        self._below = options.below
+        self.history = History(options.below)
+        self.choice = Choice() if options.auto else None
+        self.last_whole = 0
+
+    def forget(self) -> None:
+        """Forget all versions, as one is sent that is not kept."""
+        self.history = History(self._below)
+
+
 @dataclass(eq=False)
 class _Recipient:
     """A worker's state: the versions that it holds and wants.
 
     Args:
         worker_id: its id.
+        line: the versions among which is the one it wants; None before the first.
         held: the newest version that it holds completely; 0 for none.
         wanted: the newest version meant for it; 0 for none.
         whole: whether the transport has that version for it in a form that needs no base.
@@ -85,6 +116,7 @@ class _Recipient:
     """
 
     worker_id: int
+    line: _Line | None = None
     held: int = 0
     wanted: int = 0
     whole: bool = True
@@ -121,18 +153,17 @@ class IncrementalSender(SenderTransport):
     ) -> None:
         self._options = options
         self._notify = notify
-        self._history = History(options.below)
+        self._lines: dict[Layout, _Line] = {}
         self._numbers: dict[int, int] = {}
         self._number = 0
-        self._last_whole = 0
-        # Held while the transport's methods are called, and the history is used.
+        # Held while the transport's methods are called, and histories are used.
         self._calling = threading.Lock()
         # For what is known of workers; no other lock is taken with it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._workers = {i: _Recipient(i) for i in worker_ids}
-        # The newest version that went to all, and whether the transport has that whole.
-        self._for_all, self._for_all_whole = 0, False
+        # As that of a worker that joins: the newest version that went to all.
+        self._joining = _Recipient(-1)
         self._requests: queue.SimpleQueue[_Recipient | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -147,15 +178,21 @@ class IncrementalSender(SenderTransport):
         version = payload.version
         outgoing = {i: _Outgoing(i, version) for i in worker_ids}
         with self._calling:
+            line = self._lines.setdefault(payload.layout, _Line(self._options))
+            compared = self._record(line, payload, worker_ids)
             with self._lock:
                 to_all = self._workers.keys() <= outgoing.keys()
-            self._history.record(payload, keep=not to_all)
-            with self._lock:
                 workers = {i: self._workers[i] for i in worker_ids if i in self._workers}
                 for worker_id, worker in workers.items():
+                    if worker.line is not line:
+                        # It holds nothing of this layout.
+                        worker.line, worker.held = line, 0
                     worker.wanted, worker.outgoing = version, outgoing[worker_id]
                 held = {i: workers[i].held if i in workers else 0 for i in worker_ids}
-            parts = self._divide(version, held)
+            if compared:
+                parts = self._divide(line, version, held)
+            else:
+                parts = [_PayloadPart(_not_kept(payload), worker_ids, 1.0)]
             for number, part in enumerate(parts):
                 try:
                     self._hand_over(part, outgoing, payload.packing)
@@ -167,8 +204,8 @@ class IncrementalSender(SenderTransport):
                         message = f"version {version} could not be sent: {error!r}"
                         self._fail(outgoing[worker_id], TransportError(worker_id, message))
             if to_all:
-                self._for_all = version
-                self._for_all_whole = len(parts) == 1 and not parts[0].payload.base
+                whole = len(parts) == 1 and not parts[0].payload.base
+                self._joining = _Recipient(-1, line, wanted=version, whole=whole)
             self._forget()
         return dict(outgoing)
 
@@ -191,7 +228,7 @@ class IncrementalSender(SenderTransport):
         """Serve one more worker, which gets the newest version that went to all, whole."""
         with self._calling:
             with self._lock:
-                added = _Recipient(worker_id, wanted=self._for_all, whole=self._for_all_whole)
+                added = replace(self._joining, worker_id=worker_id)
                 self._workers[worker_id] = added
             try:
                 self._transport.add_worker(worker_id, worker)
@@ -224,29 +261,50 @@ class IncrementalSender(SenderTransport):
         if thread is not None and thread is not threading.current_thread():
             thread.join(_PATIENCE)
 
-    def _divide(self, version: int, held: Mapping[int, int]) -> list[_PayloadPart]:
+    def _record(self, line: _Line, payload: Payload, worker_ids: Sequence[int]) -> bool:
+        """Make a payload the newest version of its line; False where it is not compared."""
+        begin, choice, before = time.perf_counter(), line.choice, line.history.version
+        with self._lock:
+            others = [w for i, w in self._workers.items() if i not in worker_ids]
+            # Those that may yet ask for an older version; some can get that from here alone.
+            asking = [w for w in (*others, self._joining) if others and w.line is line and w.wanted]
+            compares = choice is None or choice.compares() or not all(w.whole for w in asking)
+        if compares:
+            line.history.record(payload, keep=bool(asking))
+        else:
+            line.forget()
+        if choice is not None:
+            way: Way | None = "increment" if compares else "whole"
+            if compares and not before:
+                way = None  # there was nothing to compare it with
+            seconds = time.perf_counter() - begin if compares else 0.0
+            with self._lock:
+                choice.began(payload.version, way, nbytes=payload.nbytes, seconds=seconds)
+        return compares
+
+    def _divide(self, line: _Line, version: int, held: Mapping[int, int]) -> list[_PayloadPart]:
         """Return the payloads of a version, each with its workers."""
-        patch = self._best_increment(version, sorted({*held.values()} - {0}))
+        patch = self._best_increment(line, version, sorted({*held.values()} - {0}))
         some = () if patch is None else [i for i, have in held.items() if have >= patch.base]
         others = [i for i in held if i not in some]
         parts = []
         if others:
-            whole = self._history.at(version)
+            whole = line.history.at(version)
             assert whole is not None
             parts.append(_PayloadPart(whole, others, 1.0))
         if patch is None:
-            self._last_whole = version
+            line.last_whole = version
         else:
             increment = _travelling(patch, self._options.compress)
-            parts.append(_PayloadPart(increment, some, len(patch.gaps) / max(1, patch.size)))
+            parts.append(_PayloadPart(increment, some, len(patch.values) / max(1, patch.size)))
         return parts
 
-    def _best_increment(self, version: int, held: Sequence[int]) -> Patch | None:
+    def _best_increment(self, line: _Line, version: int, held: Sequence[int]) -> Patch | None:
         """Return the increment that most workers can use, if there is one."""
         every = self._options.whole_every
-        if every is not None and version - self._last_whole >= every:
+        if every is not None and version - line.last_whole >= every:
             return None
-        return next(filter(None, map(self._history.since, held)), None)
+        return next(filter(None, map(line.history.since, held)), None)
 
     def _hand_over(
         self, part: _PayloadPart, outgoing: Mapping[int, _Outgoing], packing: Stopwatch
@@ -262,6 +320,7 @@ class IncrementalSender(SenderTransport):
             for worker in workers.values():
                 worker.whole = whole
         payload = replace(part.payload, version=self._number, packing=packing)
+        begin = time.perf_counter()
         try:
             deliveries = self._transport.send(payload, part.worker_ids)
         except BaseException:
@@ -276,7 +335,9 @@ class IncrementalSender(SenderTransport):
                     carried.carry_by(delivery, part.payload.base, part.changed)
                 self._changed.notify_all()
             known = workers.get(worker_id)
-            delivery.watch(partial(self._answered, known, carried, version=version, whole=whole))
+            delivery.watch(
+                partial(self._answered, known, carried, version=version, whole=whole, begin=begin)
+            )
 
     def _answered(
         self,
@@ -287,16 +348,13 @@ class IncrementalSender(SenderTransport):
         *,
         version: int,
         whole: bool,
+        begin: float,
     ) -> None:
         """A delivery of the transport has ended, or had another outcome later."""
         with self._lock:
             if error is not None and outgoing is not None and outgoing.inner is not delivery:
                 return  # another one brings the version now
-            lacks = isinstance(error, IncrementError | CorruptionError)
-            if worker is not None and error is None:
-                worker.held = max(worker.held, version)
-            elif worker is not None and lacks:
-                worker.held, lacks = 0, worker.held > 0
+            lacks = worker is not None and self._learn(worker, delivery, error, version, begin)
         if lacks:
             # As another receiver would, which has taken its place.
             self._notify(delivery.worker_id, Notice("connected"))
@@ -307,13 +365,32 @@ class IncrementalSender(SenderTransport):
             if error is None:
                 self._notify(delivery.worker_id, Notice("acknowledged", version))
             return
-        answer = delivery.answer
-        if answer is not None and error is delivery.error:
+        answer = delivery.latest
+        if answer is not None and (error is None or answer.error is not None):
             self._acknowledge(outgoing, replace(answer, version=version))
         elif error is None:
             self._acknowledge(outgoing, None)
         else:
             self._fail(outgoing, error)
+
+    @staticmethod
+    def _learn(
+        worker: _Recipient,
+        delivery: Delivery,
+        error: WorkerError | None,
+        version: int,
+        begin: float,
+    ) -> bool:
+        """Note what a worker holds now; True where it has lost what it held."""
+        if error is None:
+            if worker.line is not None and worker.line.choice is not None:
+                worker.line.choice.took(version, seconds_of(delivery, begin))
+            worker.held = max(worker.held, version)
+            return False
+        if not isinstance(error, IncrementError | CorruptionError):
+            return False
+        held, worker.held = worker.held, 0
+        return held > 0
 
     def _acknowledge(self, outgoing: _Outgoing, answer: Answer | None) -> None:
         outgoing.acknowledge(answer)
@@ -375,11 +452,11 @@ class IncrementalSender(SenderTransport):
         with self._lock:
             if not self._lacks_whole(worker):
                 return
-            version, outgoing = worker.wanted, worker.outgoing
+            line, version, outgoing = worker.line, worker.wanted, worker.outgoing
             if outgoing is not None:
                 outgoing.inner = None
             alone = len(self._workers) == 1
-        whole = self._history.at(version)
+        whole = None if line is None else line.history.at(version)
         if whole is None:
             _log.warning("worker %d gets no version %d: not kept", worker.worker_id, version)
             if outgoing is not None:
@@ -388,19 +465,28 @@ class IncrementalSender(SenderTransport):
             return
         carried = {} if outgoing is None else {worker.worker_id: outgoing}
         self._hand_over(_PayloadPart(whole, [worker.worker_id], 1.0), carried, Stopwatch())
-        if alone:
-            self._for_all_whole = version == self._for_all
+        if alone and version == self._joining.wanted:
+            self._joining.whole = True
 
     def _forget(self) -> None:
         """Forget what no worker needs any more."""
         with self._lock:
             workers = list(self._workers.values())
-        newest = self._history.version
-        held = min((worker.held for worker in workers if worker.held), default=newest)
-        wanted = [worker.wanted for worker in workers if worker.wanted]
-        if self._for_all:
-            wanted.append(self._for_all)
-        self._history.forget(held, min(wanted, default=newest))
+        wanting = [w for w in (*workers, self._joining) if w.wanted]
+        self._lines = {k: v for k, v in self._lines.items() if any(w.line is v for w in wanting)}
+        for line in self._lines.values():
+            newest = line.history.version
+            served = [w for w in wanting if w.line is line]
+            held = min((w.held for w in served if w.held), default=newest)
+            line.history.forget(held, min((w.wanted for w in served), default=newest))
+
+
+def _not_kept(payload: Payload) -> Payload:
+    """A whole version that was not compared, so that no increment can build on it."""
+    description = describe(payload.layout, payload.version, None, kept=False).to_tensor()
+    return replace(
+        payload, layout=described(payload.layout), source=(*payload.tensors, description)
+    )
 
 
 def _travelling(patch: Patch, compress: Compression | None) -> Payload:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -18,10 +18,12 @@ from sync_core.models.finder import finder
 from sync_core.models.match import check_match
 from sync_core.models.multi_model import modules_in
 from sync_core.models.tensor_layout import KnownLayout, check_memory, travelling
-from sync_core.models.zero_copy import ParameterViews, WriteGuard, lend
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Update
+
+if TYPE_CHECKING:
+    from sync_core.models.zero_copy import ParameterViews, WriteGuard
 
 # Below this size in bytes, one copy takes as long as one for each tensor.
 _WORTHWHILE = 1 << 20
@@ -217,6 +219,8 @@ class Binding:
         """Find what is pointed and what is copied into; see `_check_places`."""
         check_memory(self._named)
         if self._pointing is None or not self._pointing.is_for(self._named, layout):
+            from sync_core.models.zero_copy import ParameterViews
+
             self._check_writable(self._named)
             self._pointing = ParameterViews(self._named, layout, self._module_prefixes())
 
@@ -229,7 +233,7 @@ class Binding:
             self._load_state_dicts(update)
         elif zero_copy and self._pointing is not None:
             self._pointing.apply(update.tensors)
-            self._lent = lend(self._pointing.pointed, version) if version else None
+            self._lent = self._pointing.guard(version) if version else None
         elif self._are_equal(self._known.layout, update.layout) or (
             not self._extra_state and _same_names(self._known.layout, update.layout)
         ):

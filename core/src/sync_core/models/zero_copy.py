@@ -17,14 +17,6 @@ from sync_core.weights.layout import Layout
 _writes = operator.attrgetter("_version")
 
 
-def lend(named: Mapping[str, Tensor], version: int) -> WriteGuard:
-    """Note that the memory of tensors is lent; those that torch does not count are left out."""
-    try:
-        return WriteGuard(named, version)
-    except RuntimeError:
-        return WriteGuard({name: t for name, t in named.items() if _is_counted(t)}, version)
-
-
 class WriteGuard:
     """Tensors whose memory is lent, and how often each had been written to when it was.
 
@@ -113,6 +105,14 @@ class ParameterViews:
     def is_for(self, named: Mapping[str, Tensor], layout: Layout) -> bool:
         """Return whether it was made for these, and what is copied into lies where it did."""
         return named is self._named and layout == self._layout and self._places.hold(self._copied)
+
+    def guard(self, version: int) -> WriteGuard:
+        """Return a guard of what is pointed, but for tensors that torch does not count."""
+        try:
+            return WriteGuard(self.pointed, version)
+        except RuntimeError:
+            counted = {name: t for name, t in self.pointed.items() if _is_counted(t)}
+            return WriteGuard(counted, version)
 
     def apply(self, tensors: Sequence[Tensor]) -> None:
         """Point and copy.

@@ -9,46 +9,35 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor
 
 from sync_core import registry
 from sync_core._util import CollectorReference, clock_id
-from sync_core.address import Address
-from sync_core.admission import Entrance, enter
+from sync_core.address import Address, IndirectEndpoint
 from sync_core.checks import check_count, check_function, check_seconds
 from sync_core.errors import (
     AddressError,
     ClosedError,
-    ModelError,
     OptionError,
     ReadbackError,
     SenderLostError,
     SyncError,
 )
-from sync_core.hooks import BindContext, implemented
-from sync_core.increments.partial import BaseLayer, check_base
-from sync_core.increments.receiver import IncrementalReceiver
-from sync_core.layers import bind, with_layout
-from sync_core.left_out import LeftOut
-from sync_core.models.binding import Binding
-from sync_core.models.extract import Strategy, named_tensors
-from sync_core.models.match import check_match
-from sync_core.models.multi_model import look_up, refers
-from sync_core.models.shared_model_check import check_own
-from sync_core.receiving.background import BackgroundReceiver
-from sync_core.receiving.exclusive import Exclusive, Lease, vacate
-from sync_core.receiving.getter import address_of
+from sync_core.models.extract import Strategy
+from sync_core.receiving.exclusive import Exclusive, Lease
+from sync_core.receiving.target import Target
 from sync_core.registry import Plugin
-from sync_core.shards.local import Regions
-from sync_core.shards.receiver import JoinedScheme, join
 from sync_core.stack import Defaults, Load, Stack
 from sync_core.transports.transport import Answer, ReceiverTransport
-from sync_core.verify import Verification
 from sync_core.weights.copying import outside_inference_mode
-from sync_core.weights.layout import Layout
-from sync_core.weights.payload import Payload, Update
+from sync_core.weights.payload import Payload
+
+# Features that few receivers use are imported when they are asked for.
+if TYPE_CHECKING:
+    from sync_core.increments.receiver import IncrementalReceiver
+    from sync_core.shards.local import Regions
 
 _log = logging.getLogger("sync_core")
 _IS_CLOSED = "the receiver is closed"
@@ -115,111 +104,55 @@ class Receiver(CollectorReference):
             check_function(on_commit, "on_commit")
         if load is not None:
             check_function(load, "load")
-        if isinstance(address.scheme, JoinedScheme):
-            address, model = join(address, model, regions)
-        elif regions is not None:
+        timeout = address.timeout if timeout is None else check_seconds(timeout)
+        endpoint = address.endpoint
+        indirect = endpoint if isinstance(endpoint, IndirectEndpoint) else None
+        if regions is not None and not (indirect and indirect.takes_regions):
             raise OptionError("regions= needs an address that join_addresses([…]) has returned")
-        if isinstance(address.endpoint, Entrance):
-            address = enter(address, address.timeout if timeout is None else check_seconds(timeout))
+        if indirect is not None:
+            address, model = indirect.resolve(address, model, regions, timeout)
         self._address = address
-        self._context = context
-        self._load = load
-        self._consolidate = consolidate
-        # Whether the model views what arrived, until the next version.
-        self._keeps_views = address.zero_copy and load is None
-        self._timeout = address.timeout if timeout is None else check_seconds(timeout)
+        self._timeout = timeout
         self._on_commit = on_commit
         self._on_arrival: Callable[[], object] = _nothing
         self._first_version = check_count(version, "version", least=0)
-        self._backend = registry.find("sync.schemes", address.scheme)
+        self._version, self._refused = self._first_version, 0
+        self._staged: Payload | None = None
+        self._load_began = self._load_ended = 0.0
+        self._closed = False
+        # No other thread may close what a thread waits for.
+        self._exclusive = Exclusive()
+        backend = registry.find(registry.SCHEMES, address.scheme)
         try:
-            self._prepare(model)
+            self._target = Target(
+                address, backend, context=context, load=load, consolidate=consolidate
+            )
+            if model is not None:
+                self.register_model(model)
         except Exception as error:
-            self._refuse(error)
+            _refuse(address, backend, timeout, error)
             raise
-        transport = self._stack.create_receiver_transport(
-            address.transport_context(self._backend.name, self._timeout)
+        transport = self._target.stack.create_receiver_transport(
+            address.transport_context(backend.name, timeout)
         )
-        staged = background and "background" in self._backend.capabilities
-        self._transport = BackgroundReceiver(transport) if staged else transport
+        if background and "background" in backend.capabilities:
+            from sync_core.receiving.background import BackgroundReceiver
+
+            transport = BackgroundReceiver(transport)
+        self._transport = transport
         self._increments: IncrementalReceiver | None = None
-        if address.increments:
+        # Where there are several ranks, there is one for each of them inside.
+        if address.increments and not backend.by_parts:
+            from sync_core.increments.receiver import IncrementalReceiver
+
             # The outer one: what it hands on lies in memory that the next version is made in.
             self._increments = IncrementalReceiver(self._transport, address.worker_id)
             self._transport = self._increments
         self._reasons: list[str] = []
         self._leave = weakref.finalize(
-            self, _leave, self._transport, self._lease, self._reasons, os.getpid()
+            self, _leave, self._transport, self._target.lease, self._reasons, os.getpid()
         )
         self._leave.atexit = False
-
-    def _prepare(self, model: Any) -> None:
-        """Find the layers, and check the model."""
-        address = self._address
-        layers = [
-            self._layer(given, layout)
-            for given, layout in zip(address.layers, address.layouts, strict=True)
-        ]
-        self._defaults = defaults = Defaults(
-            address.strategy, consolidate=self._consolidate, load=self._load
-        )
-        self._same_object = "same_object" in self._backend.capabilities
-        self._partial = address.partial and not self._same_object
-        inner = (self._left_out(),) if self._partial else ()
-        self._verification = Verification(
-            address.verify, self._backend, (*inner, *layers), address.strategy
-        )
-        layers_used = self._verification.layers
-        if self._partial:
-            base = Plugin(registry.LAYERS, "base", BaseLayer())
-            layers_used = (*layers_used, base)
-        self._stack = Stack(defaults, self._backend, layers_used)
-        self._reshapes = any(
-            "apply_weights" in implemented(plugin.object) for plugin in (self._backend, *layers)
-        )
-        self._stack_without_layers = Stack(defaults, self._backend, ())
-        self._model: Any = None
-        self._refers = False
-        self._found: Any = None
-        self._version, self._refused = self._first_version, 0
-        self._staged: Payload | None = None
-        self._loaded = False
-        self._load_began = self._load_ended = 0.0
-        self._lease = Lease()
-        self._closed = False
-        # No other thread may close what a thread waits for.
-        self._exclusive = Exclusive()
-        if model is not None:
-            self.register_model(model)
-
-    def _layer(self, given: Any, layout: Layout) -> Plugin:
-        """The layer for this worker, which is given the layout that it has to restore."""
-        address = self._address
-        context = BindContext(
-            side="receiver",
-            model_id=address.model_id,
-            worker_id=address.worker_id,
-            layout=layout,
-            source_layout=address.source_layout,
-        )
-        return with_layout(bind(registry.find(registry.LAYERS, given), context), layout)
-
-    def _left_out(self) -> Plugin:
-        """The check of what the sender's layers leave out."""
-        layer = Plugin(registry.LAYERS, "left out", LeftOut(self._address.strategy))
-        return with_layout(layer, self._address.layout)
-
-    def _refuse(self, error: Exception) -> None:
-        """Connect only to let the sender know, at once, why this worker cannot receive."""
-        stack = Stack(Defaults(self._address.strategy), self._backend)
-        context = self._address.transport_context(self._backend.name, self._timeout)
-        # The caller gets the reason, and not that the sender could not be reached.
-        with suppress(Exception), closing(stack.create_receiver_transport(context)) as transport:
-            payload = transport.receive(0.0)
-            if payload is not None:
-                payload.release()
-                transport.acknowledge(Answer.refusal(payload.version, error))
-            transport.leave(f"refused to receive: {_describe(error)}")
 
     @classmethod
     def from_getter(
@@ -247,6 +180,8 @@ class Receiver(CollectorReference):
             >>> torch.equal(server.weight, local.weight)
             True
         """
+        from sync_core.receiving.getter import address_of
+
         check_function(getter, "getter")
         return cls(address_of(getter, model, layers, strategy), model)
 
@@ -285,19 +220,7 @@ class Receiver(CollectorReference):
         Raises:
             LayoutMismatchError: the model does not fit the sender's.
         """
-        by_reference = refers(model)
-        if by_reference:
-            if self._context is None:
-                raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
-        elif not self._reshapes and self._load is None:
-            layout = Binding(model, self._address.strategy).layout
-            check_match(
-                self._address.layout,
-                layout,
-                partial=self._address.partial,
-                cast=self._address.cast,
-            )
-        self._model, self._refers = model, by_reference
+        self._target.register(model)
 
     def receive(self, timeout: float | None = None) -> int | None:
         """Commit the newest version, if there is one that the model does not have.
@@ -357,7 +280,7 @@ class Receiver(CollectorReference):
         if payload is None:
             self._check_open()
             return None
-        self._staged, self._loaded = payload, False
+        self._staged, self._target.loaded = payload, False
         return payload.version
 
     def _accepts(self, payload: Payload) -> bool:
@@ -373,9 +296,11 @@ class Receiver(CollectorReference):
                 )
                 self._answer(Answer.refusal(payload.version, error))
             return False
-        if not self._partial:
+        if not self._target.partial:
             return True
-        self._staged, self._loaded = payload, False
+        from sync_core.increments.partial import check_base
+
+        self._staged, self._target.loaded = payload, False
         try:
             check_base(payload, self._version)
         except SyncError as error:
@@ -391,18 +316,7 @@ class Receiver(CollectorReference):
         """Write what is staged into the model; to be followed by `confirm` or `reject`."""
         if self._staged is not None:
             self._load_began = time.perf_counter()
-            update = Update(self._staged.layout, self._staged.source)
-            context = self._address.apply_context(self._staged.version, self._version)
-            model = self._resolve_model()
-            if self._same_object:
-                check_own(
-                    model, self._address.token, self._address.strategy, self._backend.describe()
-                )
-            try:
-                # Tensors that a layer makes in inference mode could not be trained.
-                outside_inference_mode(self._stack.apply_weights, update, model, context)
-            finally:
-                self._loaded = self._stack.applied
+            self._target.write(self._staged, self._version)
             self._load_ended = time.perf_counter()
 
     def reject(self, error: BaseException) -> None:
@@ -411,18 +325,13 @@ class Receiver(CollectorReference):
         if payload is None:
             return
         self._refused = payload.version
-        bad, self._defaults.loading = self._defaults.loading, False
+        bad, loaded = self._target.take_damage(), self._target.loaded
         if bad:
             self._version = 0
-        elif self._loaded and not isinstance(error, ReadbackError):
+        elif loaded and not isinstance(error, ReadbackError):
             self._version = payload.version
-        if self._keeps_views and self._found is not None:
-            # It may have been pointed at the payload already, unless it cannot be read at all.
-            with suppress(ModelError):
-                vacate(self._found, payload)
-        else:
-            payload.release()
-        self._answer(Answer.refusal(payload.version, error, loaded=self._loaded, bad=bad))
+        self._target.refused(payload)
+        self._answer(Answer.refusal(payload.version, error, loaded=loaded, bad=bad))
 
     def confirm(self) -> int:
         """Make what was loaded the model's version, and tell the sender so."""
@@ -430,10 +339,7 @@ class Receiver(CollectorReference):
         if payload is None:
             return self._version
         self._version = payload.version
-        if self._keeps_views:
-            self._lease.replace(self._found, payload)
-        else:
-            payload.release()
+        self._target.committed(payload)
         try:
             if self._on_commit is not None:
                 self._on_commit(payload.version)
@@ -450,17 +356,13 @@ class Receiver(CollectorReference):
                 known_at=payload.known_at,
                 answered_at=now,
                 clock=None if payload.known_at is None else clock_id(),
-                digest=self._verification.digest if self._verification.reads_back else None,
             )
         )
         return payload.version
 
     def snapshot(self) -> Mapping[str, Tensor] | None:
         """A copy of the model's weights; None where the scheme alone knows how to load them."""
-        if self._stack_without_layers.implements("apply_weights") or self._load is not None:
-            return None
-        named = named_tensors(self._resolve_model(), self._address.strategy)
-        return dict(Update.of(named).copied().items())
+        return self._target.snapshot()
 
     def apply_weights(self, weights: Any) -> None:
         """Commit weights given by hand; the version stays what it is.
@@ -471,14 +373,7 @@ class Receiver(CollectorReference):
         Raises:
             LayoutMismatchError: they do not fit the model; nothing was written.
         """
-        update = Update.of(named_tensors(weights, self._address.strategy))
-        # What zero-copy parameters view is shared and read-only, so they get their own memory.
-        if self._address.zero_copy:
-            update = update.copied()
-        self._stack_without_layers.apply_weights(
-            update, self._resolve_model(), self._address.apply_context(version=0)
-        )
-        self._loaded = False
+        self._target.write_by_hand(weights)
 
     def update_weights(self, weights: Any = None) -> int | None:
         """Commit the weights given, or what the sender has; see `apply_weights` and `receive`."""
@@ -565,14 +460,18 @@ class Receiver(CollectorReference):
         except SenderLostError:
             return  # it needs no answer; the next receive() says that it has gone
 
-    def _resolve_model(self) -> Any:
-        if self._model is None and self._load is None:
-            raise ModelError("the receiver has no model; give it one, or call register_model()")
-        if self._refers:
-            self._found = look_up(self._model, self._context, self._found)
-        else:
-            self._found = self._model
-        return self._found
+
+def _refuse(address: Address, backend: Plugin, timeout: float, error: Exception) -> None:
+    """Connect only to let the sender know, at once, why this worker cannot receive."""
+    stack = Stack(Defaults(address.strategy), backend)
+    context = address.transport_context(backend.name, timeout)
+    # The caller gets the reason, and not that the sender could not be reached.
+    with suppress(Exception), closing(stack.create_receiver_transport(context)) as transport:
+        payload = transport.receive(0.0)
+        if payload is not None:
+            payload.release()
+            transport.acknowledge(Answer.refusal(payload.version, error))
+        transport.leave(f"refused to receive: {_describe(error)}")
 
 
 def _nothing() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from sync_core import registry
 from sync_core.errors import OptionError, SenderLostError, SyncError, WorkerError
 from sync_core.hooks import TransportContext, hookimpl
+from sync_core.registry import ComposedScheme
 from sync_core.stack import Defaults, Stack
 from sync_core.transports.transport import (
     Answer,
@@ -43,7 +44,7 @@ AGAIN = "again"
 _PATIENCE = 5.0
 
 
-class ChunkedScheme:
+class ChunkedScheme(ComposedScheme):
     """A scheme whose versions travel in chunks over another scheme.
 
     Args:

@@ -7,20 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from sync_core import registry
 from sync_core._util import Stopwatch, release_with
-from sync_core.address import Address
-from sync_core.admission import Admission, Entrance
+from sync_core.address import Address, Verify
 from sync_core.checks import check_layers
 from sync_core.errors import ModelError, OptionError, SyncError, TransportError
 from sync_core.hooks import HOOKS, BindContext, SendContext, TransportContext, implemented
-from sync_core.increments.options import Increments, check_of_use
-from sync_core.increments.partial import BaseLayer
-from sync_core.increments.sender import IncrementalSender
 from sync_core.layers import (
     bind,
     declares,
@@ -28,7 +24,6 @@ from sync_core.layers import (
     layouts_before,
     travels,
 )
-from sync_core.left_out import LeftOut
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, check_strategy, named_tensors
 from sync_core.models.match import conform
@@ -36,17 +31,16 @@ from sync_core.models.multi_model import look_up, names_of, refers, same
 from sync_core.models.shared_model_check import check_same
 from sync_core.models.tensor_layout import KnownLayout, check_memory, travelling
 from sync_core.registry import Plugin
-from sync_core.relays.chunks import ChunkedScheme
 from sync_core.report import Reporter
 from sync_core.sending.membership import Membership
-from sync_core.shards.sender import ShardedScheme
 from sync_core.stack import Defaults, Stack
 from sync_core.transports.transport import Delivery, SenderTransport, unheard
-from sync_core.verify import Verification, Verify
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
 
-_MADE_OF_OTHERS = (ChunkedScheme, ShardedScheme)
+# Features that few senders use are imported when they are asked for.
+if TYPE_CHECKING:
+    from sync_core.increments.options import Increments
 
 
 class Source:
@@ -247,6 +241,8 @@ class Pipeline:
         if terms.zero_copy and "zero_copy" not in self._backend.capabilities:
             raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
         if terms.increments is not None:
+            from sync_core.increments.options import check_of_use
+
             check_of_use(self._backend)
         found = [registry.find(registry.LAYERS, layer) for layer in terms.layers]
         #: The layers that are called with every report.
@@ -264,17 +260,24 @@ class Pipeline:
             terms, cast=declares("cast", layers), partial=terms.partial or leaves_out
         )
         if leaves_out and self.moves_nothing is None:
+            from sync_core.left_out import LeftOut
+
             proof = LeftOut(
                 terms.strategy, from_start=declares("held", layers), every=terms.partial
             )
             layers = [Plugin(registry.LAYERS, "left out", proof), *layers]
-        self._verification = Verification(terms.verify, self._backend, layers, terms.strategy)
-        used = self._verification.layers
+        used = tuple(layers)
+        if terms.verify is not None:
+            from sync_core.verify import with_verification
+
+            used = with_verification(terms.verify, self._backend, used, terms.strategy)
         #: Whether workers may get less than the whole model.
         self.partial = terms.partial and self.moves_nothing is None
-        #: Whether the transport leaves out what workers have, so that updates are to be whole.
+        #: Whether the transport leaves out what workers have, so that updates must be whole.
         self.packs_increments = terms.increments is not None
         if self._terms.partial and self.moves_nothing is None:
+            from sync_core.increments.partial import BaseLayer
+
             used = (*used, Plugin(registry.LAYERS, "base", BaseLayer()))
         self._defaults = Defaults(terms.strategy)
         self._layers = in_order(used)
@@ -283,14 +286,12 @@ class Pipeline:
         self.prepares = self.stack.calls_plugins("prepare_weights")
         self.skips = self.stack.implements("skip_update")
         #: The name of the scheme.
-        scheme = self._backend.object
-        self.scheme = scheme.name if isinstance(scheme, _MADE_OF_OTHERS) else self._backend.name
+        self.scheme = self._backend.name
         self.transport: SenderTransport | None = None
-        self._make_address: Callable[..., Address]
+        #: Makes an address from a worker's id and its endpoint, once the transport is open.
+        self.make_address: Callable[..., Address]
+        self._context: TransportContext
         self._close: Callable[[], Any] | None = None
-        self._admission: Admission | None = None
-        self._admission_context: TransportContext
-        self._close_admission: Callable[[], Any] | None = None
 
     @property
     def moves_nothing(self) -> str | None:
@@ -328,7 +329,7 @@ class Pipeline:
         given = {id(layer): layout for layer, layout in zip(self._layers, layouts, strict=False)}
         undone = [*map(travels, self._layers), True]
         # No method: the transport keeps it, and must not keep its sender alive.
-        self._make_address = self._terms.address_maker(
+        self.make_address = self._terms.address_maker(
             layers=self._travelling,
             layouts=tuple(given[id(layer)] for layer in self._undone),
             layout=next(compress(layouts, undone)),
@@ -340,20 +341,23 @@ class Pipeline:
             worker_ids=members.ids,
             workers=tuple(workers),
             layout=layouts[-1],
-            make_address=self._make_address,
+            make_address=self.make_address,
             notify=members.notify,
         )
-        if self._terms.increments is None:
+        if self._terms.increments is None or self._backend.by_parts:
             self.transport = self.stack.create_sender_transport(transport_context)
         else:
+            from sync_core.increments.sender import IncrementalSender, transport_maker
+
             self.transport = IncrementalSender(
-                partial(_create_transport, self.stack, transport_context),
+                transport_maker(self.stack, transport_context),
                 layouts[-1],
                 members.ids,
                 self._terms.increments,
                 members.notify,
             )
-        self._admission_context = replace(transport_context, make_address=None, notify=unheard)
+        # It must not keep the sender alive.
+        self._context = replace(transport_context, make_address=None, notify=unheard)
         self._close = release_with(self, self.transport.close)
 
     def address(self, worker_id: int) -> Address:
@@ -363,31 +367,23 @@ class Pipeline:
             ModelError: it is not known yet what will travel.
         """
         endpoint = self.opened.address(worker_id)
-        return self._make_address(worker_id=worker_id, endpoint=endpoint)
+        return self.make_address(worker_id=worker_id, endpoint=endpoint)
 
-    def shared_address(self, admit: Callable[[], int], forget: Callable[[int], None]) -> Address:
-        """The address of all workers that are admitted when they come.
-
-        Args:
-            admit: adds a worker and returns its id; called in another thread.
-            forget: removes a worker that has not come after all.
+    def admission_context(self) -> TransportContext:
+        """Return what a transport for workers that come later is made from.
 
         Raises:
             OptionError: the scheme cannot serve workers that come later.
             ModelError: it is not known yet what will travel.
         """
-        transport = self.opened
+        self.opened  # noqa: B018 - raises
         joins = "late_join" in self._backend.capabilities and self.moves_nothing is None
-        if not joins or self._admission_context.workers:
+        if not joins or self._context.workers:
             raise OptionError(
                 f"{self._backend.describe()} serves no workers that come later; give the id of a "
                 "worker: sender.address(0)"
             )
-        if self._admission is None:
-            self._admission = Admission(self._admission_context, self.stack, admit, forget)
-            self._close_admission = release_with(self, self._admission.close)
-        entrance = Entrance(self._admission.endpoint(), self._admission.token, transport.address(0))
-        return self._make_address(worker_id=-1, endpoint=entrance)
+        return self._context
 
     def prepare(
         self,
@@ -417,19 +413,14 @@ class Pipeline:
         payload = Payload(version, update.layout, update.source, packing=packing)
         transport = self.transport or self.opened
         try:
-            deliveries = dict(transport.send(payload, worker_ids))
+            return dict(transport.send(payload, worker_ids))
         except SyncError:
             raise
         except Exception as error:
             return self._undelivered(payload, worker_ids, error)
-        if self._verification.reads_back:
-            self._verification.guard(deliveries.values())
-        return deliveries
 
     def close(self) -> None:
-        """Close the transport, if there is one, and admit no more workers."""
-        if self._close_admission is not None:
-            self._close_admission()
+        """Close the transport, if there is one."""
         if self._close is not None:
             self._close()
 
@@ -455,7 +446,3 @@ class Pipeline:
         if self.transport is None:
             raise ModelError("the sender has no model; give it one, or call register_model()")
         return self.transport
-
-
-def _create_transport(stack: Stack, context: TransportContext, **changes: Any) -> SenderTransport:
-    return stack.create_sender_transport(replace(context, **changes))

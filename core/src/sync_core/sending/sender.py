@@ -5,48 +5,29 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial as bind
-from typing import Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from torch import Tensor
 
 from sync_core._util import Stopwatch, release_with
-from sync_core.address import Address
+from sync_core.address import Address, Verify
 from sync_core.checks import check_count, check_function, check_seconds
-from sync_core.errors import (
-    ClosedError,
-    OptionError,
-    PendingSendError,
-    UnknownWorkerError,
-    WorkerError,
-    WorkerLostError,
-    WorkerTimeoutError,
-)
-from sync_core.increments.options import Increments
-from sync_core.increments.partial import TensorVersions
-from sync_core.models.extract import Strategy, gathered
+from sync_core.errors import ClosedError, OptionError, PendingSendError
+from sync_core.models.extract import Strategy
 from sync_core.models.multi_model import either
 from sync_core.models.paths import resolve
 from sync_core.models.shared_model_check import register_owner
-from sync_core.relays.chunks import chunked
-from sync_core.report import SendReport, WorkerResult
-from sync_core.sending.failure_policy import FailurePolicy, OnFailure
+from sync_core.report import SendReport
+from sync_core.sending import features
 from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
 from sync_core.sending.pipeline import Pipeline, Source, Terms
-from sync_core.sending.status import StatusEndpoint
-from sync_core.sending.trainable import TrainableOnly
 from sync_core.sending.updater import Updater
-from sync_core.sending.worker_state import WorkerState, WorkerStatus
-from sync_core.shards.local import LocalShards, Ranks, Regions
-from sync_core.shards.sender import ShardedScheme, check_shardable, split_layers
+from sync_core.sending.worker_state import WorkerStatus
 from sync_core.stack import PushCounter
 from sync_core.transports.transport import SenderTransport
-from sync_core.verify import Verify
 from sync_core.weights.payload import Update
 from sync_core.workers.worker_group import WorkerGroup
 from sync_core.workers.worker_ids import (
@@ -56,6 +37,13 @@ from sync_core.workers.worker_ids import (
     normalize,
     normalize_one,
 )
+
+if TYPE_CHECKING:
+    from sync_core.increments.options import Increments
+    from sync_core.sending.elastic import ElasticWorkers
+    from sync_core.sending.failure_policy import OnFailure
+    from sync_core.sending.status import StatusEndpoint
+    from sync_core.shards.local import Ranks, Regions
 
 _CLOSED = "the sender was closed"
 
@@ -103,9 +91,9 @@ class Sender(Updater):
             get it. A frozen parameter that changes all the same makes `send` raise, which looks at
             samples of them, and `check`, which looks at all. Implies ``partial``.
         increments: send each worker only what it lacks, as positions that changed and their
-            values, where that takes fewer bytes: True, or `Increments` with options. For workers
-            on other machines, and stores. Sender and workers each keep one more copy of the model
-            in memory.
+            values, where that takes fewer bytes: True; ``"auto"`` only where it also takes less
+            time, by measurement; or `Increments` with options. For workers on other machines, and
+            stores. Sender and workers each keep one more copy of the model in memory.
         chunk_mb: send versions in chunks of so many MB, so that relays pass them on while the rest
             is on its way; see `Relay`. None: as the scheme does.
         on_failure: what is done about a worker that failed, after the others were updated:
@@ -117,8 +105,8 @@ class Sender(Updater):
             `Receiver`; None where the group's factory does.
         verify: ``"checksum"``: checksums travel with the weights, and a worker applies nothing
             that does not match them. ``"readback"``: also, after the commit, the worker reads its
-            model and compares it with what was written, and the sender with what it sent where no
-            layer changes values. Needs ``pip install "sync-core[verify]"``, here and there.
+            model, and does not confirm a version of which the model holds other bits than were
+            written. Needs ``pip install "sync-core[verify]"``, here and there.
         on_report: called with the report at the end of every send, also where workers failed;
             what it raises is logged, and changes nothing.
         status: answer readers such as ``sync-core watch`` at `status_address`.
@@ -157,7 +145,7 @@ class Sender(Updater):
         zero_copy: bool = False,
         partial: bool = False,
         only: Literal["trainable"] | None = None,
-        increments: Increments | bool = False,
+        increments: Increments | bool | Literal["auto"] = False,
         gather: bool = False,
         ranks: Ranks | None = None,
         regions: Regions | None = None,
@@ -174,26 +162,28 @@ class Sender(Updater):
     ) -> None:
         super().__init__()
         timeout = check_seconds(timeout)
-        self._only = TrainableOnly.of(only, strategy, gather=gather)
         if on_report is not None:
             check_function(on_report, "on_report")
-        if chunk_mb is not None:
-            scheme = chunked(scheme, chunk_mb, zero_copy=zero_copy)
-        collect = gathered if gather else None
-        if ranks is not None or regions is not None:
-            ranks = check_shardable(
-                ranks,
-                gather=gather,
-                partial=partial,
-                zero_copy=zero_copy,
-                verify=verify,
-                on_failure=on_failure,
-                workers=workers,
-                context=context,
-            )
-            shards = LocalShards(regions)
-            regrouping, layers = split_layers(layers)
-            scheme, collect = ShardedScheme(scheme, ranks, shards, regrouping), shards.read
+        scheme, layers, collect = features.composed(
+            scheme,
+            layers,
+            chunk_mb=chunk_mb,
+            ranks=ranks,
+            regions=regions,
+            verified=verify is not None,
+            increments=features.increments_of(increments),
+            others={
+                "gather": gather,
+                "partial": partial,
+                "only": only,
+                "zero_copy": zero_copy,
+                "on_failure": on_failure,
+                "group": group,
+                "workers": workers,
+                "context": context,
+            },
+        )
+        selection = features.trainable_only(only, strategy, gather=gather)
         self.model_id = model_id
         self._terms = Terms(
             scheme=scheme,
@@ -205,12 +195,12 @@ class Sender(Updater):
             partial=partial or only is not None,
             verify=verify,
             timeout=timeout,
-            increments=Increments.of(increments),
+            increments=features.increments_of(increments),
         )
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)
         self._handles = dict(enumerate(workers or ()))
         self._context = context
-        self._failure_policy = FailurePolicy(
+        self._failure_policy = features.failure_policy(
             on_failure, group, on_restart, called=bool(workers), timeout=timeout
         )
         self._pipeline = Pipeline(self._terms)
@@ -226,7 +216,7 @@ class Sender(Updater):
         )
         if self._pipeline.moves_nothing is not None:
             register_owner(self._terms.token, self._source)
-        self._tensor_versions = TensorVersions()
+        self._partial = features.partial_updates(self._pipeline, self._source, selection)
         self._cadence = PushCounter(self._pipeline.stack, model_id)
         self._version = check_count(version, "version", least=0)
         # Reentrant, as a layer may add a worker.
@@ -234,13 +224,12 @@ class Sender(Updater):
         self._pending: PendingSend | None = None
         self._close_members = release_with(self, self._members.close)
         self._sharded = ranks is not None
-        # The workers that came by the address which they share; those that left included.
-        self._admitted: set[int] = set()
+        self._elastic: ElasticWorkers | None = None
         self._closed = False
         self._process = os.getpid()
         self._status: StatusEndpoint | None = None
         if status:
-            self._status = StatusEndpoint(self, self._pipeline.scheme)
+            self._status = features.status_endpoint(self, self._pipeline.scheme)
             self._reporters.append(self._status)
             self._close_status = release_with(self, self._status.close)
         if model is None and context is not None:
@@ -293,7 +282,7 @@ class Sender(Updater):
 
     @property
     def status_address(self) -> str:
-        """Return where this machine's users who know it can read the sender's status.
+        """Return the address at which the sender's status can be read on this machine.
 
         It is an ``http://`` address on the loopback interface, with a random token, for
         ``sync-core watch`` or anything else that reads JSON.
@@ -345,7 +334,10 @@ class Sender(Updater):
             self._check_open()
             if self._sharded:
                 raise OptionError("with ranks=, give each worker its id: sender.address(0)")
-            return self._pipeline.shared_address(self._admit, self._forget)
+            with self._starting:
+                if self._elastic is None:
+                    self._elastic = features.elastic_workers(self, self._pipeline, self._starting)
+            return self._elastic.address()
         worker_id = normalize_one(worker_id, self._members.ids)
         self._check_open()
         return self._pipeline.address(worker_id)
@@ -436,8 +428,11 @@ class Sender(Updater):
             due = addressed
             if self._pipeline.skips and not counted:
                 due = self._cadence.due(addressed, self._version)
-            if self._pipeline.partial:
-                update = self._complete(given, update, due, version)
+            if self._partial is not None:
+                # A transport that packs increments leaves out what each worker has.
+                whole = self._pipeline.packs_increments
+                held = () if whole else self._members.acknowledged(due).values()
+                update = self._partial.complete(given, update, version, held)
             if due:
                 if self._pipeline.prepares:
                     update = self._pipeline.prepare(
@@ -478,8 +473,8 @@ class Sender(Updater):
         """Raise what `send` would raise about these weights, and send nothing."""
         self._check_open()
         update = self._source.read(weights)
-        if weights is None and self._only is not None:
-            self._only.check(update, self._source.own_model())
+        if weights is None and self._partial is not None:
+            self._partial.check(update)
 
     def snapshot(self) -> Mapping[str, Tensor]:
         """A copy of the model's weights as they are now, in the CPU's memory."""
@@ -556,6 +551,8 @@ class Sender(Updater):
             pending.abandon(_CLOSED)
         if self._status is not None:
             self._close_status()
+        if self._elastic is not None:
+            self._elastic.close()
         self._close_members()
         self._pipeline.close()
 
@@ -596,34 +593,6 @@ class Sender(Updater):
         self._pipeline.open(update, model, self._source.found, workers, self._members)
         return self._pipeline.opened
 
-    def _admit(self) -> int:
-        """Add a worker that has come by the address which several share."""
-        with self._starting:
-            worker_id = self.add_worker()
-            if not self._admitted:
-                self.subscribe(bind(_forget_lost, weakref.ref(self)))
-            self._admitted.add(worker_id)
-            return worker_id
-
-    def _forget(self, worker_id: int) -> None:
-        """Remove a worker that was admitted, unless that was done."""
-        with self._starting, suppress(UnknownWorkerError, ClosedError):
-            self.remove_worker(worker_id)
-
-    def _forget_if_admitted(self, worker_id: int) -> None:
-        if worker_id in self._admitted:
-            self._forget(worker_id)
-
-    def _forget_failed(self, report: SendReport) -> SendReport:
-        """Remove admitted workers that have left, or not committed a version in time."""
-        gone = [i for i, result in report.failed.items() if i in self._admitted and _left(result)]
-        for worker_id in gone:
-            self._forget(worker_id)
-        workers = {
-            i: replace(r, remedy="drop") if i in gone else r for i, r in report.workers.items()
-        }
-        return replace(report, workers=workers)
-
     def _find_worker(self, handle: Any) -> Any:
         """The handle itself, or what a path leads to in the context."""
         if not isinstance(handle, str) or not self._pipeline.takes_worker_paths:
@@ -644,58 +613,23 @@ class Sender(Updater):
             raise ValueError(f"version is {version}, and version {self._version} was sent already")
         return version
 
-    def _complete(self, given: Any, update: Update, due: tuple[int, ...], version: int) -> Update:
-        """Add what the workers lack to a partial update."""
-        layout = self._source.layout
-        if layout is None:
-            return update
-        if self._only is not None:
-            if given is None:
-                update = self._only.select(update, self._source.own_model())
-            else:
-                self._only.forget()
-        if given is None and update.layout is layout:
-            self._tensor_versions.record(None, layout, {}, version)
-            return update
-        own = self._source.own_tensors()
-        self._tensor_versions.record(update, layout, own, version)
-        if update.layout is layout:
-            return update
-        held = self._members.acknowledged(due)
-        base = 0 if self._pipeline.packs_increments else min(held.values(), default=0)
-        return self._tensor_versions.since(base, layout, own)
-
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
         # Another thread may have begun the next one.
         if self._pending is not None and self._pending.ended:
             self._pending = None
         if self._pipeline.skips:
             self._cadence.reached(report.updated)
-        if report.failed and self._admitted and waited and not self._closed:
-            report = self._forget_failed(report)
-        failed = report.failed
-        if failed and waited and not self._closed:
-            report = self._failure_policy.apply(
-                report, self._members, self.remove_worker, self.address
-            )
-            failed = report.failed
+        if report.failed and waited and not self._closed:
+            if self._elastic is not None:
+                report = self._elastic.remove_failed(report)
+            if self._failure_policy is not None:
+                report = self._failure_policy.apply(
+                    report, self._members, self.remove_worker, self.address
+                )
         if self._members.may_have_returned:
             returned = self._members.take_returned(report.updated)
             report = report.with_returned(returned) if returned else report
-        if self._post_hooks and not failed:
+        if self._post_hooks and not report.failed:
             self._run_post_hooks()
         tell(report, self._reporters)
         return report
-
-
-def _forget_lost(sender: weakref.ref[Sender], event: MembershipEvent) -> None:
-    """Remove a worker that has left, if it came by an address that several share."""
-    found = sender()
-    if found is not None and event.after is WorkerState.LOST:
-        found._forget_if_admitted(event.worker_id)
-
-
-def _left(result: WorkerResult) -> bool:
-    """Return whether a worker is gone, or silent; and not one that refused a version."""
-    error = result.error
-    return isinstance(error, WorkerLostError | WorkerTimeoutError) or type(error) is WorkerError

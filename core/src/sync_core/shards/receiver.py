@@ -10,23 +10,28 @@ from typing import Any
 
 from torch import Tensor
 
-from sync_core.address import Address
+from sync_core.address import Address, IndirectEndpoint
 from sync_core.errors import (
     AddressError,
+    CorruptionError,
     ModelError,
     OptionError,
     SenderLostError,
     SyncError,
 )
 from sync_core.hooks import TransportContext, hookimpl
+from sync_core.increments.receiver import IncrementalReceiver
+from sync_core.registry import ComposedScheme
 from sync_core.shards.local import Regions, RegionViews
 from sync_core.shards.plan import Region, plan, shape_of, write_region
-from sync_core.shards.request import Holding, Request, ShardEndpoint
+from sync_core.shards.request import Holding, Request, ShardEndpoint, broken
 from sync_core.shards.sender import inner_stack
 from sync_core.shards.whole_model import WholeModel, wanted_regions
 from sync_core.transports.transport import Answer, ReceiverTransport, SenderTransport
-from sync_core.weights.layout import ASK, Layout
+from sync_core.weights.layout import ASK, SHARD_VERSION, Layout
 from sync_core.weights.payload import Payload
+
+_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +65,15 @@ class JoinPlan:
     origins: tuple[tuple[int, int], ...]
 
 
-class JoinedScheme:
+class JoinedScheme(ComposedScheme):
     """A scheme for receivers only, that joins what all ranks of a trainer send.
 
     Args:
         addresses: those of all ranks for this worker, in the order of the ranks.
         joined: how a version is made; None before it is known which regions the worker wants.
     """
+
+    by_parts = True
 
     def __init__(self, addresses: Sequence[Address], joined: JoinPlan | None = None) -> None:
         self.addresses = tuple(addresses)
@@ -84,6 +91,19 @@ class JoinedScheme:
         if context.side == "sender" or self._joined is None:
             raise OptionError("joined addresses are for a Receiver: Receiver(address, model)")
         return JoinedReceiver(context, self._joined)
+
+
+class JoinedEndpoint(IndirectEndpoint):
+    """The endpoint of joined addresses, from which the model decides what is taken."""
+
+    takes_regions = True
+
+    def resolve(
+        self, address: Address, model: Any, regions: Any, timeout: float
+    ) -> tuple[Address, RegionViews]:
+        """Plan what is taken from each rank."""
+        del timeout
+        return join(address, model, regions)
 
 
 def join_addresses(addresses: Sequence[Address]) -> Address:
@@ -127,7 +147,15 @@ def join_addresses(addresses: Sequence[Address]) -> Address:
     first = addresses[0]
     _check_ranks(addresses)
     for address in addresses[1:]:
-        for field in ("worker_id", "model_id", "strategy", "timeout", "cast"):
+        for field in (
+            "worker_id",
+            "model_id",
+            "strategy",
+            "timeout",
+            "cast",
+            "verify",
+            "increments",
+        ):
             theirs, ours = getattr(address, field), getattr(first, field)
             if theirs != ours:
                 raise AddressError(
@@ -139,7 +167,7 @@ def join_addresses(addresses: Sequence[Address]) -> Address:
         first,
         scheme=JoinedScheme(addresses),
         options={},
-        endpoint=None,
+        endpoint=JoinedEndpoint(),
         layout=model.layout,
         source_layout=model.layout,
     )
@@ -205,14 +233,15 @@ def join(address: Address, model: Any, regions: Regions | None) -> tuple[Address
     for rank_address, request in zip(
         address.scheme.addresses, map(Request.of, requests), strict=True
     ):
-        layout = request.layout(_holding(rank_address).tensors)
+        verified = address.verify is not None
+        layout = request.layout(_holding(rank_address).tensors, verified=verified)
         sources.append(RankSource(rank_address, request, layout))
     places = [{piece: i for i, piece in enumerate(s.request.regions)} for s in sources]
     layout = Layout.of_kinds(kinds)
     origins = tuple((rank, places[rank][piece]) for rank, piece in taken_from)
     scheme = JoinedScheme(address.scheme.addresses, JoinPlan(tuple(sources), layout, origins))
     return (
-        replace(address, scheme=scheme, layout=layout, source_layout=layout),
+        replace(address, scheme=scheme, endpoint=None, layout=layout, source_layout=layout),
         RegionViews(model, regions, pieces),
     )
 
@@ -248,7 +277,7 @@ class JoinedReceiver(ReceiverTransport):
         since = time.perf_counter()
         try:
             complete = self._collect(deadline)
-        except SenderLostError as error:
+        except (CorruptionError, SenderLostError) as error:
             self._refuse(error)
             raise
         if not complete:
@@ -351,11 +380,16 @@ class _RankReceiver:
         self._source = source
         address = source.address
         self.rank = _rank(address)
+        #: The position of the version in a payload: after the parts, before the checksums.
+        self._version_at = source.layout.index[SHARD_VERSION]
+        self._is_verified = address.verify is not None
         backend, stack = inner_stack(address.scheme.inner)
         context = address.transport_context(backend.name, timeout)
         self.transport = stack.create_receiver_transport(
             replace(context, endpoint=address.endpoint.inner, layout=source.layout)
         )
+        if address.increments:
+            self.transport = IncrementalReceiver(self.transport, address.worker_id)
         self._request = source.request.to_text()
         self._staged: Payload | None = None
         #: The version that is staged, or else the one that was taken last; 0 before the first.
@@ -368,7 +402,9 @@ class _RankReceiver:
         """Answer the first question, which the rank has asked already."""
         payload = self._receive(timeout)
         if payload is not None:
-            self._look_at(payload)
+            # The rank has learned it; there will be other versions.
+            with suppress(CorruptionError):
+                self._look_at(payload)
 
     def stage(self, timeout: float) -> bool:
         """Wait for a version; False where none comes in time."""
@@ -426,9 +462,26 @@ class _RankReceiver:
             self._refuse(payload, SyncError(f"this worker {said}"), self._request)
             return False
         self.drop(SyncError("a newer version came before this one was committed"))
+        if self._is_verified:
+            self._verify(payload)
         self._staged = payload
-        self.version = int(payload.tensors[-1].item())
+        self.version = int(payload.tensors[self._version_at].item())
         return True
+
+    def _verify(self, payload: Payload) -> None:
+        names = broken(payload.layout, payload.tensors)
+        if not names:
+            return
+        named = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+        more = f", … {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        error = CorruptionError(
+            self._source.address.worker_id,
+            f"what rank {self.rank} has sent was changed on its way, and nothing of the version "
+            f"was applied: {named}{more} differ from their checksums",
+        )
+        payload.release()
+        self._refuse(payload, error)
+        raise error
 
     def _refuse(self, payload: Payload, error: SyncError, request: str | None = None) -> None:
         refusal = replace(Answer.refusal(payload.version, error), request=request)

@@ -64,16 +64,20 @@ def _merged(worker_id: int, reports: Sequence[SendReport]) -> WorkerResult:
         for rank, report in enumerate(reports)
         if worker_id in report.workers
     ]
-    failed = [(rank, result) for rank, result in results if result.error is not None]
-    rank, kept = failed[0] if failed else results[0]
+    # A failure that a rank raises is not hidden by what another has done about the worker.
+    rank, kept = min(results, key=lambda item: _order(item[1]))
     error = kept.error
+    # A rank that serves the worker no longer has sent it nothing.
+    versions = {result.version for _, result in results}
+    is_whole = len(versions) == 1 and len(results) == len(reports)
     if isinstance(error, WorkerError):
         error = type(error)(worker_id, f"rank {rank}: {error.message}")
     delivered = [r.deliver_seconds for _, r in results if r.deliver_seconds is not None]
     return replace(
         kept,
-        version=kept.version if len({result.version for _, result in results}) == 1 else None,
+        version=kept.version if is_whole else None,
         error=error,
+        returned=any(result.returned for _, result in results),
         nbytes=sum(result.nbytes for _, result in results),
         seconds=max(result.seconds for _, result in results),
         stage_seconds=max(result.stage_seconds for _, result in results),
@@ -82,3 +86,10 @@ def _merged(worker_id: int, reports: Sequence[SendReport]) -> WorkerResult:
         acknowledge_seconds=max(result.acknowledge_seconds for _, result in results),
         deliver_seconds=max(delivered) if len(delivered) == len(results) else None,
     )
+
+
+def _order(result: WorkerResult) -> int:
+    """Sort failures first, then what was done about a worker, then success."""
+    if result.error is not None:
+        return 0 if result.remedy is None else 1
+    return 3 if result.remedy is None else 2

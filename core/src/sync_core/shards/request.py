@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sync_core.errors import LayoutMismatchError, PayloadError
 from sync_core.shards.local import Ranks
 from sync_core.shards.plan import Region, intersect, shape_of, write_region
-from sync_core.weights.layout import SHARD_VERSION, Layout
+from sync_core.verify import checksum, from_tensor, to_tensor
+from sync_core.weights.layout import CHECKSUMS, SHARD_VERSION, Layout
 
 # A worker's answer has to fit into the buffer of a socket, with what else it says.
 _LONGEST = 120_000
@@ -143,10 +145,31 @@ class Request:
             raise PayloadError(f"not a request for shards: {error!r:.300}") from error
         return cls.of(regions)
 
-    def layout(self, tensors: Sequence[HeldTensor]) -> Layout:
-        """The layout of the payloads that bring these regions, and the version after them."""
+    def layout(self, tensors: Sequence[HeldTensor], *, verified: bool = False) -> Layout:
+        """The layout of the payloads that bring these regions, and the version after them.
+
+        Args:
+            tensors: what the rank holds.
+            verified: whether a checksum of each of these follows.
+        """
         kinds = [
             (tensors[i].name + write_region(region), tensors[i].dtype, shape_of(region))
             for i, region in self.regions
         ]
-        return Layout.of_kinds([*kinds, (SHARD_VERSION, torch.int64, (1,))])
+        kinds.append((SHARD_VERSION, torch.int64, (1,)))
+        if verified:
+            kinds.append((CHECKSUMS, torch.int64, (len(kinds),)))
+        return Layout.of_kinds(kinds)
+
+
+def seal(tensors: Sequence[Tensor]) -> Tensor:
+    """The checksums of a payload's tensors, one of each, as the tensor in which they travel."""
+    return to_tensor([checksum([tensor]) for tensor in tensors])
+
+
+def broken(layout: Layout, tensors: Sequence[Tensor]) -> list[str]:
+    """The names of the tensors of a payload that do not match their checksums."""
+    *sealed, sums = tensors
+    found = [checksum([tensor]) for tensor in sealed]
+    pairs = zip(layout.names, found, from_tensor(sums), strict=False)
+    return [name for name, mine, theirs in pairs if mine != theirs]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sync_core import registry
 from sync_core.checks import check_layers
@@ -29,10 +30,13 @@ from sync_core.errors import (
     WorkerTimeoutError,
 )
 from sync_core.hooks import TransportContext, hookimpl
-from sync_core.registry import Plugin
-from sync_core.shards.local import LocalShards, Ranks
+from sync_core.increments.options import Increments, check_of_use
+from sync_core.increments.sender import IncrementalSender, transport_maker
+from sync_core.registry import ComposedScheme, Plugin
+from sync_core.shards.late import LateWorkers
+from sync_core.shards.local import LocalShards, Ranks, Regions
 from sync_core.shards.plan import inside, shape_of
-from sync_core.shards.request import HeldTensor, Holding, Request, ShardEndpoint
+from sync_core.shards.request import HeldTensor, Holding, Request, ShardEndpoint, seal
 from sync_core.shards.whole_model import chained
 from sync_core.stack import Defaults, Stack
 from sync_core.transports.transport import (
@@ -53,6 +57,21 @@ _KEPT_CAPABILITIES = frozenset(
 )
 # How many versions of the inner transport a late answer may be about.
 _KEPT = 64
+# The arguments of a sender that have no clear meaning with ``ranks=``, and what to type instead.
+_NOT_WITH_RANKS = {
+    "gather": "every rank sends its parts as they are; leave out gather=",
+    "partial": "ranks might leave out different tensors, so every version is whole; leave out "
+    "partial=, and make a sender of the tensors that change: Sender(…, {name: tensor, …}, "
+    "model_id='adapter', ranks=…)",
+    "only": "every version is whole; leave out only=, and make a sender of the trainable tensors: "
+    "Sender(…, {name: tensor, …}, model_id='adapter', ranks=…)",
+    "zero_copy": "a tensor of a worker may be put together from parts of several ranks; leave out "
+    "zero_copy=",
+    "workers": "workers connect by the joined addresses of all ranks; type num_workers=… instead",
+    "context": "a sharded model is given itself, not by a path; leave out context=",
+    "group": "every rank would start the worker again; leave out group=, type "
+    "on_failure='quarantine', and start the worker again with its joined address",
+}
 
 
 def split_layers(layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -67,14 +86,41 @@ def _regroups(layer: Plugin) -> bool:
     return "regions" in getattr(layer.object, "capabilities", ())
 
 
-def check_shardable(ranks: Ranks | None, **arguments: Any) -> Ranks:
-    """Return the ranks; raise `OptionError` for arguments that cannot be given with them."""
+def sharded(
+    scheme: Any,
+    ranks: Ranks | None,
+    regions: Regions | None,
+    layers: Sequence[Any],
+    *,
+    verified: bool,
+    increments: Increments | None,
+) -> tuple[ShardedScheme, list[Any], Callable[[Any], dict[str, Tensor]]]:
+    """Return what a rank's sender is made of: see the argument ``ranks`` of `sync_core.Sender`.
+
+    Returns:
+        The scheme, the layers that remain for the sender, and what reads the rank's shards.
+
+    Raises:
+        OptionError: ``ranks`` is missing or something else, or with the scheme nothing travels.
+    """
     if not isinstance(ranks, Ranks):
         raise OptionError(f"ranks is {ranks!r}; on each rank, give ranks=Ranks(rank, size)")
-    for name, value in arguments.items():
-        if value is not None and value is not False and value != "raise":
-            raise OptionError(f"ranks= and {name}={value!r} cannot be given together")
-    return ranks
+    shards = LocalShards(regions)
+    regrouping, others = split_layers(layers)
+    composed = ShardedScheme(
+        scheme, ranks, shards, regrouping, verified=verified, increments=increments
+    )
+    return composed, others, shards.read
+
+
+def check_alone(arguments: Mapping[str, Any]) -> None:
+    """Raise `OptionError` for an argument that cannot be given together with ``ranks``."""
+    if arguments.get("on_failure") == "restart":
+        arguments = {**arguments, "group": True}
+    for name, reason in _NOT_WITH_RANKS.items():
+        value = arguments.get(name)
+        if value is not None and value is not False:
+            raise OptionError(f"{name}= cannot be given with ranks=: {reason}")
 
 
 def inner_stack(scheme: Any) -> tuple[Plugin, Stack]:
@@ -83,7 +129,7 @@ def inner_stack(scheme: Any) -> tuple[Plugin, Stack]:
     return backend, Stack(Defaults("tensordict"), backend)
 
 
-class ShardedScheme:
+class ShardedScheme(ComposedScheme):
     """A scheme whose transports are made of another scheme's, for one rank of a trainer.
 
     Args:
@@ -91,10 +137,14 @@ class ShardedScheme:
         ranks: the rank, and how many there are.
         shards: reads the rank's shards; None in a process that has only the address.
         layers: those that rename, fuse and cut tensors; see the capability ``regions`` of layers.
+        verified: whether checksums travel with the parts; see ``verify`` of `Sender`.
+        increments: how each worker is sent only what it lacks of its part; None for whole parts.
 
     Raises:
-        OptionError: with the other scheme nothing travels.
+        OptionError: with the other scheme nothing travels, or increments are of no use.
     """
+
+    by_parts = True
 
     def __init__(
         self,
@@ -102,17 +152,24 @@ class ShardedScheme:
         ranks: Ranks,
         shards: LocalShards | None = None,
         layers: Sequence[Any] = (),
+        *,
+        verified: bool = False,
+        increments: Increments | None = None,
     ) -> None:
         self.inner = inner
         self.ranks = ranks
         self._shards = shards
         self._layers = layers
+        self._verified = verified
+        self._increments = increments
         backend, self._stack = inner_stack(inner)
         if "same_object" in backend.capabilities:
             raise OptionError(
                 f"{backend.describe()} moves nothing, so that ranks= is of no use; type "
                 "scheme='shm' or 'dist'"
             )
+        if increments is not None:
+            check_of_use(backend)
         self.name = backend.name
         self.capabilities = backend.capabilities & _KEPT_CAPABILITIES
 
@@ -134,7 +191,14 @@ class ShardedScheme:
                 "ranks= needs workers that connect by addresses; give num_workers, not workers"
             )
         holding = _holding(context.layout, self._shards, self.ranks, self._layers)
-        return ShardedSender(context, self.name, self._stack, holding)
+        return ShardedSender(
+            context,
+            self.name,
+            self._stack,
+            holding,
+            verified=self._verified,
+            increments=self._increments,
+        )
 
 
 def _holding(layout: Layout, shards: LocalShards, ranks: Ranks, layers: Sequence[Any]) -> Holding:
@@ -171,44 +235,67 @@ class _Member:
             where that was taken.
         request: what it wants of this rank; None before it has answered.
         waited: whether a send has waited for it in vain.
+        sent: the newest version of which it was sent what it wants; 0 for none.
     """
 
     asked: Delivery | None = None
     request: Request | None = None
     waited: bool = False
+    sent: int = 0
 
 
 class ShardedSender(SenderTransport):
     """Sends each worker the regions of this rank's shard that it asks for.
 
     The first send waits for the workers' requests: for an eighth of the deadline before any worker
-    is sent something, and for half of it before those that have said nothing count as failed.
+    is sent something, and for half of it before those that have said nothing count as failed. A
+    worker that requests its parts later gets those of the newest version that went to all.
 
     Args:
         context: what the sender gave to `create_transport`.
         scheme: the name of the scheme.
         stack: makes the scheme's own transport.
         holding: what this rank holds.
+        verified: whether checksums travel with the parts.
+        increments: the options of increments, which workers that want the same share; or None.
     """
 
     def __init__(
-        self, context: TransportContext, scheme: str, stack: Stack, holding: Holding
+        self,
+        context: TransportContext,
+        scheme: str,
+        stack: Stack,
+        holding: Holding,
+        *,
+        verified: bool = False,
+        increments: Increments | None = None,
     ) -> None:
+        self._verified = verified
         self._timeout = context.timeout
         self._notify = context.notify
         self._holding = holding
         # Of `send` of the inner transport, which one thread calls at a time: workers are added
         # while versions are sent. Callbacks never take it.
         self._lock = threading.RLock()
+        self._late = LateWorkers(self._send_late, self._lock)
         self._number = 0
         # The sender's versions, by those of the inner transport, for late answers.
         self._versions: dict[int, int] = {}
         self._layouts: dict[Request, Layout] = {}
         self._members = {worker_id: _Member() for worker_id in context.worker_ids}
         self._inner_of: dict[Delivery, Delivery] = {}
-        self._inner = stack.create_sender_transport(
-            replace(context, scheme=scheme, layout=_ASK_LAYOUT, models=(), notify=self._hear)
-        )
+        inner = replace(context, scheme=scheme, layout=_ASK_LAYOUT, models=(), notify=self._hear)
+        self._inner: SenderTransport
+        if increments is None:
+            self._inner = stack.create_sender_transport(inner)
+        else:
+            self._inner = IncrementalSender(
+                transport_maker(stack, inner),
+                _ASK_LAYOUT,
+                context.worker_ids,
+                increments,
+                self._hear,
+            )
         self._ask(tuple(self._members))
 
     def address(self, worker_id: int) -> ShardEndpoint:
@@ -218,9 +305,26 @@ class ShardedSender(SenderTransport):
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Send each group of workers that want the same what they want."""
         started = time.monotonic()
-        self._inner_of = {outer: d for outer, d in self._inner_of.items() if not d.ended}
+        with self._lock:
+            self._inner_of = {outer: d for outer, d in self._inner_of.items() if not d.ended}
         # Another thread may remove workers meanwhile.
         members = dict(self._members)
+        deliveries = self._send(payload, worker_ids, members, started)
+        if members.keys() <= set(worker_ids):
+            # After it was sent, while workers take it.
+            self._late.keep(payload)
+            for worker_id, member in tuple(self._members.items()):
+                if member.sent < payload.version:
+                    self._late.request(worker_id)
+        return deliveries
+
+    def _send(
+        self,
+        payload: Payload,
+        worker_ids: Sequence[int],
+        members: Mapping[int, _Member],
+        started: float,
+    ) -> dict[int, Delivery]:
         left = [worker_id for worker_id in worker_ids if worker_id in members]
         deliveries = {i: _removed(i, payload) for i in worker_ids if i not in members}
         self._ask([i for i in left if self._must_be_asked(members[i])])
@@ -253,8 +357,9 @@ class ShardedSender(SenderTransport):
         self._inner.remove_worker(worker_id)
 
     def close(self) -> None:
-        """Close the inner transport."""
+        """Close the inner transport, then end the thread."""
         self._inner.close()
+        self._late.close()
 
     def _ask(self, worker_ids: Sequence[int]) -> None:
         if not worker_ids:
@@ -267,6 +372,24 @@ class ShardedSender(SenderTransport):
             member = self._members.get(worker_id)
             if member is not None:
                 member.asked = delivery
+                delivery.watch(partial(self._answered, member))
+
+    def _answered(self, member: _Member, inner: Delivery, error: WorkerError | None) -> None:
+        """Note that a worker, or another in its place, answers by what it wants."""
+        del error
+        if inner.latest is not None and inner.latest.request is not None:
+            member.asked, member.request, member.sent = inner, None, 0
+            self._late.request(inner.worker_id)
+
+    def _send_late(self, worker_id: int, newest: Payload) -> None:
+        """Send a worker its parts of the newest version, unless it was sent those."""
+        member = self._members.get(worker_id)
+        if member is None or member.sent >= newest.version:
+            return
+        self._take_request(member)
+        if member.request is not None:
+            for delivery in self._send_to({worker_id: member}, member.request, newest).values():
+                delivery.watch(partial(_report_late, self._notify))
 
     def _must_be_asked(self, member: _Member) -> bool:
         """Return whether a question has ended without a request, as its worker was lost."""
@@ -284,10 +407,16 @@ class ShardedSender(SenderTransport):
         if awaited:
             self._inner.wait(awaited, max(0.0, deadline - time.monotonic()))
         for member in members:
-            if member.asked is not None and member.asked.ended:
-                request = self._request_in(member.asked)
-                if request is not None:
-                    member.request, member.asked = request, None
+            self._take_request(member)
+
+    def _take_request(self, member: _Member) -> None:
+        """Take the request that a worker has answered by, if it has."""
+        asked = member.asked
+        if asked is None or not asked.ended:
+            return
+        request = self._request_in(asked)
+        if request is not None:
+            member.request, member.asked = request, None
 
     def _request_in(self, asked: Delivery) -> Request | None:
         if asked.latest is None or asked.latest.request is None:
@@ -321,21 +450,42 @@ class ShardedSender(SenderTransport):
     ) -> dict[int, Delivery]:
         layout = self._layouts.get(request)
         if layout is None:
-            layout = self._layouts[request] = request.layout(self._holding.tensors)
+            layout = request.layout(self._holding.tensors, verified=self._verified)
+            self._layouts[request] = layout
         tensors, held = payload.tensors, self._holding.tensors
         parts = [tensors[i][inside(region, held[i].region)] for i, region in request.regions]
         parts.append(torch.tensor([payload.version]))
+        if self._verified:
+            parts.append(seal(parts))
         with self._lock:
             number = self._next_number(payload.version)
             packed = Payload(number, layout, parts, packing=payload.packing)
             sent = self._inner.send(packed, tuple(members))
-        deliveries = {}
-        for worker_id, inner in sent.items():
-            delivery = Delivery(worker_id, payload.version, layout.nbytes)
-            deliveries[worker_id] = delivery
-            self._inner_of[delivery] = inner
-            inner.watch(partial(_forward, delivery, members[worker_id]))
+            deliveries = {}
+            for worker_id, inner in sent.items():
+                delivery = Delivery(worker_id, payload.version, inner.nbytes)
+                deliveries[worker_id] = delivery
+                self._inner_of[delivery] = inner
+                members[worker_id].sent = payload.version
+        for worker_id, delivery in deliveries.items():
+            sent[worker_id].watch(partial(self._forward, delivery, members[worker_id]))
         return deliveries
+
+    def _forward(
+        self, delivery: Delivery, member: _Member, inner: Delivery, error: WorkerError | None
+    ) -> None:
+        """Report the outcome of an inner delivery, under the sender's version."""
+        # Another receiver, which wants other regions, may have come in the worker's place.
+        self._answered(member, inner, error)
+        answer = inner.latest
+        delivery.nbytes, delivery.changed = inner.nbytes, inner.changed
+        delivery.base = self._versions.get(inner.base, 0)
+        if answer is not None and (error is None or answer.error is not None):
+            delivery.acknowledge(replace(answer, version=delivery.version))
+        elif error is not None:
+            delivery.fail(error)
+        else:
+            delivery.acknowledge()
 
     def _absent(self, worker_id: int, member: _Member, payload: Payload) -> Delivery:
         member.waited = True
@@ -377,17 +527,9 @@ def _failed(worker_id: int, payload: Payload, cause: Exception) -> Delivery:
     return delivery
 
 
-def _forward(
-    delivery: Delivery, member: _Member, inner: Delivery, error: WorkerError | None
+def _report_late(
+    notify: Callable[[int, Notice], None], delivery: Delivery, error: WorkerError | None
 ) -> None:
-    """Report the outcome of an inner delivery, under the sender's version."""
-    answer = inner.latest
-    if answer is not None and answer.request is not None:
-        # Another receiver, which wants other regions, has come in the worker's place.
-        member.asked, member.request = inner, None
-    if answer is not None and (error is None or answer.error is not None):
-        delivery.acknowledge(replace(answer, version=delivery.version))
-    elif error is not None:
-        delivery.fail(error)
-    else:
-        delivery.acknowledge()
+    """Report that a late worker has committed what it was sent, of which no send knows."""
+    if error is None:
+        notify(delivery.worker_id, Notice("acknowledged", delivery.version))

@@ -57,6 +57,8 @@ class WholeModel:
                 + "\n  ".join(problems[:_SHOWN])
             )
         made_of = holdings[0].made_of
+        #: Whether workers have the trainer's own tensors, so that no region lies elsewhere.
+        self._same = made_of is None
         self._sources = made_of or {
             name: (RegionSource(name, whole(self.shape(name)), (0,) * len(self.shape(name))),)
             for name in self._held
@@ -86,6 +88,8 @@ class WholeModel:
 
     def held(self, name: str) -> list[tuple[int, Region]]:
         """The ranks that hold regions of a worker's tensor, in that tensor's coordinates."""
+        if self._same:
+            return [(rank, region) for rank, region in self._held[name] if size_of(region)]
         found = []
         for source in self._sources[name]:
             offset = [
@@ -102,6 +106,9 @@ class WholeModel:
 
         Yields the name, the region of that tensor, and the same in the worker's coordinates.
         """
+        if self._same:
+            yield name, region, region
+            return
         for source in self._sources[name]:
             back = [start - to for to, (start, _) in zip(source.start, source.region, strict=True)]
             offset = [-n for n in back]

@@ -269,7 +269,7 @@ class CallingTransport(SenderTransport):
             workers = list(self.workers.values())
             self.workers.clear()
             self.newest_for_all = None
-            # What has come since then would hold a version.
+            # Events that have come since then would keep a version alive.
             self._events = SimpleQueue()
             for worker in workers:
                 self._dismiss(worker, "the sender was closed")

@@ -101,7 +101,7 @@ class ControlPage:
 
     @property
     def waiting(self) -> bool:
-        """Whether a thread of the sender waits for answers, and reads them itself."""
+        """Return whether a thread of the sender waits for answers, which it reads itself."""
         return self._bytes[_WAITING] != 0
 
     @waiting.setter
@@ -133,7 +133,7 @@ class ControlPage:
             answer: the answer.
             held: the slots that the worker still reads.
         """
-        if answer.error is not None or answer.digest is not None or len(held) > _MOST_HELD:
+        if answer.error is not None or len(held) > _MOST_HELD:
             return False
         if answer.clock is not None and len(answer.clock) != _CLOCK_DIGITS:
             return False

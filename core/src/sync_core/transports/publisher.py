@@ -68,9 +68,9 @@ class Publisher:
             write to.
         worker_ids: the workers.
         timeout: how long `publish` waits for a slot, in seconds.
-        views: whether readers keep what they read until they have a newer one, so that it is no
-            use to wait for them; otherwise an eighth of the timeout is waited before there are
-            more slots than three.
+        views: whether readers keep what they read until they have a newer one, so that
+            waiting for them is useless; otherwise an eighth of the timeout is waited before there
+            are more slots than three.
         revoke: takes back what was lent and is not read yet, when no slot is free.
         notify: see `TransportContext`.
 

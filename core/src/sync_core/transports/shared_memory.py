@@ -304,6 +304,8 @@ class MappedSlots:
             return False
         live = set(message["live"])
         if message["type"] == "slot":
+            # Not what the index meant before, where this cannot be opened.
+            self._mapped.pop(message["index"], None)
             descriptor = channel.pop_descriptor()
             try:
                 self._mapped[message["index"]] = SharedMemory(descriptor)

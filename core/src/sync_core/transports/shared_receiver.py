@@ -40,6 +40,8 @@ class SharedMemoryReceiver(ReceiverTransport):
         self._slots = MappedSlots()
         # Accepted, and not answered about: until that is known, the sender offers nothing more.
         self._unanswered = 0
+        # Why slots that were announced could not be opened, by index.
+        self._unopened: dict[int, CapacityError] = {}
         self._closed = False
         try:
             self._send(hello(context.token, context.worker_id))
@@ -104,6 +106,9 @@ class SharedMemoryReceiver(ReceiverTransport):
         since = time.perf_counter()
         try:
             while (found := self._slots.hold(offer.slot)) is None:
+                if (error := self._unopened.pop(offer.slot, None)) is not None:
+                    self._send({"type": "lacks", "index": offer.slot})
+                    raise error
                 self._handle_next(self._timeout)
         except CapacityError as error:
             self.acknowledge(Answer.refusal(offer.version, error))
@@ -139,10 +144,12 @@ class SharedMemoryReceiver(ReceiverTransport):
         try:
             if message["type"] == "gone":
                 raise SenderLostError(str(message["reason"]))
+            if message["type"] == "slot":
+                self._unopened.pop(message["index"], None)
             self._slots.hear(message, self._channel)
-        except CapacityError:
-            self._send({"type": "lacks", "index": message["index"]})
-            raise
+        except CapacityError as error:
+            # The announcement may be read before the offer, which is what can be refused.
+            self._unopened[message["index"]] = error
         except (LookupError, TypeError, ValueError, OSError) as error:
             if isinstance(error, SenderLostError):
                 raise

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class _Control:
-    """What a sender shares with one worker.
+    """The page and the events that a sender shares with one worker.
 
     Args:
         ended: the event of deliveries that have ended otherwise, to be waited for as well.

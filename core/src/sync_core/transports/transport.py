@@ -88,7 +88,6 @@ class Answer:
         answered_at: when the worker answered, by the same clock.
         clock: which clock that is, as `sync_core._util.clock_id` says it; None for one
             that is not known to be shared, and for a worker that reports no time.
-        digest: of the model after the commit, where the sender asks for it: ``verify="readback"``.
         request: what the worker wants of a sharded sender, with an error: it has committed nothing.
 
     Example:
@@ -106,7 +105,6 @@ class Answer:
     known_at: float | None = None
     answered_at: float | None = None
     clock: str | None = None
-    digest: str | None = None
     request: str | None = None
 
     @classmethod
@@ -190,7 +188,6 @@ _FITS: Mapping[str, Callable[[object], bool]] = {
     "known_at": _is_moment,
     "answered_at": _is_moment,
     "clock": _is_text,
-    "digest": _is_text,
     "request": _is_text,
 }
 
@@ -235,7 +232,6 @@ class Delivery:
         # them would leave its lock taken, and whatever ends the delivery would wait for ever.
         self._running = threading.Lock()
         self._running.acquire()
-        self._check: Callable[[Delivery, Answer | None], WorkerError | None] | None = None
         self._watcher: Callable[[Delivery, WorkerError | None], None] | None = None
         self._on_end: Callable[[], None] | None = None
 
@@ -275,13 +271,6 @@ class Delivery:
             self._running.release()
         return self.ended
 
-    def require(self, check: Callable[[Delivery, Answer | None], WorkerError | None]) -> None:
-        """Take no acknowledgement that ``check`` has an error for, not one that came before."""
-        with self._lock:
-            self._check = check
-            if self.ended and self.error is None:
-                self.error = check(self, self.answer)
-
     def watch(self, watcher: Callable[[Delivery, WorkerError | None], None]) -> None:
         """Tell ``watcher`` of every outcome, also of one that comes after the end and changes none.
 
@@ -303,8 +292,6 @@ class Delivery:
 
     def _end(self, error: WorkerError | None, answer: Answer | None) -> None:
         with self._lock:
-            if error is None and self._check is not None:
-                error = self._check(self, answer)
             self.latest = answer or self.latest
             if not self.ended:
                 self.error, self.answer = error, answer

@@ -22,6 +22,7 @@ _PIECE = 4 << 20
 _WORTHWHILE = 16 << 20
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 _Piece: TypeAlias = (
     "tuple[np.ndarray[Any, np.dtype[np.uint8]], np.ndarray[Any, np.dtype[np.uint8]]]"
@@ -84,30 +85,61 @@ def _copy_fused(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 def _copy_pieces(pieces: deque[_Piece]) -> None:
     nbytes = sum(len(target) for target, _ in pieces)
+    in_two_threads(_copy_piece, pieces, nbytes)
+
+
+def _copy_piece(piece: _Piece) -> None:
+    np.copyto(*piece)
+
+
+def in_two_threads(work: Callable[[Item], object], items: deque[Item], nbytes: int) -> None:
+    """Call a function with every item: by this thread and, where that pays, by one more.
+
+    Each takes the next item when it is done with one. Large NumPy operations run at the same time.
+
+    Args:
+        work: the function.
+        items: taken from the left; none is left when this returns or raises.
+        nbytes: the bytes that all items stand for.
+    """
     if nbytes < _WORTHWHILE or torch.get_num_threads() == 1:
-        _copy_what_is_left(pieces)
+        _work_off(work, items)
         return
+    errors: list[BaseException] = []
     # Memory is hardly faster for three.
-    helper = threading.Thread(target=_copy_what_is_left, args=(pieces,), name="sync-copy")
+    helper = threading.Thread(
+        target=_work_off_or_note, args=(work, items, errors), name="sync-copy"
+    )
     try:
         # Since Python 3.12, no thread begins while the process ends.
         with suppress(RuntimeError):
             helper.start()
-        _copy_what_is_left(pieces)
+        _work_off(work, items)
     finally:
-        # After Ctrl-C, the memory is another version's, so the helper takes no other piece.
-        pieces.clear()
+        # After Ctrl-C, the memory is another version's, so the helper takes no other item.
+        items.clear()
         if helper.ident is not None:
             helper.join()
+    if errors:
+        raise errors[0]
 
 
-def _copy_what_is_left(pieces: deque[_Piece]) -> None:
+def _work_off(work: Callable[[Item], object], items: deque[Item]) -> None:
     while True:
         try:
-            target, source = pieces.popleft()
+            item = items.popleft()
         except IndexError:
             return
-        np.copyto(target, source)
+        work(item)
+
+
+def _work_off_or_note(
+    work: Callable[[Item], object], items: deque[Item], errors: list[BaseException]
+) -> None:
+    try:
+        _work_off(work, items)
+    except BaseException as error:
+        errors.append(error)
 
 
 def _same_bytes(target: Tensor, source: Tensor) -> bool:

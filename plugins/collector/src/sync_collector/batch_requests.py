@@ -363,7 +363,7 @@ class BatchRequests:
         return WorkerTimeoutError(
             worker_id,
             f"gave no batch within {self._timeout:g} s; iterate again to continue waiting, as a "
-            "collector in the background does by itself, or give it a longer timeout or fewer "
+            "collector in the background does, or give it a longer timeout or fewer "
             "frames_per_batch",
         )
 

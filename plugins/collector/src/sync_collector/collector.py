@@ -23,8 +23,6 @@ from sync_collector.model_weights import ModelWeights
 from sync_collector.models_elsewhere import ModelsElsewhere
 from sync_collector.options import (
     WorkerOptions,
-    changed_options,
-    check_acts,
     check_arguments,
     check_buffer,
     check_on_worker_failure,
@@ -33,12 +31,10 @@ from sync_collector.options import (
     count_workers,
     factories,
     options_of_workers,
-    per_worker,
     refresh_interval,
 )
-from sync_collector.policy_module import module_of
 from sync_collector.relay import PolicyRelay
-from sync_collector.reporting import Reporter
+from sync_collector.reporting import StatsLogger
 from sync_collector.rollout import RolloutOptions
 from sync_collector.schedules import FirstReady, Synchronous
 from sync_collector.schemes import (
@@ -51,14 +47,12 @@ from sync_collector.schemes import (
     schemes_of,
 )
 from sync_collector.state import State
+from sync_collector.worker_changes import WorkerChanges
 from sync_collector.worker_pool import OnWorkerFailure, WorkerPool, warn_if_rounded
 from sync_collector.worker_spec import WorkerSpecs
 from sync_core import (
     Address,
     ClosedError,
-    Layout,
-    ModelError,
-    OptionError,
     PendingSend,
     Sender,
     SendReport,
@@ -71,12 +65,10 @@ from sync_core.checks import (
     check_path,
     check_seconds,
 )
-from sync_core.models import check_match, named_tensors
 from sync_core.workers import (
     WorkerGroup,
     check_worker_options,
     choose_group,
-    normalize,
     release_with,
     shares_policy,
 )
@@ -123,8 +115,8 @@ class Collector:
             workers hold, such as an actor of yours: ``{"critic": {"scheme": "ray", "workers":
             [actor]}}``. That model is sent when an update names it; `Sender` has the other keys,
             such as ``"model_id"``, by default the model's name. The rest is as without it.
-        models: what the trainer has under these names, ``"policy"`` apart. Of one whose name is no
-            path, such as ``"critic"``, every worker gets a copy.
+        models: what the trainer has under these names, ``"policy"`` apart. Of one whose name is
+            not a path, such as ``"critic"``, every worker gets a copy.
         weight_recv_schemes: see `register_scheme_receiver`.
         update_after_each_batch: refresh a worker before it begins its next batch; not for `start`.
         max_weight_update_interval: refresh a worker that has made so many batches with the same
@@ -240,7 +232,7 @@ class Collector:
         frames_per_batch = count_frames(frames_per_batch, num_workers, sync=sync)
         total_frames = check_count(total_frames, "total_frames", least=0, never="no end")
         random_frames = check_count(init_random_frames, "init_random_frames", least=0, never="none")
-        reporter = Reporter(log_to, progress=progress, total_frames=total_frames)
+        reporter = StatsLogger(log_to, progress=progress, total_frames=total_frames)
         check_on_worker_failure(on_worker_failure, group_class)
         check_buffer(replay_buffer, extend_in_workers=extend_in_workers)
         output = Output(
@@ -278,7 +270,7 @@ class Collector:
         )
         specs.check_policy()
         specs.give_shapes()
-        self._timeout, self._specs, self._reporter = timeout, specs, reporter
+        self._timeout, self._reporter = timeout, reporter
         self._pool = WorkerPool(
             group_class,
             specs,
@@ -305,6 +297,9 @@ class Collector:
                 held, known, collector=weakref.ref(self), timeout=timeout
             )
             self._relay = PolicyRelay(self._weights, self._pool)
+            self._changes = WorkerChanges(
+                specs, self._pool, self._requests, self._weights, self._relay
+            )
             self._evaluator = Evaluator(specs, self._weights, self._relay.read_model)
         except BaseException:
             self._pool.stop()
@@ -312,7 +307,6 @@ class Collector:
         self._close = release_with(
             self, _end, self._pool, self._weights, self._elsewhere, self._evaluator, reporter
         )
-        auto_update = AutoUpdate(interval, self._pool, self._requests, self._weights)
         self._delivery = BatchDelivery(
             pool=self._pool,
             schedule=Synchronous(self._pool, self._requests)
@@ -320,7 +314,7 @@ class Collector:
             else FirstReady(self._pool, self._requests),
             requests=self._requests,
             weights=self._weights,
-            auto_update=auto_update,
+            auto_update=AutoUpdate(interval, self._pool, self._requests, self._weights),
             stale=StaleWatch(
                 self._weights, {} if shared or interval >= 0 else self._weights.models
             ),
@@ -641,11 +635,7 @@ class Collector:
             ((1, 2), torch.Size([3, 4]))
         """
         self._check_working()
-        num_workers = count_workers(num_workers, create_env_fn)
-        if create_env_fn is None:
-            return tuple(self._pool.add() for _ in range(num_workers))
-        env_fns = factories(create_env_fn, num_workers, "create_env_fn")
-        return tuple(self._pool.add(env_fn=env_fn) for env_fn in env_fns)
+        return self._changes.add_workers(num_workers, create_env_fn)
 
     def add_collectors(
         self,
@@ -681,26 +671,8 @@ class Collector:
             ValueError: a list of another length.
         """
         self._check_working()
-        num_envs = check_count(num_envs, "num_envs")
-        num_workers = count_workers(None, create_env_fn)
-        env_fns = factories(create_env_fn, num_workers, "create_env_fn")
-        configs = per_worker(remote_configs, num_workers, "remote_configs")
-        given = per_worker(collector_kwargs, num_workers, "collector_kwargs")
-        options = [
-            changed_options(self._specs.options[0], {} if each is None else each) for each in given
-        ]
-        changes: dict[str, Any] = {"num_envs": num_envs}
-        if policy is not None:
-            self._check_policy(policy)
-            changes |= {"policy": policy, "policy_fn": None}
-        return tuple(
-            self._pool.add(
-                {} if config is None else {"remote_configs": config},
-                env_fn=env_fn,
-                options=option,
-                **changes,
-            )
-            for env_fn, option, config in zip(env_fns, options, configs, strict=True)
+        return self._changes.add_collectors(
+            create_env_fn, num_envs, policy, collector_kwargs, remote_configs
         )
 
     def remove_workers(self, worker_ids: int | Iterable[int]) -> None:
@@ -711,12 +683,7 @@ class Collector:
             UnknownWorkerError: no such worker; nothing was done.
         """
         self._check_working()
-        ids = normalize(worker_ids, self._pool.ids)
-        if set(ids) == set(self._pool.ids):
-            raise ValueError("no worker would be left; to end the collector, type shutdown()")
-        for worker_id in ids:
-            self._pool.remove(worker_id)
-            self._requests.drop(worker_id)
+        self._changes.remove_workers(worker_ids)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the workers' environments, one after the other, and begin their episodes again.
@@ -827,31 +794,6 @@ class Collector:
                 "with more total_frames"
             )
 
-    def _check_policy(self, policy: Any) -> None:
-        """Raise unless a new worker may begin with this policy."""
-        check_acts(policy, "policy is")
-        if self._specs.share_policy:
-            raise OptionError(
-                "workers act with the trainer's own policy, so new ones have no other; leave out "
-                "policy=, or use scheme='thread'"
-            )
-        module = module_of(policy)
-        if POLICY not in self._weights.names:
-            return
-        own = self._weights.models.get(POLICY)
-        held = self._relay.read_model(POLICY) if own is None else named_tensors(own, "tensordict")
-        given = {} if module is None else named_tensors(module, "tensordict")
-        if bool(held) != bool(given):
-            raise ModelError(
-                "the given policy has no weights, but the collector's policy has; give policy= a "
-                "module with the same weights, or leave it out"
-                if held
-                else "the given policy has weights, but the collector's policy has no weights, so "
-                "they would never be updated; give policy= a function, or leave it out"
-            )
-        if held:
-            check_match(Layout.of(held), Layout.of(given))
-
     def _at_rest(self, function: Callable[[], Result], *, whole_batches: bool = False) -> Result:
         """Do something while every worker lives, none is at work, and none comes or goes.
 
@@ -879,7 +821,7 @@ def _end(
     weights: ModelWeights,
     held: ModelsElsewhere,
     evaluator: Evaluator,
-    reporter: Reporter,
+    reporter: StatsLogger,
     *,
     timeout: float | None = None,
 ) -> None:

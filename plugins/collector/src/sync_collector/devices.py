@@ -103,7 +103,7 @@ class _Carried:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    # What is not a tensor is for the policy's own check to refuse.
+    # The policy's own check refuses everything else.
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 

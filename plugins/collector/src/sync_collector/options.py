@@ -174,7 +174,7 @@ def refresh_interval(
     interval = 1 if each_batch else interval
     if interval >= 0 and not has_weights:
         raise ValueError(
-            "there are no weights to send by itself: the workers' policies come from "
+            "there are no weights to send automatically: the workers' policies come from "
             "policy_factory; call update_policy_weights_(weights) instead, or give policy=…"
         )
     return interval

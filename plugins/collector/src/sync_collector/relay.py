@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,10 +19,71 @@ from sync_collector.schemes import POLICY, check_name
 from sync_collector.worker_pool import WorkerPool
 from sync_core import Address, ClosedError, ModelError, Receiver, SenderLostError, Update
 from sync_core.checks import check_mapping
-from sync_core.models import Binding, named_tensors
+from sync_core.models import Binding, named_tensors, receive_together
+from sync_core.workers import release_with
 
-# How long one of several senders is listened to before the next one is, in seconds.
-_TURN = 0.01
+# How long a thread waits for a version before it waits again, in seconds; closing ends the wait.
+_WAITING = 3600.0
+
+
+class _Listener:
+    """Stages the next version of one of several senders, on its own thread.
+
+    Args:
+        name: the model's name.
+        receiver: the receiver; owned from now on.
+        arrived: gets an item whenever `take` has something to do.
+    """
+
+    def __init__(self, name: str, receiver: Receiver, arrived: queue.SimpleQueue[None]) -> None:
+        self._receiver = receiver
+        self._arrived = arrived
+        self._ready = False
+        self._error: Exception | None = None
+        self._taken: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._listen, name=f"sync-upstream-{name}", daemon=True
+        )
+        self._thread.start()
+
+    def take(self) -> int | None:
+        """Commit the version that is staged, and return it; None if there is none.
+
+        Raises:
+            SenderLostError: the sender is gone.
+            SyncError: the version could not be received or committed.
+        """
+        if not self._ready:
+            return None
+        error, version = self._error, self._receiver.staged
+        self._ready, self._error = False, None
+        try:
+            if error is not None:
+                raise error
+            receive_together({"": self._receiver}, {"": version}, 0.0)
+            return version
+        finally:
+            self._taken.put(None)
+
+    def close(self) -> None:
+        """Leave the sender, and end the thread."""
+        self._closed = True
+        self._taken.put(None)
+        self._receiver.close()
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                if self._receiver.stage(_WAITING) is None:
+                    continue
+            except ClosedError:
+                return
+            except Exception as error:
+                self._error = error
+            self._ready = True
+            self._arrived.put(None)
+            self._taken.get()
 
 
 class PolicyRelay:
@@ -37,9 +101,14 @@ class PolicyRelay:
         self._weights = weights
         self._pool = pool
         self._receivers: dict[str, Receiver] = {}
+        # Of several receivers, the threads that wait for them.
+        self._listeners: dict[str, _Listener] = {}
+        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
         # The only receiver, while a thread waits for it.
         self._listening: Receiver | None = None
         self._closed = False
+        # Threads must not keep the collector alive.
+        self._end_listeners = release_with(self, _close, self._listeners)
         # A thread that iterates looks for weights too.
         self._lock = threading.Lock()
 
@@ -63,13 +132,20 @@ class PolicyRelay:
                     # What only the workers have is received into a copy of their tensors.
                     copy = self._copied(name) if own is None else None
                     model = copy if own is None else own
-                    passed_on = partial(self._pass_on, name, copy)
+                    passed_on = partial(_pass_on, weakref.ref(self), name, copy)
                     receivers[name] = Receiver(address, model, on_commit=passed_on)
             except BaseException:
                 _close(receivers)
                 raise
-            _close({name: old for name, old in self._receivers.items() if name in receivers})
+            for name in receivers.keys() & self._receivers.keys():
+                self._leave(name)
             self._receivers |= receivers
+            if len(self._receivers) > 1:
+                self._listeners |= {
+                    name: _Listener(name, receiver, self._arrived)
+                    for name, receiver in self._receivers.items()
+                    if name not in self._listeners
+                }
 
     def receive(self, timeout: float) -> dict[str, int]:
         """Pass on what has come, or what comes first within a time.
@@ -88,7 +164,7 @@ class PolicyRelay:
         if not self._lock.acquire(timeout=timeout):
             return {}
         try:
-            received = self._received(0.0)
+            received = self._receive_all(0.0)
             while not received and self._receivers and not self._closed:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -99,12 +175,14 @@ class PolicyRelay:
             self._release()
 
     def _wait(self, timeout: float) -> dict[str, int]:
-        """Wait for a version; of several senders, each is listened to in turn."""
-        if len(self._receivers) > 1:
-            return self._received(min(timeout, _TURN))
+        """Wait for a version."""
+        if self._listeners:
+            with suppress(queue.Empty):
+                self._arrived.get(timeout=timeout)
+            return {} if self._closed else self._receive_all(0.0)
         (self._listening,) = self._receivers.values()
         try:
-            return {} if self._closed else self._received(timeout)
+            return {} if self._closed else self._receive_all(timeout)
         except ClosedError:
             # `close` ends the wait.
             if not self._closed:
@@ -113,13 +191,14 @@ class PolicyRelay:
         finally:
             self._listening = None
 
-    def _received(self, patience: float) -> dict[str, int]:
+    def _receive_all(self, patience: float) -> dict[str, int]:
         received = {}
         for name, receiver in list(self._receivers.items()):
+            listener = self._listeners.get(name)
             try:
-                version = receiver.receive(patience)
+                version = receiver.receive(patience) if listener is None else listener.take()
             except SenderLostError:
-                del self._receivers[name]
+                self._leave(name)
                 raise
             if version is not None:
                 received[name] = version
@@ -129,7 +208,7 @@ class PolicyRelay:
         """Pass on new versions, unless another thread does so already."""
         if self._receivers and self._lock.acquire(blocking=False):
             try:
-                self._received(0.0)
+                self._receive_all(0.0)
             finally:
                 self._release()
 
@@ -157,28 +236,35 @@ class PolicyRelay:
         self._closed = True
         if self._lock.acquire(blocking=False):
             self._release()
-        elif (listening := self._listening) is not None:
+            return
+        self._arrived.put(None)
+        if (listening := self._listening) is not None:
             listening.close()
 
     def _release(self) -> None:
         """Let others listen; the last one to do so after the end leaves the senders."""
         if self._closed:
-            _close(self._receivers)
-            self._receivers.clear()
+            for name in list(self._receivers):
+                self._leave(name)
         self._lock.release()
         # It may have ended between the two lines before.
         if self._closed and self._receivers:
             self.close()
 
+    def _leave(self, name: str) -> None:
+        """Leave a sender."""
+        receiver, listener = self._receivers.pop(name), self._listeners.pop(name, None)
+        (receiver if listener is None else listener).close()
+
     def _load(self, weights: Any) -> None:
         if POLICY not in self._weights.models:
             raise ModelError(
-                "the collector has no policy of its own to load weights into; "
+                "the collector has no policy to load weights into; "
                 "type update_policy_weights_(weights)"
             )
         model = Binding(self._weights.models[POLICY])
         model.write(Update.of(named_tensors(weights, "tensordict")))
-        self._pass_on(POLICY)
+        self.pass_on(POLICY)
 
     def read_model(self, name: str) -> Mapping[str, Tensor]:
         """Return a copy of a model's tensors as a worker has them; empty if it has none."""
@@ -195,22 +281,28 @@ class PolicyRelay:
             )
         return tensors
 
-    def _pass_on(
-        self, name: str, weights: Mapping[str, Tensor] | None = None, version: int = 0
-    ) -> None:
+    def pass_on(self, name: str, weights: Mapping[str, Tensor] | None = None) -> None:
         """Send a model to the collector's own workers.
 
         Args:
             name: the model's name.
             weights: its weights; None for the collector's own.
-            version: not used.
         """
-        del version
         if self._pool.dismissed:
             return  # after the last batch, no worker acts
         self._pool.see_through(lambda: self._weights.update({name: weights}, None, blocking=True))
 
 
-def _close(receivers: Mapping[str, Receiver]) -> None:
-    for receiver in receivers.values():
-        receiver.close()
+def _pass_on(
+    relay: weakref.ref[PolicyRelay], name: str, weights: Mapping[str, Tensor] | None, version: int
+) -> None:
+    del version
+    found = relay()
+    if found is None:
+        raise ClosedError("the collector is gone")
+    found.pass_on(name, weights)
+
+
+def _close(opened: Mapping[str, Receiver | _Listener]) -> None:
+    for each in list(opened.values()):
+        each.close()

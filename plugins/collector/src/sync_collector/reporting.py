@@ -71,7 +71,7 @@ def values_of(stats: CollectorStats) -> dict[str, float]:
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
-class Reporter:
+class StatsLogger:
     """Reports the statistics of a collector, where it was asked for.
 
     Args:

@@ -223,7 +223,7 @@ class WorkerPool:
             what: what it does, for the message of an error.
             function: see `call`.
             *args: see `call`.
-            joins: whether it may be one that is being put in the place of another.
+            joins: whether it may be a worker that is about to replace another.
         """
         call = self.call if joins else self.request
         future = call(worker_id, function, *args)

@@ -5,20 +5,23 @@ A layer that takes arguments can be called by its name, too: ``layers=[rename({"
 "bf16"]``. Each such name is that of the class next to it.
 """
 
-from sync_plugin_std.adapters import Lora
-from sync_plugin_std.cast import BFloat16, Float16
-from sync_plugin_std.compression import Zstd
-from sync_plugin_std.float8 import Float8Blocks
-from sync_plugin_std.interval import Interval
-from sync_plugin_std.metrics import Metrics
-from sync_plugin_std.mp import with_pipe
-from sync_plugin_std.record import Record
-from sync_plugin_std.regrouping import Fuse, Rename, Split, Transpose
-from sync_plugin_std.selection import Select
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# The entry points' names of the layers that change weights and take arguments.
-rename, fuse, split, transpose = Rename, Fuse, Split, Transpose
-select, lora, fp8, zstd = Select, Lora, Float8Blocks, Zstd
+if TYPE_CHECKING:
+    from sync_plugin_std.adapters import Lora
+    from sync_plugin_std.cast import BFloat16, Float16
+    from sync_plugin_std.compression import Zstd
+    from sync_plugin_std.float8 import Float8Blocks
+    from sync_plugin_std.interval import Interval
+    from sync_plugin_std.metrics import Metrics
+    from sync_plugin_std.mp import with_pipe
+    from sync_plugin_std.record import Record
+    from sync_plugin_std.regrouping import Fuse, Rename, Split, Transpose
+    from sync_plugin_std.selection import Select
+
+    rename, fuse, split, transpose = Rename, Fuse, Split, Transpose
+    select, lora, fp8, zstd = Select, Lora, Float8Blocks, Zstd
 
 __version__ = "0.1.0"
 
@@ -46,3 +49,42 @@ __all__ = [
     "with_pipe",
     "zstd",
 ]
+
+# The module of each name, and its name there. They are imported when they are first used: a scheme
+# needs none of the layers.
+_PLACES = {
+    "BFloat16": ("cast", "BFloat16"),
+    "Float8Blocks": ("float8", "Float8Blocks"),
+    "Float16": ("cast", "Float16"),
+    "Fuse": ("regrouping", "Fuse"),
+    "Interval": ("interval", "Interval"),
+    "Lora": ("adapters", "Lora"),
+    "Metrics": ("metrics", "Metrics"),
+    "Record": ("record", "Record"),
+    "Rename": ("regrouping", "Rename"),
+    "Select": ("selection", "Select"),
+    "Split": ("regrouping", "Split"),
+    "Transpose": ("regrouping", "Transpose"),
+    "Zstd": ("compression", "Zstd"),
+    "with_pipe": ("mp", "with_pipe"),
+    # The entry points' names of the layers that change weights and take arguments.
+    "fp8": ("float8", "Float8Blocks"),
+    "fuse": ("regrouping", "Fuse"),
+    "lora": ("adapters", "Lora"),
+    "rename": ("regrouping", "Rename"),
+    "select": ("selection", "Select"),
+    "split": ("regrouping", "Split"),
+    "transpose": ("regrouping", "Transpose"),
+    "zstd": ("compression", "Zstd"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, there = _PLACES[name]
+    return getattr(import_module(f"{__name__}.{module}"), there)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

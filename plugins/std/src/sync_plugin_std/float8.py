@@ -48,7 +48,7 @@ class Float8Blocks:
         self._known: tuple[Layout, frozenset[str], Layout] | None = None
 
     def bind(self, context: BindContext) -> Float8Blocks:
-        """A layer with a plan of its own, for one sender."""
+        """Return a layer with its own plan, for one sender."""
         del context
         return Float8Blocks(*self._names)
 

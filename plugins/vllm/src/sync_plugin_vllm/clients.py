@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from sync_core import OptionError, SyncError
 
-#: What becomes of requests in progress while weights are loaded; see vLLM's ``/pause``.
+#: The treatment of requests in progress while weights are loaded; see vLLM's ``/pause``.
 Pause: TypeAlias = Literal["keep", "wait", "abort"]
 
 

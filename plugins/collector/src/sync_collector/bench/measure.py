@@ -239,7 +239,7 @@ def measure_collector(
     """Collect batch after batch, with an update after every third of them; then train as well.
 
     Trains with updates that are waited for, and once more with a collector that refreshes its
-    workers by itself.
+    workers automatically.
 
     Args:
         env: one of `ENVS`.

@@ -184,8 +184,8 @@ def as_env(made: Any, info_keys: InfoKeys = ()) -> Env:
     env = _adapted(made, info_keys)
     if not env.batch_size.numel():
         raise ValueError(
-            f"{type(made).__name__} has the batch size {list(env.batch_size)}, which is no "
-            "environment at all; make it with one or more"
+            f"{type(made).__name__} has the batch size {list(env.batch_size)}, so it "
+            "holds no environment; make it with one or more"
         )
     return env
 

@@ -26,7 +26,7 @@ def limit_frames(env: Env, max_frames: int) -> Env:
         max_frames: the most steps of an episode.
 
     Raises:
-        ValueError: the environment has a ``"step_count"`` of its own; at its first reset, if it
+        ValueError: the environment has its own ``"step_count"``; at its first reset, if it
             does not say so earlier.
 
     Example:

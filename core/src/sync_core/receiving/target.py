@@ -1,0 +1,192 @@
+"""A receiver's model, and how versions are written into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from sync_core import registry
+from sync_core.address import Address
+from sync_core.errors import ModelError
+from sync_core.hooks import BindContext, implemented
+from sync_core.layers import bind, with_layout
+from sync_core.models.binding import Binding
+from sync_core.models.extract import named_tensors
+from sync_core.models.match import check_match
+from sync_core.models.multi_model import look_up, refers
+from sync_core.models.shared_model_check import check_own
+from sync_core.receiving.exclusive import Lease, vacate
+from sync_core.registry import Plugin
+from sync_core.stack import Defaults, Load, Stack
+from sync_core.weights.copying import outside_inference_mode
+from sync_core.weights.layout import Layout
+from sync_core.weights.payload import Payload, Update
+
+
+class Target:
+    """The model of a receiver, with the layers that change a version before it is written.
+
+    Args:
+        address: the receiver's.
+        backend: its scheme.
+        context: the object in which string references are looked up.
+        load: the worker's own way of loading; see `sync_core.Receiver`.
+        consolidate: whether a module's tensors may be moved; see `sync_core.Receiver`.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        backend: Plugin,
+        *,
+        context: Any,
+        load: Load | None,
+        consolidate: bool,
+    ) -> None:
+        self._address = address
+        self._backend = backend
+        self._context = context
+        self._load = load
+        #: Whether the last version was loaded, even if a layer raised afterwards.
+        self.loaded = False
+        #: The payload that the model views until the next version, if it does.
+        self.lease = Lease()
+        self._keeps_views = address.zero_copy and load is None
+        self._same_object = "same_object" in backend.capabilities
+        #: Whether a version may lack some of the tensors.
+        self.partial = address.partial and not self._same_object
+        self._defaults = Defaults(address.strategy, consolidate=consolidate, load=load)
+        layers = [
+            _bound(address, given, layout)
+            for given, layout in zip(address.layers, address.layouts, strict=True)
+        ]
+        self.stack = Stack(self._defaults, backend, _with_checks(address, backend, layers))
+        self._without_layers = Stack(self._defaults, backend)
+        self._reshapes = any(
+            "apply_weights" in implemented(plugin.object) for plugin in (backend, *layers)
+        )
+        self._model: Any = None
+        self._refers = False
+        self._found: Any = None
+
+    def register(self, model: Any) -> None:
+        """Write into this model from now on.
+
+        Raises:
+            ModelError: it is a reference, and there is no context.
+            LayoutMismatchError: it does not fit the sender's.
+        """
+        by_reference = refers(model)
+        if by_reference:
+            if self._context is None:
+                raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
+        elif not self._reshapes and self._load is None:
+            address = self._address
+            check_match(
+                address.layout,
+                Binding(model, address.strategy).layout,
+                partial=address.partial,
+                cast=address.cast,
+            )
+        self._model, self._refers = model, by_reference
+
+    def write(self, payload: Payload, held: int) -> None:
+        """Write a version into the model, which has version ``held``."""
+        self.loaded = False
+        address = self._address
+        model = self._resolve()
+        if self._same_object:
+            check_own(model, address.token, address.strategy, self._backend.describe())
+        try:
+            # Tensors that a layer makes in inference mode could not be trained.
+            outside_inference_mode(
+                self.stack.apply_weights,
+                Update(payload.layout, payload.source),
+                model,
+                address.apply_context(payload.version, held),
+            )
+        finally:
+            self.loaded = self.stack.applied
+
+    def write_by_hand(self, weights: Any) -> None:
+        """Write weights of the caller's, which layers do not change."""
+        update = Update.of(named_tensors(weights, self._address.strategy))
+        # What zero-copy parameters view is shared and read-only, so they get their own memory.
+        if self._address.zero_copy:
+            update = update.copied()
+        self._without_layers.apply_weights(
+            update, self._resolve(), self._address.apply_context(version=0)
+        )
+        self.loaded = False
+
+    def take_damage(self) -> bool:
+        """Return, once, whether the model may hold parts of a version: ``load`` has raised."""
+        damaged, self._defaults.loading = self._defaults.loading, False
+        return damaged
+
+    def committed(self, payload: Payload) -> None:
+        """Release the version that was written, unless the model views it."""
+        if self._keeps_views:
+            self.lease.replace(self._found, payload)
+        else:
+            payload.release()
+
+    def refused(self, payload: Payload) -> None:
+        """Release a version that is not committed."""
+        if self._keeps_views and self._found is not None:
+            # It may have been pointed at the payload already, unless it cannot be read at all.
+            with suppress(ModelError):
+                vacate(self._found, payload)
+        else:
+            payload.release()
+
+    def snapshot(self) -> Mapping[str, Tensor] | None:
+        """A copy of the model's weights; None where the scheme alone knows how to load them."""
+        if self._without_layers.implements("apply_weights") or self._load is not None:
+            return None
+        named = named_tensors(self._resolve(), self._address.strategy)
+        return dict(Update.of(named).copied().items())
+
+    def _resolve(self) -> Any:
+        if self._model is None and self._load is None:
+            raise ModelError("the receiver has no model; give it one, or call register_model()")
+        if self._refers:
+            self._found = look_up(self._model, self._context, self._found)
+        else:
+            self._found = self._model
+        return self._found
+
+
+def _bound(address: Address, given: Any, layout: Layout) -> Plugin:
+    """Return the layer for one worker, which is given the layout that it has to restore."""
+    context = BindContext(
+        side="receiver",
+        model_id=address.model_id,
+        worker_id=address.worker_id,
+        layout=layout,
+        source_layout=address.source_layout,
+    )
+    return with_layout(bind(registry.find(registry.LAYERS, given), context), layout)
+
+
+def _with_checks(address: Address, backend: Plugin, layers: list[Plugin]) -> tuple[Plugin, ...]:
+    """Return the layers with those of the core: what is left out, checksums, and the base."""
+    used = tuple(layers)
+    partial = address.partial and "same_object" not in backend.capabilities
+    if partial:
+        from sync_core.left_out import LeftOut
+
+        proof = Plugin(registry.LAYERS, "left out", LeftOut(address.strategy))
+        used = (with_layout(proof, address.layout), *used)
+    if address.verify is not None:
+        from sync_core.verify import with_verification
+
+        used = with_verification(address.verify, backend, used, address.strategy)
+    if partial:
+        from sync_core.increments.partial import BaseLayer
+
+        used = (*used, Plugin(registry.LAYERS, "base", BaseLayer()))
+    return used

@@ -1,0 +1,118 @@
+"""The features of a sender that few use: each is imported when an argument asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from sync_core.address import Address
+from sync_core.models.extract import Strategy, gathered
+from sync_core.workers.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from sync_core.increments.options import Increments
+    from sync_core.sending.elastic import ElasticWorkers
+    from sync_core.sending.failure_policy import FailurePolicy, OnFailure
+    from sync_core.sending.partial import PartialUpdates, TrainableOnly
+    from sync_core.sending.pipeline import Pipeline, Source
+    from sync_core.sending.sender import Sender
+    from sync_core.sending.status import StatusEndpoint
+    from sync_core.shards.local import Ranks, Regions
+
+Collect = Callable[[Any], dict[str, Tensor]]
+
+
+def composed(
+    scheme: Any,
+    layers: Sequence[Any],
+    *,
+    chunk_mb: float | None,
+    ranks: Ranks | None,
+    regions: Regions | None,
+    verified: bool,
+    increments: Increments | None,
+    others: Mapping[str, Any],
+) -> tuple[Any, Sequence[Any], Collect | None]:
+    """Return a sender's scheme, its layers, and what reads a model that is spread over ranks.
+
+    Args:
+        scheme: the user's.
+        layers: the user's.
+        chunk_mb: see `sync_core.Sender`, here and for all others.
+        ranks: see there.
+        regions: see there.
+        verified: whether ``verify`` was given.
+        increments: those of each rank's part.
+        others: arguments that cannot be given together with ``ranks``.
+    """
+    if chunk_mb is not None:
+        from sync_core.relays.chunks import chunked
+
+        scheme = chunked(scheme, chunk_mb, zero_copy=others["zero_copy"])
+    if ranks is not None or regions is not None:
+        from sync_core.shards.sender import check_alone, sharded
+
+        check_alone(others)
+        return sharded(scheme, ranks, regions, layers, verified=verified, increments=increments)
+    return scheme, layers, gathered if others["gather"] else None
+
+
+def increments_of(given: Increments | bool | Literal["auto"]) -> Increments | None:
+    """Return the options of increments; None where whole versions are sent."""
+    if given is False:
+        return None
+    from sync_core.increments.options import Increments
+
+    return Increments.of(given)
+
+
+def trainable_only(only: object, strategy: Strategy, *, gather: bool) -> TrainableOnly | None:
+    """Return what selects the parameters that are trained; None where all are sent."""
+    if only is None:
+        return None
+    from sync_core.sending.partial import TrainableOnly
+
+    return TrainableOnly.of(only, strategy, gather=gather)
+
+
+def partial_updates(
+    pipeline: Pipeline, source: Source, only: TrainableOnly | None
+) -> PartialUpdates | None:
+    """Return what completes partial updates; None where updates are whole."""
+    if not pipeline.partial:
+        return None
+    from sync_core.sending.partial import PartialUpdates
+
+    return PartialUpdates(source, only)
+
+
+def failure_policy(
+    on_failure: OnFailure,
+    group: WorkerGroup | None,
+    on_restart: Callable[[Any, Address], object] | None,
+    *,
+    called: bool,
+    timeout: float,
+) -> FailurePolicy | None:
+    """Return the policy for workers that fail; None where a send raises and no more."""
+    if on_failure == "raise" and group is None and on_restart is None:
+        return None
+    from sync_core.sending.failure_policy import FailurePolicy
+
+    return FailurePolicy(on_failure, group, on_restart, called=called, timeout=timeout)
+
+
+def status_endpoint(sender: Sender, scheme: str) -> StatusEndpoint:
+    """Return what answers requests for a sender's status."""
+    from sync_core.sending.status import StatusEndpoint
+
+    return StatusEndpoint(sender, scheme)
+
+
+def elastic_workers(sender: Sender, pipeline: Pipeline, lock: Any) -> ElasticWorkers:
+    """Return the workers of a sender that share an address, none at first."""
+    from sync_core.sending.elastic import ElasticWorkers
+
+    return ElasticWorkers(sender, pipeline, lock)

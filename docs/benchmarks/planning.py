@@ -1,0 +1,130 @@
+"""The time that one worker takes to plan its parts of each rank of a sharded trainer.
+
+    python docs/benchmarks/planning.py | python docs/benchmarks/page.py --record planning
+
+The trainer's ranks have rows of each matrix (FSDP), the workers have columns (tensor parallel), so
+that each worker takes a part of what each rank has. ``plan``: which rank sends which part.
+``join``: also the joining of all ranks' addresses, the request to each rank, and the layouts.
+One thread does all of it.
+The plan is checked: its parts add up to what the worker has.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from sync_core import Address, Ranks, join_addresses
+from sync_core.shards.plan import Region, plan, size_of
+from sync_core.shards.receiver import join
+from sync_core.shards.request import HeldTensor, Holding, ShardEndpoint
+from sync_core.shards.sender import ShardedScheme
+from sync_core.weights.layout import Layout
+
+MATRICES = 400
+SHAPES = [(256 * (1 + i % 4), 64 * (1 + i // 4)) for i in range(8)]
+CASES = ((4, 2), (64, 8), (256, 32))
+_ROUNDS = 5
+
+
+def piece(size: int, index: int, count: int) -> tuple[int, int]:
+    """The bounds of one of some equal pieces."""
+    return index * size // count, (index + 1) * size // count
+
+
+def shapes() -> dict[str, tuple[int, int]]:
+    """The names and shapes of all matrices."""
+    return {f"layers.{i}.weight": SHAPES[i % len(SHAPES)] for i in range(MATRICES)}
+
+
+def rows_of(rank: int, ranks: int) -> dict[str, Region]:
+    """The regions that a rank of the trainer holds."""
+    return {name: (piece(shape[0], rank, ranks), (0, shape[1])) for name, shape in shapes().items()}
+
+
+def columns_of(worker: int, workers: int) -> dict[str, Region]:
+    """The regions that a worker requests."""
+    return {
+        name: ((0, shape[0]), piece(shape[1], worker, workers)) for name, shape in shapes().items()
+    }
+
+
+def addresses(ranks: int) -> list[Address]:
+    """The addresses of all ranks for worker 0; nothing listens there."""
+    layout = Layout.of_kinds((name, torch.bfloat16, shape) for name, shape in shapes().items())
+    found = []
+    for rank in range(ranks):
+        tensors = tuple(
+            HeldTensor(name, torch.bfloat16, region, shapes()[name])
+            for name, region in rows_of(rank, ranks).items()
+        )
+        found.append(
+            Address(
+                scheme=ShardedScheme("thread", Ranks(rank, ranks)),
+                layers=(),
+                layouts=(),
+                options={},
+                worker_id=0,
+                model_id="policy",
+                endpoint=ShardEndpoint("nowhere", Holding(Ranks(rank, ranks), tensors)),
+                token="",
+                strategy="tensordict",
+                zero_copy=False,
+                partial=False,
+                cast=False,
+                verify=None,
+                timeout=60.0,
+                layout=layout,
+                source_layout=layout,
+            )
+        )
+    return found
+
+
+def time_of(function: Any, *args: Any) -> float:
+    """The CPU time of the fastest of some calls, in seconds; other programs change it little."""
+    seconds = []
+    for _ in range(_ROUNDS):
+        started = time.process_time()
+        function(*args)
+        seconds.append(time.process_time() - started)
+    return min(seconds)
+
+
+def measure(ranks: int, workers: int) -> tuple[float, float, int]:
+    """Seconds of the plan and of all that joining does, and how many parts there are."""
+    held: dict[str, list[tuple[int, Region]]] = {name: [] for name in shapes()}
+    for rank in range(ranks):
+        for name, region in rows_of(rank, ranks).items():
+            held[name].append((rank, region))
+    wanted = columns_of(0, workers)
+    parts = plan(held, wanted)
+    for name, region in wanted.items():
+        if sum(size_of(part.region) for part in parts[name]) != size_of(region):
+            raise RuntimeError(f"the parts of {name} do not add up")
+    every = addresses(ranks)
+    model = {
+        name: torch.zeros([stop - start for start, stop in region], dtype=torch.bfloat16)
+        for name, region in wanted.items()
+    }
+
+    def join_all() -> None:
+        join(join_addresses(every), model, wanted)
+
+    return time_of(plan, held, wanted), time_of(join_all), sum(map(len, parts.values()))
+
+
+def main() -> None:
+    """Measure and print."""
+    print(f"| from | to | matrices of {len(SHAPES)} shapes | parts | plan, CPU ms | join, CPU ms |")
+    print("|--:|--:|--:|--:|--:|--:|")
+    for ranks, workers in CASES:
+        planned, joined, parts = measure(ranks, workers)
+        figures = f"{MATRICES} | {parts:,} | {1e3 * planned:.0f} | {1e3 * joined:.0f}"
+        print(f"| {ranks} | {workers} | {figures} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

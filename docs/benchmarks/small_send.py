@@ -1,0 +1,140 @@
+"""What an update of a small model takes, beside TorchRL's and beside a pipe to each worker.
+
+    python docs/benchmarks/small_send.py | python docs/benchmarks/page.py --record small
+
+Every way has as many workers that only wait. ``pipes`` writes a byte to each worker and reads one
+from each, which is the least that waking and answering takes. Rounds come right after each other,
+or each after a pause, in which the processor's caches are lost to whatever else runs. Prints
+medians in milliseconds, and the trainer's processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from statistics import median
+from threading import Thread
+from typing import Any
+
+import torch
+import torchrl_send
+
+from sync_core import Receiver, Sender, SenderLostError
+from sync_core.bench import make_model, mark
+
+_MODEL = "small"
+_WARM_UP = 20
+_SCHEMES = ("thread", "shm", "mp")
+
+Round = Callable[[], object]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--pauses", nargs="+", type=float, default=[0.0, 0.005], metavar="SECONDS")
+    arguments = parser.parse_args()
+    print("| workers | pause | way | ms | processor time | of TorchRL |")
+    print("|--:|--:|---|--:|--:|--:|")
+    for workers in arguments.workers:
+        for pause in arguments.pauses:
+            _compare(workers, pause, arguments.rounds)
+
+
+def _compare(workers: int, pause: float, rounds: int) -> None:
+    with ExitStack() as stack:
+        ways = {"pipes": stack.enter_context(_pipes(workers))}
+        ways |= {name: stack.enter_context(_sender(name, workers)) for name in _SCHEMES}
+        figures = {name: _measure(way, pause, rounds) for name, way in ways.items()}
+    seconds = torchrl_send.measure("shared", _MODEL, workers=workers, rounds=rounds, pause=pause)
+    figures["TorchRL (shared)"] = median(seconds), None
+    theirs = figures["TorchRL (shared)"][0]
+    for name, (taken, cpu) in figures.items():
+        used = "" if cpu is None else f"{1e3 * cpu:.2f}"
+        print(
+            f"| {workers} | {1e3 * pause:g} ms | {name} | {1e3 * taken:.2f} | {used} "
+            f"| {taken / theirs:.2f} |",
+            flush=True,
+        )
+
+
+def _measure(way: Round, pause: float, rounds: int) -> tuple[float, float]:
+    """Return the median seconds of a round, and those of this process's processor time."""
+    seconds, used = [], []
+    for _ in range(_WARM_UP + rounds):
+        time.sleep(pause)
+        cpu, begin = time.process_time(), time.perf_counter()
+        way()
+        seconds.append(time.perf_counter() - begin)
+        used.append(time.process_time() - cpu)
+    return median(seconds[_WARM_UP:]), median(used[_WARM_UP:])
+
+
+@contextmanager
+def _sender(scheme: str, workers: int) -> Iterator[Round]:
+    # In threads, the workers' time counts as the trainer's.
+    context: Any = multiprocessing.get_context("spawn")
+    start = Thread if scheme == "thread" else context.Process
+    model = make_model(_MODEL)
+    mark(model, 1)
+    started = []
+    try:
+        with Sender(scheme, model, num_workers=workers) as sender:
+            for worker_id in range(workers):
+                started.append(
+                    start(target=_receive, args=(sender.address(worker_id),), daemon=True)
+                )
+                started[-1].start()
+            yield sender.send
+    finally:
+        for worker in started:
+            worker.join(10)
+
+
+def _receive(address: Any) -> None:
+    torch.set_num_threads(1)
+    with Receiver(address, make_model(_MODEL)) as receiver, suppress(SenderLostError):
+        while True:
+            receiver.receive(60.0)
+
+
+@contextmanager
+def _pipes(workers: int) -> Iterator[Round]:
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for _ in range(workers):
+        mine, theirs = context.Pipe()
+        processes.append(context.Process(target=_echo, args=(theirs,), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        mine.recv_bytes()
+        pipes.append(mine)
+
+    def wake_all() -> None:
+        for pipe in pipes:
+            os.write(pipe.fileno(), b"x")
+        for pipe in pipes:
+            os.read(pipe.fileno(), 1)
+
+    try:
+        yield wake_all
+    finally:
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.close()
+            process.join(10)
+
+
+def _echo(pipe: Any) -> None:
+    pipe.send_bytes(b"ready")
+    while os.read(pipe.fileno(), 1):
+        os.write(pipe.fileno(), b"x")
+
+
+if __name__ == "__main__":
+    main()
