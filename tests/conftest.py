@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def pytest_configure() -> None:
@@ -17,6 +18,9 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Ray looks for clusters of the whole machine, of which another test may be ending one.
     os.environ["RAY_ADDRESS"] = "local"
+    # On a busy machine, an example may wait a second for its turn.
+    settings.register_profile("busy", deadline=None)
+    settings.load_profile("busy")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from sync_core import (
     Delivery,
     Increments,
+    ModelError,
     OptionError,
     Payload,
     Receiver,
@@ -60,6 +61,11 @@ def send(sender: Sender, *receivers: Receiver, **arguments: Any) -> SendReport:
 def test_what_is_refused(scheme: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Sender(scheme, weights(), num_workers=1, **{"increments": True, **options})
+
+
+def test_the_name_of_an_increment_is_reserved() -> None:
+    with pytest.raises(ModelError, match="the name '__increment__' is reserved"):
+        Sender(Far(), {"__increment__": torch.zeros(2)}, num_workers=1, increments=True)
 
 
 def test_a_report_says_what_travelled() -> None:

@@ -78,7 +78,7 @@ def test_a_way_is_chosen_by_the_rate_of_the_link(rate: float, bases: list[int]) 
             found.append(send(sender, receiver).workers[0].base)
             assert torch.equal(copy["b"], model["b"])
         assert found == bases
-        # What is never built on is not kept.
+        # A receiver keeps nothing where no increment builds on it.
         assert receiver._increments is not None
         assert (receiver._increments._kept is None) == (rate == FAST)
 
