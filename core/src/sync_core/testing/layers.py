@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sync_core import Receiver, Sender, SendError, SendReport, SkipContext, SyncError, registry
 from sync_core.hooks import implemented
 from sync_core.testing.cases import Conformance
+from sync_core.testing.expectations import VALUES
 from sync_core.testing.loopback import Loopback
 from sync_core.testing.negated import Negated
 from sync_core.testing.schemes.models import (
@@ -167,7 +168,7 @@ class LayerValueCases(LayerCases):
         link = self.link(senders, {"w": matrix(1, dtype)}, {"w": matrix(0, dtype)})
         for value in (1, 0, 1):
             link.send({"w": matrix(value, dtype)})
-            assert fingerprints(link.target) == fingerprints({"w": matrix(value, dtype)})
+            assert fingerprints(link.target) == fingerprints({"w": matrix(value, dtype)}), VALUES
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_shapes_come_back(self, senders: ExitStack, shape: tuple[int, ...]) -> None:
@@ -306,7 +307,7 @@ class HistoryCases(LayerCases):
         link = self.link(senders, {"w": eighths(0)}, target)
         link.send({"w": eighths(1)})
         link.receivers[0].update_weights({"w": eighths(2)})
-        assert torch.equal(target["w"], eighths(2))
+        assert torch.equal(target["w"], eighths(2)), VALUES
         link.send({"w": eighths(3)})
         self.check(target, {"w": eighths(3)})
 

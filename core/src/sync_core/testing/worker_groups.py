@@ -25,6 +25,7 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_core.testing.cases import Conformance
+from sync_core.testing.expectations import ALIVE, CALLS, CLOSED, MEMBERS, RECEIVED, REMOTE_ERROR
 from sync_core.workers import WorkerGroup
 
 
@@ -178,17 +179,17 @@ class WorkerGroupConformance(Conformance):
             pytest.skip("this group cannot get more workers")
 
     def test_each_worker_hosts_its_own_object(self, shared: WorkerGroup) -> None:
-        assert shared.worker_ids == (0, 1)
+        assert shared.worker_ids == (0, 1), MEMBERS
         calls = [shared.call(i, lambda counter: counter.worker_id) for i in (1, 0)]
-        assert [call.result() for call in calls] == [1, 0]
+        assert [call.result() for call in calls] == [1, 0], CALLS
 
     def test_calls_to_a_worker_run_in_order(self, shared: WorkerGroup) -> None:
         calls = [shared.call(0, Counter.see, i) for i in range(50)]
-        assert calls[-1].result()[-50:] == list(range(50))
-        assert [call.result()[-1] for call in calls] == list(range(50))
+        assert calls[-1].result()[-50:] == list(range(50)), CALLS
+        assert [call.result()[-1] for call in calls] == list(range(50)), CALLS
 
     def test_keyword_arguments(self, shared: WorkerGroup) -> None:
-        assert shared.call(1, Counter.see, "a", twice=True).result()[-2:] == ["a", "a"]
+        assert shared.call(1, Counter.see, "a", twice=True).result()[-2:] == ["a", "a"], CALLS
 
     def test_closures(self, shared: WorkerGroup) -> None:
         offset = 10
@@ -196,42 +197,42 @@ class WorkerGroupConformance(Conformance):
         def add(counter: Counter) -> int:
             return counter.worker_id + offset
 
-        assert shared.call(1, add).result() == 11
+        assert shared.call(1, add).result() == 11, CALLS
 
     def test_results_are_instances_of_the_callers_classes(self, shared: WorkerGroup) -> None:
         result = shared.call(0, lambda counter: type(counter)(7)).result()
-        assert isinstance(result, Counter)
-        assert result.worker_id == 7
+        assert isinstance(result, Counter), CALLS
+        assert result.worker_id == 7, CALLS
 
     def test_an_exception_is_told_in_full(self, shared: WorkerGroup) -> None:
         with pytest.raises(RemoteCallError) as caught:
             shared.call(1, Counter.fail, "no more").result()
-        assert caught.value.worker_id == 1
+        assert caught.value.worker_id == 1, REMOTE_ERROR
         first, *traceback = str(caught.value).splitlines()
-        assert first.startswith("worker 1: Counter.fail raised ")
-        assert first.endswith("CounterError: no more")
-        assert traceback[0] == "Traceback (most recent call last):"
-        assert any("in fail" in line for line in traceback)
-        assert isinstance(caught.value.__cause__, CounterError)
-        assert caught.value.__cause__.args == ("no more",)
+        assert first.startswith("worker 1: Counter.fail raised "), REMOTE_ERROR
+        assert first.endswith("CounterError: no more"), REMOTE_ERROR
+        assert traceback[0] == "Traceback (most recent call last):", REMOTE_ERROR
+        assert any("in fail" in line for line in traceback), REMOTE_ERROR
+        assert isinstance(caught.value.__cause__, CounterError), REMOTE_ERROR
+        assert caught.value.__cause__.args == ("no more",), REMOTE_ERROR
 
     def test_an_exception_ends_only_its_call(self, shared: WorkerGroup) -> None:
         failing, working = (
             shared.call(0, Counter.fail, ""),
             shared.call(0, lambda counter: counter.worker_id),
         )
-        assert isinstance(failing.exception(), RemoteCallError)
-        assert working.result() == 0
+        assert isinstance(failing.exception(), RemoteCallError), REMOTE_ERROR
+        assert working.result() == 0, CALLS
 
     def test_system_exit_is_an_exception_like_any_other(self, shared: WorkerGroup) -> None:
         with pytest.raises(RemoteCallError, match=r"Counter\.leave raised SystemExit: 3"):
             shared.call(0, Counter.leave).result()
-        assert shared.alive(0)
+        assert shared.alive(0), ALIVE
 
     def test_a_call_cannot_be_cancelled(self, shared: WorkerGroup) -> None:
         call = shared.call(0, Counter.see, "kept")
         assert not call.cancel(), "a call that was made must run; its future cannot be cancelled"
-        assert call.result()[-1] == "kept"
+        assert call.result()[-1] == "kept", CALLS
 
     @pytest.mark.parametrize("worker_id", [-1, 2, True, "0"])
     def test_an_unknown_worker_is_an_error(self, shared: WorkerGroup, worker_id: Any) -> None:
@@ -242,7 +243,7 @@ class WorkerGroupConformance(Conformance):
 
     def test_a_numpy_integer_is_a_worker_id(self, shared: WorkerGroup) -> None:
         worker_id: Any = np.int64(1)
-        assert shared.call(worker_id, lambda counter: counter.worker_id).result() == 1
+        assert shared.call(worker_id, lambda counter: counter.worker_id).result() == 1, CALLS
 
     @pytest.mark.usefixtures("parallel")
     def test_the_first_to_finish_comes_first(self, shared: WorkerGroup, tmp_path: Path) -> None:
@@ -251,12 +252,12 @@ class WorkerGroupConformance(Conformance):
             (tmp_path / str(worker_id)).touch()
             done, _ = wait(calls, 30, return_when=FIRST_COMPLETED)
             (call,) = done
-            assert call.result() == str(worker_id)
+            assert call.result() == str(worker_id), CALLS
             calls.remove(call)
 
     def test_calls_of_a_worker_share_a_thread(self, shared: WorkerGroup) -> None:
         calls = [shared.call(0, lambda _: threading.get_ident()) for _ in range(10)]
-        assert len({call.result() for call in calls}) == 1
+        assert len({call.result() for call in calls}) == 1, RECEIVED
 
     @pytest.mark.usefixtures("processes")
     def test_what_cannot_travel_fails_its_call_alone(self, shared: WorkerGroup) -> None:
@@ -270,7 +271,7 @@ class WorkerGroupConformance(Conformance):
         for message, call in calls.items():
             with pytest.raises(RemoteCallError, match=message):
                 shared.call(0, *call).result(30)
-            assert shared.call(0, pid_of).result(30) != home
+            assert shared.call(0, pid_of).result(30) != home, CALLS
 
     @pytest.mark.usefixtures("processes")
     def test_an_exception_that_cannot_be_pickled(self, shared: WorkerGroup) -> None:
@@ -289,7 +290,7 @@ class WorkerGroupConformance(Conformance):
 
         with pytest.raises(RemoteCallError, match="interrupt raised KeyboardInterrupt"):
             shared.call(0, interrupt).result(30)
-        assert shared.alive(0)
+        assert shared.alive(0), ALIVE
 
     @pytest.mark.usefixtures("processes")
     def test_arguments_and_results_are_copies(self, shared: WorkerGroup, tmp_path: Path) -> None:
@@ -304,25 +305,25 @@ class WorkerGroupConformance(Conformance):
 
     @pytest.mark.usefixtures("add")
     def test_members_come_and_go(self, group: WorkerGroup) -> None:
-        assert group.add() == 2
-        assert list(group.worker_ids) == [0, 1, 2]
-        assert group.call(2, Counter.see, "new").result() == ["new"]
+        assert group.add() == 2, MEMBERS
+        assert list(group.worker_ids) == [0, 1, 2], MEMBERS
+        assert group.call(2, Counter.see, "new").result() == ["new"], CALLS
         group.remove(2)
         group.remove(0)
-        assert list(group.worker_ids) == [1]
+        assert list(group.worker_ids) == [1], MEMBERS
         with pytest.raises(UnknownWorkerError, match=r"no worker 2 in this group; there are: 1"):
             group.call(2, repr)
-        assert group.add() == 3
-        assert [group.alive(i) for i in group.worker_ids] == [True, True]
+        assert group.add() == 3, MEMBERS
+        assert [group.alive(i) for i in group.worker_ids] == [True, True], ALIVE
 
     def test_restart_makes_a_new_object(self, group: WorkerGroup) -> None:
         if "restart" not in self.group_class.capabilities:
             pytest.skip("this group cannot replace a worker")
         group.call(1, Counter.see, "old").result()
         group.restart(1)
-        assert group.worker_ids == (0, 1)
-        assert group.alive(1)
-        assert group.call(1, Counter.see, "new").result() == ["new"]
+        assert group.worker_ids == (0, 1), MEMBERS
+        assert group.alive(1), ALIVE
+        assert group.call(1, Counter.see, "new").result() == ["new"], CALLS
 
     @pytest.mark.usefixtures("processes")
     def test_a_killed_worker_is_lost_alone(self, group: WorkerGroup, tmp_path: Path) -> None:
@@ -335,33 +336,33 @@ class WorkerGroupConformance(Conformance):
             running.result(30)
         with pytest.raises(WorkerLostError, match=r"^worker 1: .+ before it could run pid_of$"):
             waiting.result(30)
-        assert eventually(lambda: not group.alive(1))
-        assert group.alive(0)
-        assert group.worker_ids == (0, 1)
+        assert eventually(lambda: not group.alive(1)), ALIVE
+        assert group.alive(0), ALIVE
+        assert group.worker_ids == (0, 1), MEMBERS
         restarts = "restart" in self.group_class.capabilities
         remedy = r"restart\(1\) of its group" if restarts else "make a new group"
         with pytest.raises(WorkerLostError, match=f"cannot run pid_of; {remedy}"):
             group.call(1, pid_of).result(30)
         if restarts:
             group.restart(1)
-            assert group.call(1, pid_of).result(30) != victim
+            assert group.call(1, pid_of).result(30) != victim, CALLS
         else:
             group.remove(1)
-            assert list(group.worker_ids) == [0]
-        assert group.call(0, pid_of).result(30) != victim
+            assert list(group.worker_ids) == [0], MEMBERS
+        assert group.call(0, pid_of).result(30) != victim, CALLS
 
     @pytest.mark.usefixtures("processes")
     def test_a_factory_that_cannot_be_pickled_starts_nothing(self) -> None:
         stays = Unpicklable()
         with pytest.raises(RemoteCallError, match=r"its factory .* cannot be pickled") as caught:
             self.group_class(lambda _: stays, 2)
-        assert isinstance(caught.value.__cause__, TypeError)
+        assert isinstance(caught.value.__cause__, TypeError), REMOTE_ERROR
 
     def test_stop_is_final_and_can_be_repeated(self, group: WorkerGroup) -> None:
         group.stop()
         group.stop(0)
-        assert group.worker_ids == (0, 1)
-        assert not group.alive(0)
+        assert group.worker_ids == (0, 1), MEMBERS
+        assert not group.alive(0), ALIVE
         for use in (group.add, lambda: group.call(0, repr), lambda: group.restart(0)):
             with pytest.raises(ClosedError, match="make a new one"):
                 use()
@@ -373,26 +374,26 @@ class WorkerGroupConformance(Conformance):
         if end == "restart" and end not in self.group_class.capabilities:
             pytest.skip("this group cannot replace a worker")
         with self.group_class(lambda worker_id: Closed(worker_id, tmp_path), 2) as group:
-            assert group.call(0, Counter.see, 1).result() == [1]
+            assert group.call(0, Counter.see, 1).result() == [1], CALLS
             group.stop() if end == "stop" else getattr(group, end)(0)
-            assert (tmp_path / "0").read_text() == "closed\n"
-            assert (tmp_path / "1").exists() is (end == "stop")
-        assert (tmp_path / "0").read_text() == "closed\n" * (1 + (end == "restart"))
-        assert (tmp_path / "1").read_text() == "closed\n"
+            assert (tmp_path / "0").read_text() == "closed\n", CLOSED
+            assert (tmp_path / "1").exists() is (end == "stop"), CLOSED
+        assert (tmp_path / "0").read_text() == "closed\n" * (1 + (end == "restart")), CLOSED
+        assert (tmp_path / "1").read_text() == "closed\n", CLOSED
 
     def test_what_a_forgotten_group_hosts_is_closed(self, tmp_path: Path) -> None:
         group = self.group_class(lambda worker_id: Closed(worker_id, tmp_path), 1)
         del group
         gc.collect()
-        assert eventually((tmp_path / "0").exists)
+        assert eventually((tmp_path / "0").exists), CLOSED
 
     def test_what_cannot_be_closed_keeps_nothing_from_ending(self, tmp_path: Path) -> None:
         group = self.group_class(lambda worker_id: Closed(worker_id, tmp_path, fails=True), 2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             group.stop()
-        assert not group.alive(0)
-        assert (tmp_path / "1").read_text() == "closed\n"
+        assert not group.alive(0), ALIVE
+        assert (tmp_path / "1").read_text() == "closed\n", CLOSED
 
     @pytest.mark.usefixtures("parallel")
     def test_stop_waits_for_no_long_call(self, group: WorkerGroup, tmp_path: Path) -> None:
@@ -431,7 +432,7 @@ class WorkerGroupConformance(Conformance):
         call = group.call(0, work)
         wait_for(started)
         group.stop()
-        assert call.result(5) == "done"
+        assert call.result(5) == "done", CALLS
 
     def test_a_factory_that_raises_leaves_nothing(self) -> None:
         before = python_threads()
@@ -443,7 +444,7 @@ class WorkerGroupConformance(Conformance):
 
         with pytest.raises(RemoteCallError, match=r"worker 1: .*make raised .*no room") as caught:
             self.group_class(make, 2)
-        assert isinstance(caught.value.__cause__, CounterError)
+        assert isinstance(caught.value.__cause__, CounterError), REMOTE_ERROR
         assert eventually(lambda: python_threads() <= before), python_threads() - before
 
     @pytest.mark.usefixtures("add")
@@ -456,8 +457,8 @@ class WorkerGroupConformance(Conformance):
         with self.group_class(make, 1) as group:
             with pytest.raises(RemoteCallError, match="no room"):
                 group.add()
-            assert group.worker_ids == (0,)
-            assert group.add() == 2
+            assert group.worker_ids == (0,), MEMBERS
+            assert group.add() == 2, MEMBERS
 
     @pytest.mark.usefixtures("parallel")
     def test_a_factory_that_takes_too_long_is_given_up(self, tmp_path: Path) -> None:
@@ -470,9 +471,9 @@ class WorkerGroupConformance(Conformance):
 
     def test_a_group_can_begin_without_workers(self) -> None:
         with self.group_class(Counter, 0) as group:
-            assert group.worker_ids == ()
+            assert group.worker_ids == (), MEMBERS
             if "add" in self.group_class.capabilities:
-                assert group.call(group.add(), Counter.see, 1).result() == [1]
+                assert group.call(group.add(), Counter.see, 1).result() == [1], CALLS
 
     def test_fewer_than_no_workers_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="num_workers is -1"):
@@ -500,5 +501,5 @@ class WorkerGroupConformance(Conformance):
             stopped.set()
 
         call.add_done_callback(stop)
-        assert stopped.wait(30)
-        assert not group.alive(1)
+        assert stopped.wait(30), "stop() must end within its timeout"
+        assert not group.alive(1), ALIVE

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_core import SendError, SkipContext, WorkerState, WorkerTimeoutError, hookimpl
+from sync_core.testing.expectations import NO_NEWS, RECEIVED, REPORT, VALUES
 from sync_core.testing.schemes.models import fill, fingerprints, make_policy
 from sync_core.testing.schemes.pool import SchemeCases, Start
 from sync_core.testing.schemes.worker import Worker
@@ -38,8 +39,8 @@ class DeliveryCases(SchemeCases):
         for version in range(1, 6):
             fill(policy, float(version))
             report = workers.send()
-            assert (report.version, report.updated, report.failed) == (version, (0, 1), {})
-            assert workers.values() == [{float(version)}] * 2
+            assert (report.version, report.updated, report.failed) == (version, (0, 1), {}), REPORT
+            assert workers.values() == [{float(version)}] * 2, VALUES
             assert report.nbytes > 0, "a delivery must report the bytes that it brings"
             assert all(
                 0 < result.seconds <= report.seconds for result in report.workers.values()
@@ -49,20 +50,20 @@ class DeliveryCases(SchemeCases):
     def test_blocking_send_returns_when_everybody_has_committed(self, start: Start) -> None:
         workers = start(make_policy(7.0))
         serving = [workers.pool.submit(i, Worker.serve) for i in (0, 1)]
-        assert workers.sender.send().updated == (0, 1)
-        assert workers.sender.send().version == 2
+        assert workers.sender.send().updated == (0, 1), REPORT
+        assert workers.sender.send().version == 2, "each send must have the next version"
         workers.sender.close()
-        assert [call.result(30) for call in serving] == [2, 2]
-        assert workers.pool.call(0, Worker.values) == {7.0}
+        assert [call.result(30) for call in serving] == [2, 2], RECEIVED
+        assert workers.pool.call(0, Worker.values) == {7.0}, VALUES
 
     def test_some_workers_only(self, start: Start) -> None:
         workers = start(make_policy(1.0), 3)
         report = workers.send(worker_ids=[2, 0])
-        assert report.updated == (0, 2)
-        assert workers.receive(1, timeout=0.1) is None
-        assert workers.values() == [{1.0}, {0.0}, {1.0}]
-        assert workers.send().updated == (0, 1, 2)
-        assert workers.values() == [{1.0}] * 3
+        assert report.updated == (0, 2), REPORT
+        assert workers.receive(1, timeout=0.1) is None, NO_NEWS
+        assert workers.values() == [{1.0}, {0.0}, {1.0}], VALUES
+        assert workers.send().updated == (0, 1, 2), REPORT
+        assert workers.values() == [{1.0}] * 3, VALUES
 
     @pytest.mark.usefixtures("asking")
     def test_nothing_is_confirmed_before_it_is_committed(self, start: Start) -> None:
@@ -72,9 +73,9 @@ class DeliveryCases(SchemeCases):
         assert not eventually(pending.done, 0.2), (
             "a send must not end before the worker has answered for this version"
         )
-        assert list(pending.unanswered) == [0]
+        assert list(pending.unanswered) == [0], REPORT
         workers.receive(0)
-        assert pending.wait().updated == (0, 1)
+        assert pending.wait().updated == (0, 1), REPORT
 
     def test_the_report_tells_how_much_travelled(self, start: Start) -> None:
         workers = start(make_policy(1.0))
@@ -84,7 +85,7 @@ class DeliveryCases(SchemeCases):
         assert all(result.nbytes >= least for result in report.workers.values()), (
             "a delivery must report all the bytes that it brings"
         )
-        assert [result.version for result in report.workers.values()] == [1, 1]
+        assert [result.version for result in report.workers.values()] == [1, 1], REPORT
 
     @pytest.mark.usefixtures("asking", "parallel")
     def test_a_worker_sees_versions_in_order_and_each_whole(self, start: Start) -> None:
@@ -146,8 +147,8 @@ class DeliveryCases(SchemeCases):
         for version in range(1, 261):
             fill(policy, float(version))
             report = workers.send()
-            assert (report.version, report.updated) == (version, (0,))
-        assert workers.values() == [{260.0}]
+            assert (report.version, report.updated) == (version, (0,)), REPORT
+        assert workers.values() == [{260.0}], VALUES
 
     def test_the_forms_of_weights(self, start: Start) -> None:
         from tensordict import TensorDict
@@ -162,16 +163,16 @@ class DeliveryCases(SchemeCases):
         ]
         for value, form in enumerate(forms, start=1):
             workers.send(form(make_policy(float(value))))
-            assert workers.values() == [{float(value)}]
+            assert workers.values() == [{float(value)}], VALUES
 
     def test_a_partial_update(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1, partial=True)
         workers.send({"0.bias": torch.full((4,), 6.0)})
-        assert workers.values() == [{1.0, 6.0}]
+        assert workers.values() == [{1.0, 6.0}], VALUES
         whole = workers.send().nbytes
-        assert workers.values() == [{1.0}]
-        assert workers.send({"0.bias": torch.full((4,), 7.0)}).nbytes < whole
-        assert workers.values() == [{1.0, 7.0}]
+        assert workers.values() == [{1.0}], VALUES
+        assert workers.send({"0.bias": torch.full((4,), 7.0)}).nbytes < whole, REPORT
+        assert workers.values() == [{1.0, 7.0}], VALUES
 
     def test_partial_updates_that_are_skipped(self, start: Start) -> None:
         policy = make_policy(1.0)
@@ -179,11 +180,15 @@ class DeliveryCases(SchemeCases):
         workers.send()
         for value in (2.0, 4.0):
             fill(policy[2], value)
-            assert workers.sender.send({"2.bias": policy[2].bias}).skipped == (0,)
+            assert workers.sender.send({"2.bias": policy[2].bias}).skipped == (0,), REPORT
             fill(policy[0], value + 1)
-            assert workers.send({"0.bias": policy[0].bias}).updated == (0,)
-        assert workers.pool.call(0, Worker.fingerprints)["2.bias"] == fingerprints(policy)["2.bias"]
-        assert workers.pool.call(0, Worker.fingerprints)["0.bias"] == fingerprints(policy)["0.bias"]
+            assert workers.send({"0.bias": policy[0].bias}).updated == (0,), REPORT
+        assert (
+            workers.pool.call(0, Worker.fingerprints)["2.bias"] == fingerprints(policy)["2.bias"]
+        ), VALUES
+        assert (
+            workers.pool.call(0, Worker.fingerprints)["0.bias"] == fingerprints(policy)["0.bias"]
+        ), VALUES
 
     @pytest.mark.usefixtures("asking")
     def test_partial_updates_after_one_that_was_missed(self, start: Start) -> None:
@@ -192,21 +197,23 @@ class DeliveryCases(SchemeCases):
         with pytest.raises(SendError):
             workers.sender.send_async({"0.bias": torch.full((4,), 6.0)}).wait(0.0)
         workers.send({"2.bias": torch.full((2,), 7.0)})
-        assert workers.sender.workers[0].state is WorkerState.CURRENT
-        assert workers.values() == [{1.0, 6.0, 7.0}]
+        assert workers.sender.workers[0].state is WorkerState.CURRENT, (
+            "a worker that has the newest version must be current"
+        )
+        assert workers.values() == [{1.0, 6.0, 7.0}], VALUES
 
     @pytest.mark.usefixtures("asking")
     def test_weights_given_by_hand(self, start: Start, zero_copy: bool) -> None:
         policy = make_policy(1.0)
         workers = start(policy, 1, zero_copy=zero_copy)
         workers.send()
-        assert workers.pool.call(0, Worker.update_by_hand, 9.0) == 1
-        assert workers.values() == [{9.0}]
+        assert workers.pool.call(0, Worker.update_by_hand, 9.0) == 1, RECEIVED
+        assert workers.values() == [{9.0}], VALUES
         assert all((parameter == 1).all() for parameter in policy.parameters()), (
             "an update in a worker must leave the trainer's model alone"
         )
         workers.send()
-        assert workers.values() == [{1.0}]
+        assert workers.values() == [{1.0}], VALUES
 
     @pytest.mark.usefixtures("asking")
     def test_the_newest_version_is_the_one_that_counts(self, start: Start) -> None:
@@ -216,9 +223,9 @@ class DeliveryCases(SchemeCases):
             fill(policy, value)
             with pytest.raises(SendError):
                 workers.sender.send_async().wait(0.0)
-        assert workers.receive(0) == 3
-        assert workers.values() == [{3.0}]
-        assert workers.receive(0, timeout=0.0) is None
+        assert workers.receive(0) == 3, RECEIVED
+        assert workers.values() == [{3.0}], VALUES
+        assert workers.receive(0, timeout=0.0) is None, NO_NEWS
 
     @pytest.mark.usefixtures("asking")
     def test_a_late_answer_counts_for_no_other_send(self, start: Start) -> None:
@@ -230,9 +237,9 @@ class DeliveryCases(SchemeCases):
         )
         workers.receive(0)
         late = workers.sender.send_async()
-        assert not late.done()
+        assert not late.done(), "a send must not end before its worker has answered"
         workers.receive(0)
-        assert late.wait().updated == (0,)
+        assert late.wait().updated == (0,), REPORT
 
     @pytest.mark.usefixtures("asking")
     def test_an_answer_about_an_older_version_counts_for_no_other(self, start: Start) -> None:
@@ -241,12 +248,12 @@ class DeliveryCases(SchemeCases):
         workers.stage_what_is_given_up()
         fill(policy, 2.0)
         pending = workers.sender.send_async()
-        assert workers.pool.call(0, Worker.commit_staged) == 1
+        assert workers.pool.call(0, Worker.commit_staged) == 1, RECEIVED
         assert not eventually(pending.done, 0.2), (
             "a send must not end before the worker has answered for this version"
         )
-        assert workers.receive(0) == 2
-        assert pending.wait().updated == (0,)
+        assert workers.receive(0) == 2, RECEIVED
+        assert pending.wait().updated == (0,), REPORT
 
     @pytest.mark.usefixtures("asking")
     def test_what_was_staged_is_what_is_committed(self, start: Start, zero_copy: bool) -> None:
@@ -258,10 +265,10 @@ class DeliveryCases(SchemeCases):
             fill(policy, float(value))
             with pytest.raises(SendError):
                 workers.sender.send_async().wait(0.0)
-        assert workers.pool.call(0, Worker.commit_staged) == 1
-        assert workers.values() == [{1.0}]
-        assert workers.receive(0) == 7
-        assert workers.values() == [{7.0}]
+        assert workers.pool.call(0, Worker.commit_staged) == 1, RECEIVED
+        assert workers.values() == [{1.0}], VALUES
+        assert workers.receive(0) == 7, RECEIVED
+        assert workers.values() == [{7.0}], VALUES
 
     @pytest.mark.usefixtures("asking")
     def test_an_answer_of_a_receiver_that_was_replaced_counts_for_no_other(
@@ -269,13 +276,15 @@ class DeliveryCases(SchemeCases):
     ) -> None:
         workers = start(make_policy(1.0), 1)
         pending = workers.sender.send_async()
-        assert workers.pool.call(0, Worker.stage) == 1
-        assert workers.pool.call(0, Worker.commit_after_another, workers.sender.address(0)) == 1
+        assert workers.pool.call(0, Worker.stage) == 1, RECEIVED
+        assert workers.pool.call(0, Worker.commit_after_another, workers.sender.address(0)) == 1, (
+            RECEIVED
+        )
         assert not eventually(pending.done, 0.2), (
             "a send must not end before the worker has answered for this version"
         )
-        assert workers.receive(0) == 1
-        assert pending.wait().updated == (0,)
+        assert workers.receive(0) == 1, RECEIVED
+        assert pending.wait().updated == (0,), REPORT
 
     @pytest.mark.usefixtures("asking")
     def test_a_sender_waits_no_longer_than_it_was_told(self, start: Start) -> None:
@@ -289,7 +298,7 @@ class DeliveryCases(SchemeCases):
     @pytest.mark.usefixtures("asking")
     def test_looking_for_news_answers_at_once(self, start: Start) -> None:
         workers = start(make_policy(), 1)
-        assert workers.receive(0, timeout=0.0) is None
+        assert workers.receive(0, timeout=0.0) is None, NO_NEWS
 
         def look_often(worker: Worker) -> list[float]:
             looks = []
@@ -310,9 +319,9 @@ class DeliveryCases(SchemeCases):
         for version in (1, 2, 3):
             pending = workers.sender.send_async(make_policy(version))
             looking = [workers.submit(i, 20.0) for i in {0, 1} - told]
-            assert pending.wait(self.slack).updated == (0, 1)
-            assert [call.result() for call in looking] == [version] * len(looking)
-            assert workers.values() == [{float(version)}] * 2
+            assert pending.wait(self.slack).updated == (0, 1), REPORT
+            assert [call.result() for call in looking] == [version] * len(looking), RECEIVED
+            assert workers.values() == [{float(version)}] * 2, VALUES
 
     @pytest.mark.usefixtures("asking")
     def test_waiting_for_news_ends_in_time(self, start: Start) -> None:
@@ -320,10 +329,10 @@ class DeliveryCases(SchemeCases):
 
         def wait(worker: Worker) -> float:
             begin = time.perf_counter()
-            assert worker.receive(0.2) is None
+            assert worker.receive(0.2) is None, NO_NEWS
             return time.perf_counter() - begin
 
         assert 0.2 <= workers.pool.call(0, wait) < 0.2 + self.slack, (
             "receive(timeout) must return None when the timeout is over"
         )
-        assert workers.send().updated == (0,)
+        assert workers.send().updated == (0,), REPORT

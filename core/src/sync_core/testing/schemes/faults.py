@@ -23,6 +23,7 @@ from sync_core import (
     WorkerTimeoutError,
     registry,
 )
+from sync_core.testing.expectations import MEMBERS, RECEIVED, REPORT, VALUES
 from sync_core.testing.faults.fault import gated
 from sync_core.testing.interrupts import interrupted
 from sync_core.testing.schemes.models import fill, make_policy
@@ -42,10 +43,12 @@ class FaultCases(SchemeCases):
         with pytest.raises(SendError) as failure:
             workers.send()
         report = failure.value.report
-        assert report.updated == (0,)
-        assert isinstance(report.workers[1].error, ApplyError)
-        assert "'0.weight' is float32[4, 3] in the weights and float32[1, 1]" in str(failure.value)
-        assert workers.values() == [{1.0}, {0.0, 5.0}]
+        assert report.updated == (0,), REPORT
+        assert isinstance(report.workers[1].error, ApplyError), REPORT
+        assert "'0.weight' is float32[4, 3] in the weights and float32[1, 1]" in str(
+            failure.value
+        ), "the error must name the tensor and both shapes"
+        assert workers.values() == [{1.0}, {0.0, 5.0}], VALUES
 
     def test_a_transport_that_raises_is_named(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1, on_failure="drop")
@@ -74,23 +77,23 @@ class FaultCases(SchemeCases):
             "the error must name the plugin and its version"
         )
         # No worker has failed, so none is dropped.
-        assert workers.send().updated == (0,)
-        assert workers.values() == [{1.0}]
+        assert workers.send().updated == (0,), REPORT
+        assert workers.values() == [{1.0}], VALUES
 
     def test_dropped_when_it_fails(self, start: Start) -> None:
         workers = start(make_policy(1.0), on_failure="drop")
         workers.pool.call(0, Worker.misshape)
         report = workers.send()
-        assert (report.dropped, report.updated, report.failed) == ((0,), (1,), {})
-        assert workers.sender.all_worker_ids() == (1,)
-        assert workers.send().updated == (1,)
+        assert (report.dropped, report.updated, report.failed) == ((0,), (1,), {}), REPORT
+        assert workers.sender.all_worker_ids() == (1,), MEMBERS
+        assert workers.send().updated == (1,), REPORT
 
     @pytest.mark.usefixtures("asking")
     def test_after_a_send_that_failed_the_next_one_works(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1)
         with pytest.raises(SendError, match="did not confirm version 1 within"):
             workers.sender.send(timeout=0.1)
-        assert workers.send().updated == (0,)
+        assert workers.send().updated == (0,), REPORT
 
     @pytest.mark.usefixtures("asking")
     def test_a_late_refusal_fails_no_other_send(self, start: Start) -> None:
@@ -101,20 +104,22 @@ class FaultCases(SchemeCases):
         pending = workers.sender.send_async()
         workers.pool.call(0, Worker.refuse_staged)
         assert workers.receive(0) == 2, "a refused version must not keep a worker from the next"
-        assert pending.wait().updated == (0,)
-        assert workers.values() == [{2.0}]
+        assert pending.wait().updated == (0,), REPORT
+        assert workers.values() == [{2.0}], VALUES
 
     @pytest.mark.usefixtures("asking")
     def test_a_receiver_that_cannot_be_made_fails_the_send_at_once(self, start: Start) -> None:
         workers = start(make_policy(1.0))
         address = workers.sender.address(0)
         pending = workers.sender.send_async()
-        assert "do not fit the model" in workers.pool.call(0, Worker.be_refused, address)
+        assert "do not fit the model" in workers.pool.call(0, Worker.be_refused, address), (
+            "a receiver whose model does not fit must say so"
+        )
         for version in (1, 2):
-            assert workers.receive(1) == version
+            assert workers.receive(1) == version, RECEIVED
             with pytest.raises(SendError, match="LayoutMismatchError") as failure:
                 pending.wait()
-            assert list(failure.value.report.failed) == [0]
+            assert list(failure.value.report.failed) == [0], REPORT
             assert failure.value.report.seconds < 30, (
                 "a worker that has gone must be noticed at once, not at the deadline"
             )
@@ -122,14 +127,14 @@ class FaultCases(SchemeCases):
                 pending = workers.sender.send_async()
         workers.connect(0)
         assert workers.receive(0) == 2, "a worker that comes back must get the newest version"
-        assert workers.send().updated == (0, 1)
+        assert workers.send().updated == (0, 1), REPORT
 
     @pytest.mark.usefixtures("asking")
     def test_a_receiver_that_was_closed_is_reported_as_closed(self, start: Start) -> None:
         workers = start(make_policy(1.0))
         pending = workers.sender.send_async()
         workers.pool.call(0, Worker.hang_up)
-        assert workers.receive(1) == 1
+        assert workers.receive(1) == 1, RECEIVED
         with pytest.raises(SendError, match="closed its receiver") as failure:
             pending.wait()
         assert isinstance(failure.value.report.workers[0].error, WorkerLostError), (
@@ -157,7 +162,9 @@ class FaultCases(SchemeCases):
                 os._exit(0)
         os.close(writing)
         os.waitpid(child, 0)
-        assert b"was forked" in os.read(reading, 4096)
+        assert b"was forked" in os.read(reading, 4096), (
+            "a sender that is used after a fork must say so"
+        )
         os.close(reading)
 
     @pytest.mark.usefixtures("asking", "parallel")
@@ -180,7 +187,7 @@ class FaultCases(SchemeCases):
             count = send(moment)
             for _ in range(3):
                 send()
-            assert staging.result(30) is not None
+            assert staging.result(30) is not None, RECEIVED
             version = workers.pool.call(0, Worker.commit_staged)
             assert workers.values() == [{float(version)}], f"after an interrupt at {moment}"
             return count
@@ -188,7 +195,7 @@ class FaultCases(SchemeCases):
         count = max(stage_during() for _ in range(2))
         for moment in range(0, count, max(1, count // _INTERRUPTS)):
             stage_during(moment)
-        assert workers.send().updated == (0,)
+        assert workers.send().updated == (0,), REPORT
 
     @pytest.mark.usefixtures("processes")
     def test_killed_between_sends_and_back_again(self, start: Start) -> None:
@@ -203,7 +210,7 @@ class FaultCases(SchemeCases):
         assert isinstance(report.workers[0].error, WorkerLostError), (
             "a worker whose process was killed must fail with WorkerLostError"
         )
-        assert report.updated == (1,)
+        assert report.updated == (1,), REPORT
         assert report.seconds < 30, (
             "a lost worker must be noticed when it dies, not at the deadline"
         )
@@ -212,10 +219,10 @@ class FaultCases(SchemeCases):
         workers.pool.restart(0)
         workers.connect(0)
         assert workers.receive(0) == 2, "a worker that comes back must get the newest version"
-        assert workers.values() == [{2.0}, {2.0}]
+        assert workers.values() == [{2.0}, {2.0}], VALUES
         fill(policy, 3.0)
-        assert workers.send().updated == (0, 1)
-        assert workers.values() == [{3.0}, {3.0}]
+        assert workers.send().updated == (0, 1), REPORT
+        assert workers.values() == [{3.0}, {3.0}], VALUES
 
     @pytest.mark.usefixtures("asking", "processes")
     def test_killed_during_a_send(self, start: Start) -> None:
@@ -232,11 +239,11 @@ class FaultCases(SchemeCases):
         assert str(pid) in str(report.workers[0].error), (
             "the message of a lost worker must name its process"
         )
-        assert report.updated == (1,)
+        assert report.updated == (1,), REPORT
         assert report.seconds < 30, (
             "a lost worker must be noticed when it dies, not at the deadline"
         )
-        assert call.result(30) == 1
+        assert call.result(30) == 1, RECEIVED
 
     @pytest.mark.usefixtures("processes")
     @pytest.mark.parametrize("receiving", [False, True], ids=["idle", "receiving"])
@@ -251,9 +258,9 @@ class FaultCases(SchemeCases):
             for value in range(2, 6):
                 fill(policy, float(value))
                 pending = workers.sender.send_async()
-                assert workers.receive(1) == value - 1
+                assert workers.receive(1) == value - 1, RECEIVED
                 report = workers.give_up(pending, 0)
-                assert report.updated == (1,)
+                assert report.updated == (1,), REPORT
                 assert isinstance(report.workers[0].error, WorkerTimeoutError), (
                     "a worker that is stopped, and not dead, must fail at the deadline"
                 )
@@ -272,9 +279,9 @@ class FaultCases(SchemeCases):
                     "receive() must not give a version twice, or an older one"
                 )
                 received = version
-        assert workers.values() == [{5.0}, {5.0}]
+        assert workers.values() == [{5.0}, {5.0}], VALUES
         fill(policy, 6.0)
-        assert workers.send().updated == (0, 1)
+        assert workers.send().updated == (0, 1), REPORT
 
     @pytest.mark.usefixtures("asking", "processes")
     def test_the_trainer_is_killed(self, pool: Pool) -> None:
@@ -285,7 +292,7 @@ class FaultCases(SchemeCases):
         receivers = [
             Receiver(address, target) for address, target in zip(addresses, targets, strict=True)
         ]
-        assert [receiver.receive() for receiver in receivers] == [1] * len(flags)
+        assert [receiver.receive() for receiver in receivers] == [1] * len(flags), RECEIVED
         pool.signal(0, signal.SIGKILL)
         for receiver, target in zip(receivers, targets, strict=True):
             with pytest.raises(SenderLostError):

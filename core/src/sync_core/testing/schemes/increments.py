@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from sync_core.testing.expectations import BASE, RECEIVED, VALUES
 from sync_core.testing.schemes.models import fingerprints, make_policy
 from sync_core.testing.schemes.pool import SchemeCases, Start, Workers
 from sync_core.testing.schemes.worker import Worker
@@ -55,7 +56,7 @@ class IncrementCases(SchemeCases):
             assert report.nbytes < whole.nbytes / (1 if self.called else 5), (
                 "an increment must bring less than a whole version"
             )
-            assert workers.fingerprints() == [fingerprints(policy)] * 2
+            assert workers.fingerprints() == [fingerprints(policy)] * 2, VALUES
 
     def test_an_increment_after_versions_that_one_worker_missed(self, start: Start) -> None:
         policy, workers = self._start(start)
@@ -65,8 +66,8 @@ class IncrementCases(SchemeCases):
             workers.send(worker_ids=[0])
         change(policy, 3)
         report = workers.send()
-        assert report.workers[1].base == 1
-        assert workers.fingerprints() == [fingerprints(policy)] * 2
+        assert report.workers[1].base == 1, BASE
+        assert workers.fingerprints() == [fingerprints(policy)] * 2, VALUES
 
     @pytest.mark.usefixtures("asking")
     def test_a_worker_that_joins_after_increments_gets_the_version_whole(
@@ -77,8 +78,8 @@ class IncrementCases(SchemeCases):
         self._send_twice(workers, policy)
         worker_id = workers.sender.add_worker()
         workers.connect(worker_id, make=make_wide_of_zeros)
-        assert workers.receive(worker_id) == 2
-        assert workers.fingerprints() == [fingerprints(policy)] * 3
+        assert workers.receive(worker_id) == 2, RECEIVED
+        assert workers.fingerprints() == [fingerprints(policy)] * 3, VALUES
         # No delivery brings that answer, so it comes when the transport has heard it.
         assert eventually(lambda: workers.sender.workers[worker_id].version == 2, 20.0), (
             "the transport must report by context.notify that a late worker has a version"
@@ -87,7 +88,7 @@ class IncrementCases(SchemeCases):
         assert {result.base for result in workers.send().workers.values()} == {2}, (
             "an increment must build on the version that the workers hold"
         )
-        assert workers.fingerprints() == [fingerprints(policy)] * 3
+        assert workers.fingerprints() == [fingerprints(policy)] * 3, VALUES
 
     @pytest.mark.usefixtures("asking")
     def test_a_worker_that_comes_back_after_increments_gets_the_version_whole(
@@ -97,8 +98,8 @@ class IncrementCases(SchemeCases):
         self._send_twice(workers, policy)
         workers.pool.call(0, Worker.hang_up)
         workers.connect(0, make=make_wide_of_zeros)
-        assert workers.receive(0) == 2
-        assert workers.fingerprints() == [fingerprints(policy)] * 2
+        assert workers.receive(0) == 2, RECEIVED
+        assert workers.fingerprints() == [fingerprints(policy)] * 2, VALUES
 
     @pytest.mark.usefixtures("asking")
     def test_an_increment_with_a_wrong_result_is_followed_by_the_whole_version(
@@ -111,11 +112,11 @@ class IncrementCases(SchemeCases):
         workers.pool.call(0, Worker.spoil)
         change(policy, 5)
         report = workers.send()
-        assert [report.workers[i].base for i in range(2)] == [0, 1]
+        assert [report.workers[i].base for i in range(2)] == [0, 1], BASE
         assert report.workers[0].nbytes > whole, (
             "a worker that lacks the base must get a whole version"
         )
-        assert workers.fingerprints() == [fingerprints(policy)] * 2
+        assert workers.fingerprints() == [fingerprints(policy)] * 2, VALUES
 
     def test_increments_of_partial_updates(self, start: Start) -> None:
         policy, workers = self._start(start, partial=True)
@@ -123,11 +124,11 @@ class IncrementCases(SchemeCases):
         first, second, *_ = policy.named_parameters()
         change(policy, 6)
         report = workers.send(dict([first]), [0])
-        assert report.workers[0].base == 1
+        assert report.workers[0].base == 1, BASE
         with torch.no_grad():
             second[1][1] += 1
         workers.send(dict([second]))
-        assert workers.fingerprints() == [fingerprints(policy)] * 2
+        assert workers.fingerprints() == [fingerprints(policy)] * 2, VALUES
 
     def _start(self, start: Start, **options: Any) -> tuple[nn.Module, Workers]:
         """The model, and two workers that have another of the kind."""

@@ -22,6 +22,7 @@ from sync_core import (
     WorkerState,
     WorkerTimeoutError,
 )
+from sync_core.testing.expectations import MEMBERS, NO_NEWS, RECEIVED, REPORT, VALUES
 from sync_core.testing.processes import descendants
 from sync_core.testing.schemes.models import fill, make_policy
 from sync_core.testing.schemes.pool import Pool, SchemeCases, Start, Workers
@@ -50,28 +51,28 @@ class LifetimeCases(SchemeCases):
         workers = start(make_policy(4.0), 1, zero_copy=zero_copy)
         workers.send()
         workers.sender.close()
-        assert workers.pool.call(0, Worker.values) == {4.0}
+        assert workers.pool.call(0, Worker.values) == {4.0}, VALUES
         workers.pool.call(0, Worker.leave, 5.0)
-        assert workers.pool.call(0, Worker.values) == {5.0}
+        assert workers.pool.call(0, Worker.values) == {5.0}, VALUES
 
     def test_a_worker_that_joins_late_gets_the_newest_version(self, start: Start) -> None:
         self.need("late_join")
         workers = start(make_policy(8.0), 1)
         workers.send()
         new = workers.sender.add_worker()
-        assert new == 1
+        assert new == 1, MEMBERS
         workers.connect(new)
-        assert workers.receive(new, timeout=self.slack) == 1
-        assert workers.values() == [{8.0}, {8.0}]
-        assert workers.send().updated == (0, 1)
+        assert workers.receive(new, timeout=self.slack) == 1, RECEIVED
+        assert workers.values() == [{8.0}, {8.0}], VALUES
+        assert workers.send().updated == (0, 1), REPORT
 
     def test_a_worker_that_is_removed(self, start: Start) -> None:
         workers = start(make_policy(1.0))
         workers.sender.remove_worker(0)
-        assert workers.sender.all_worker_ids() == (1,)
+        assert workers.sender.all_worker_ids() == (1,), MEMBERS
         with pytest.raises(UnknownWorkerError):
             workers.sender.send(worker_ids=0)
-        assert workers.send().updated == (1,)
+        assert workers.send().updated == (1,), REPORT
 
     def test_a_worker_that_is_removed_gets_nothing_more(self, start: Start) -> None:
         policy = make_policy(1.0)
@@ -81,20 +82,20 @@ class LifetimeCases(SchemeCases):
         fill(policy, 2.0)
         pending = workers.sender.send_async()
         workers.receive(1)
-        assert pending.wait().updated == (1,)
+        assert pending.wait().updated == (1,), REPORT
         with suppress(RemoteCallError):
-            assert workers.receive(0, timeout=0.1) is None
-        assert workers.pool.call(0, Worker.values) == {1.0}
+            assert workers.receive(0, timeout=0.1) is None, NO_NEWS
+        assert workers.pool.call(0, Worker.values) == {1.0}, VALUES
 
     def test_removing_a_worker_ends_what_is_on_its_way_to_it(self, start: Start) -> None:
         workers = start(make_policy(1.0))
         pending = workers.sender.send_async()
         workers.sender.remove_worker(0)
-        assert workers.receive(1) == 1
+        assert workers.receive(1) == 1, RECEIVED
         with pytest.raises(SendError) as failure:
             pending.wait()
         report = failure.value.report
-        assert report.updated == (1,)
+        assert report.updated == (1,), REPORT
         assert not isinstance(report.workers[0].error, WorkerTimeoutError), (
             "the send of a removed worker must end at once, not at the deadline"
         )
@@ -106,14 +107,14 @@ class LifetimeCases(SchemeCases):
         workers.send()
         for value in (2.0, 3.0):
             workers.sender.remove_worker(0)
-            assert workers.sender.add_worker(0) == 0
+            assert workers.sender.add_worker(0) == 0, MEMBERS
             workers.connect(0)
-            assert workers.receive(0, timeout=self.slack) == value - 1
+            assert workers.receive(0, timeout=self.slack) == value - 1, RECEIVED
             fill(policy, value)
             pending = workers.sender.send_async()
-            assert [workers.receive(i, timeout=self.slack) for i in (0, 1)] == [value] * 2
-            assert pending.wait().updated == (0, 1)
-            assert workers.values() == [{value}] * 2
+            assert [workers.receive(i, timeout=self.slack) for i in (0, 1)] == [value] * 2, RECEIVED
+            assert pending.wait().updated == (0, 1), REPORT
+            assert workers.values() == [{value}] * 2, VALUES
 
     @pytest.mark.usefixtures("asking")
     def test_an_answer_of_a_worker_that_was_removed_counts_for_no_other(self, start: Start) -> None:
@@ -123,11 +124,11 @@ class LifetimeCases(SchemeCases):
         workers.sender.remove_worker(0)
         workers.sender.add_worker(0)
         address = workers.sender.address(0)
-        assert workers.pool.call(0, Worker.commit_after_another, address) == 1
+        assert workers.pool.call(0, Worker.commit_after_another, address) == 1, RECEIVED
         assert not eventually(lambda: workers.sender.workers[0].version > 0, 0.2), (
             "an answer of a removed worker must not count for the one that has its id now"
         )
-        assert workers.send().updated == (0,)
+        assert workers.send().updated == (0,), REPORT
 
     def test_a_late_worker_gets_what_went_to_all(self, start: Start) -> None:
         self.need("late_join")
@@ -139,8 +140,8 @@ class LifetimeCases(SchemeCases):
             fill(policy, value)
             workers.send(worker_ids=[worker_id])
         workers.connect(workers.sender.add_worker())
-        assert workers.receive(2) == 1
-        assert workers.values() == [{4.0}, {3.0}, {1.0}]
+        assert workers.receive(2) == 1, RECEIVED
+        assert workers.values() == [{4.0}, {3.0}, {1.0}], VALUES
 
     def test_a_late_worker_after_a_partial_update_gets_a_whole_version(self, start: Start) -> None:
         self.need("late_join")
@@ -149,29 +150,31 @@ class LifetimeCases(SchemeCases):
         workers.send({"0.bias": torch.full((4,), 6.0)})
         workers.connect(workers.sender.add_worker())
         received = workers.receive(1, timeout=0.5)
-        assert workers.pool.call(1, Worker.values) == ({0.0} if received is None else {1.0, 6.0})
+        assert workers.pool.call(1, Worker.values) == ({0.0} if received is None else {1.0, 6.0}), (
+            VALUES
+        )
         if received is None:
             assert workers.sender.workers[1].state is not WorkerState.CURRENT, (
                 "a worker that has not committed the version must not count as current"
             )
         workers.send({"2.bias": torch.full((2,), 7.0)})
-        assert workers.values() == [{1.0, 6.0, 7.0}] * 2
+        assert workers.values() == [{1.0, 6.0, 7.0}] * 2, VALUES
 
     def test_a_late_worker_may_take_an_id_of_its_own(self, start: Start) -> None:
         self.need("late_join")
         workers = start(make_policy(1.0), 1)
-        assert workers.sender.add_worker(2) == 2
+        assert workers.sender.add_worker(2) == 2, MEMBERS
         workers.connect(2)
-        assert workers.send().updated == (0, 2)
+        assert workers.send().updated == (0, 2), REPORT
 
     def test_a_worker_that_comes_back_gets_the_newest_version(self, start: Start) -> None:
         workers = start(make_policy(1.0))
         workers.send()
         workers.pool.call(0, Worker.leave, 7.0)
         workers.connect(0)
-        assert workers.receive(0) == 1
-        assert workers.values() == [{1.0}, {1.0}]
-        assert workers.send().updated == (0, 1)
+        assert workers.receive(0) == 1, RECEIVED
+        assert workers.values() == [{1.0}, {1.0}], VALUES
+        assert workers.send().updated == (0, 1), REPORT
 
     def test_a_worker_that_left_holds_nobody_up(self, start: Start) -> None:
         workers = start(make_policy(1.0), timeout=2.0)
@@ -182,10 +185,10 @@ class LifetimeCases(SchemeCases):
         assert time.perf_counter() - begin < min(self.slack, 2.0), (
             "send_async() waited for a worker"
         )
-        assert workers.receive(1) == 2
+        assert workers.receive(1) == 2, RECEIVED
         with pytest.raises(SendError) as failure:
             pending.wait()
-        assert failure.value.report.updated == (1,)
+        assert failure.value.report.updated == (1,), REPORT
         assert time.perf_counter() - begin < 2.0 + self.slack, "the send must end by its deadline"
 
     @pytest.mark.usefixtures("asking")
@@ -194,8 +197,8 @@ class LifetimeCases(SchemeCases):
         ended = workers.pool.call(0, Worker.hang_up_while_waiting, self.slack)
         assert ended == "ClosedError", "close() must end a receive() that waits in another thread"
         workers.connect(0)
-        assert workers.send().updated == (0,)
-        assert workers.values() == [{3.0}]
+        assert workers.send().updated == (0,), REPORT
+        assert workers.values() == [{3.0}], VALUES
 
     @pytest.mark.usefixtures("asking")
     def test_a_thread_that_looks_waits_for_none_that_waits(self, start: Start) -> None:
@@ -229,8 +232,8 @@ class LifetimeCases(SchemeCases):
         finally:
             ended.set()
             thread.join()
-        assert not failures
-        assert workers.send().updated == (0,)
+        assert not failures, "no thread may fail"
+        assert workers.send().updated == (0,), REPORT
 
     def test_closing_ends_a_pending_send(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1)

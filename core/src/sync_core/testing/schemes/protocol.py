@@ -29,6 +29,7 @@ from sync_core import (
 )
 from sync_core.errors import AddressError
 from sync_core.hooks import SCHEME_CAPABILITIES
+from sync_core.testing.expectations import NOTHING_SENT, RECEIVED, REPORT, VALUES
 from sync_core.testing.loopback import Loopback
 from sync_core.testing.negated import Negated
 from sync_core.testing.schemes.models import fill, make_policy
@@ -50,26 +51,26 @@ class ProtocolCases(SchemeCases):
             )
             with Receiver(pickle.loads(pickler.dumps(address)), target) as receiver:
                 pending = sender.send_async()
-                assert receiver.receive() == 1
-                assert pending.wait().updated == (0,)
-        assert all((parameter == 2).all() for parameter in target.parameters())
+                assert receiver.receive() == 1, RECEIVED
+                assert pending.wait().updated == (0,), REPORT
+        assert all((parameter == 2).all() for parameter in target.parameters()), VALUES
 
     @pytest.mark.parametrize("worker_id", [-1, 2, True, "0", 0.0, None], ids=repr)
     def test_ids_that_are_none(self, worker_id: Any) -> None:
         with self.sender(make_policy(), 2) as sender:
             with pytest.raises(UnknownWorkerError, match="there is no worker"):
                 sender.send(worker_ids=[0, worker_id])
-            assert sender.version == 0
+            assert sender.version == 0, NOTHING_SENT
 
     def test_ids_that_are(self, start: Start) -> None:
         workers = start(make_policy())
         scalar: Any = np.int64(1)
-        assert workers.send(worker_ids=[1, 1, scalar]).updated == (1,)
+        assert workers.send(worker_ids=[1, 1, scalar]).updated == (1,), REPORT
         pending = workers.sender.send_async(worker_ids=scalar)
         workers.receive(1)
-        assert pending.wait().updated == (1,)
+        assert pending.wait().updated == (1,), REPORT
         report = workers.sender.send(worker_ids=[])
-        assert (report.version, dict(report.workers)) == (2, {})
+        assert (report.version, dict(report.workers)) == (2, {}), REPORT
 
     def test_sending_while_a_send_is_pending(self, start: Start) -> None:
         workers = start(make_policy(), 1)
@@ -80,7 +81,9 @@ class ProtocolCases(SchemeCases):
             with pytest.raises(PendingSendError, match="call wait_async"):
                 send()
         workers.receive(0)
-        assert workers.sender.wait_async(30) is pending.wait()
+        assert workers.sender.wait_async(30) is pending.wait(), (
+            "wait_async() must return the report of the send that is pending"
+        )
 
     def test_hooks_run_after_each_send(self, start: Start) -> None:
         calls: list[str] = []
@@ -90,7 +93,9 @@ class ProtocolCases(SchemeCases):
         workers.send()
         with pytest.raises(SendError):
             workers.sender.send(timeout=0.01)
-        assert calls == ["first", "second"]
+        assert calls == ["first", "second"], (
+            "hooks must run in the order in which they were registered"
+        )
 
     def test_a_model_that_does_not_fit_is_refused_at_once(self) -> None:
         with (
@@ -104,7 +109,7 @@ class ProtocolCases(SchemeCases):
             for weights in ({"0.weight": torch.ones(1)}, nn.Linear(2, 2), {}):
                 with pytest.raises(LayoutMismatchError):
                     sender.send(weights)
-            assert sender.version == 0
+            assert sender.version == 0, NOTHING_SENT
 
     @pytest.mark.parametrize(
         ("model", "message"),
@@ -168,7 +173,7 @@ class ProtocolCases(SchemeCases):
             addresses = [sender.address(0), sender.address(0)]
             first = Receiver(addresses[0], make_policy())
             pending = sender.send_async()
-            assert first.receive() == 1
+            assert first.receive() == 1, RECEIVED
             pending.wait()
             second = Receiver(addresses[1], make_policy())
             assert second.receive() == 1, (
@@ -178,7 +183,7 @@ class ProtocolCases(SchemeCases):
                 first.receive(self.slack)
             pending = sender.send_async()
             assert second.receive() == 2, "versions must go to the receiver that came last"
-            assert pending.wait().updated == (0,)
+            assert pending.wait().updated == (0,), REPORT
             second.close()
 
 
@@ -194,8 +199,8 @@ class CombinationCases(SchemeCases):
     def test_one_sender_closes_and_the_other_goes_on(self, start: Start) -> None:
         first, second = start(make_policy(1.0), 1), self.sender(make_policy(2.0))
         second.close()
-        assert first.send().updated == (0,)
-        assert first.values() == [{1.0}]
+        assert first.send().updated == (0,), REPORT
+        assert first.values() == [{1.0}], VALUES
 
     def test_beside_another_scheme(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1)
@@ -204,18 +209,18 @@ class CombinationCases(SchemeCases):
             receiver = Receiver(other.address(0), target)
             pending = other.send_async()
             workers.send()
-            assert receiver.receive() == 1
-            assert pending.wait().updated == (0,)
-        assert workers.values() == [{1.0}]
-        assert all((parameter == 2).all() for parameter in target.parameters())
+            assert receiver.receive() == 1, RECEIVED
+            assert pending.wait().updated == (0,), REPORT
+        assert workers.values() == [{1.0}], VALUES
+        assert all((parameter == 2).all() for parameter in target.parameters()), VALUES
 
     def test_under_a_layer(self, start: Start) -> None:
         policy = make_policy(1.0)
         workers = start(policy, layers=[Negated()])
         for value in (2.0, -3.0):
             fill(policy, value)
-            assert workers.send().updated == (0, 1)
-            assert workers.values() == [{value}] * 2
+            assert workers.send().updated == (0, 1), REPORT
+            assert workers.values() == [{value}] * 2, VALUES
 
     def test_its_capabilities_are_known_or_explained(self) -> None:
         plugin = registry.find(registry.SCHEMES, self.scheme)
@@ -241,6 +246,6 @@ class CombinationCases(SchemeCases):
                 pool.call(worker_id, Worker.connect, sender.address(0))
             pending = [sender.send_async() for sender in senders]
             calls = [pool.submit(worker_id, Worker.receive) for worker_id in (0, 1)]
-            assert all(send.wait(self.slack).updated == (0,) for send in pending)
-            assert [call.result(30) for call in calls] == [1, 1]
-            assert [pool.call(i, Worker.values) for i in (0, 1)] == [{1.0}, {2.0}]
+            assert all(send.wait(self.slack).updated == (0,) for send in pending), REPORT
+            assert [call.result(30) for call in calls] == [1, 1], RECEIVED
+            assert [pool.call(i, Worker.values) for i in (0, 1)] == [{1.0}, {2.0}], VALUES

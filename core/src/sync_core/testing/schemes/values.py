@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sync_core import SendError
 from sync_core.models import consolidate
+from sync_core.testing.expectations import RECEIVED, REPORT, TRAINER, VALUES
 from sync_core.testing.schemes.models import (
     Tied,
     annotated,
@@ -60,13 +61,13 @@ class ValueCases(SchemeCases):
 
     @pytest.mark.parametrize("name", list(specimens(0)))
     def test_every_bit_arrives(self, arrived: list[tuple[Prints, Prints]], name: str) -> None:
-        assert [got[name] for _, got in arrived] == [sent[name] for sent, _ in arrived]
+        assert [got[name] for _, got in arrived] == [sent[name] for sent, _ in arrived], VALUES
 
     def test_5000_tensors(self, start: Start, zero_copy: bool) -> None:
         workers = start(many_small(1), 1, make=partial(many_small, 0), zero_copy=zero_copy)
         for weights in (many_small(1), many_small(2)):
-            assert workers.send(weights).updated == (0,)
-            assert workers.fingerprints() == [fingerprints(weights)]
+            assert workers.send(weights).updated == (0,), REPORT
+            assert workers.fingerprints() == [fingerprints(weights)], VALUES
 
     @pytest.mark.parametrize("verify", ["checksum", "readback"])
     def test_what_is_verified_arrives(self, start: Start, verify: str, zero_copy: bool) -> None:
@@ -74,15 +75,15 @@ class ValueCases(SchemeCases):
         make = partial(specimens, 0)
         workers = start(specimens(1), 1, make=make, zero_copy=zero_copy, verify=verify)
         for weights in (specimens(1), specimens(2)):
-            assert workers.send(weights).updated == (0,)
-            assert workers.fingerprints() == [fingerprints(weights)]
+            assert workers.send(weights).updated == (0,), REPORT
+            assert workers.fingerprints() == [fingerprints(weights)], VALUES
 
     def test_a_large_model_arrives_at_all_workers(self, start: Start, zero_copy: bool) -> None:
         first, second = large(1), large(2)
         workers = start(first, make=partial(large, 0), zero_copy=zero_copy)
         for weights in (first, second):
-            assert workers.send(weights).updated == (0, 1)
-            assert workers.fingerprints() == [fingerprints(weights)] * 2
+            assert workers.send(weights).updated == (0, 1), REPORT
+            assert workers.fingerprints() == [fingerprints(weights)] * 2, VALUES
 
     # Whatever limit a plugin sets to its tests, pages for five copies take their time.
     @pytest.mark.timeout(600)
@@ -91,8 +92,8 @@ class ValueCases(SchemeCases):
             pytest.skip(f"set {HUGE}=1 where there is memory for it")
         weights = huge(1)
         workers = start(weights, 1, make=partial(huge, 0), timeout=300.0)
-        assert workers.send().updated == (0,)
-        assert workers.fingerprints() == [fingerprints(weights)]
+        assert workers.send().updated == (0,), REPORT
+        assert workers.fingerprints() == [fingerprints(weights)], VALUES
 
     @pytest.mark.parametrize(
         "make", [stateful, annotated, parametrised, nested, recurrent, convolutional, frozen]
@@ -103,20 +104,20 @@ class ValueCases(SchemeCases):
         workers = start(make(1), 1, make=partial(make, 0), zero_copy=zero_copy)
         for seed in (1, 2):
             workers.send(make(seed))
-            assert workers.fingerprints() == [fingerprints(make(seed))]
+            assert workers.fingerprints() == [fingerprints(make(seed))], VALUES
 
     def test_tied_tensors_stay_tied(self, start: Start, zero_copy: bool) -> None:
         workers = start(Tied(1), 1, make=partial(Tied, 0), zero_copy=zero_copy)
         for seed in (1, 2):
             workers.send(Tied(seed))
-            assert workers.fingerprints() == [fingerprints(Tied(seed))]
-            assert workers.pool.call(0, lambda worker: worker.model.is_tied())
+            assert workers.fingerprints() == [fingerprints(Tied(seed))], VALUES
+            assert workers.pool.call(0, lambda worker: worker.model.is_tied()), VALUES
 
     @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
     def test_both_ways_to_read_a_module(self, start: Start, strategy: str) -> None:
         workers = start(nested(1), 1, make=partial(nested, 0), strategy=strategy)
         workers.send()
-        assert workers.fingerprints() == [fingerprints(nested(1))]
+        assert workers.fingerprints() == [fingerprints(nested(1))], VALUES
 
     def test_several_models_are_one_version(self, start: Start, zero_copy: bool) -> None:
         def models(seed: int) -> dict[str, Any]:
@@ -132,8 +133,8 @@ class ValueCases(SchemeCases):
             workers.send(sent)
             for name in ("actor", "critic"):
                 got = workers.pool.call(0, lambda worker, name: _prints(worker.model[name]), name)
-                assert got == _prints(sent[name])
-            assert workers.pool.call(0, lambda worker: int(worker.model["step"])) == seed
+                assert got == _prints(sent[name]), VALUES
+            assert workers.pool.call(0, lambda worker: int(worker.model["step"])) == seed, VALUES
 
 
 def _prints(model: Any) -> Prints:
@@ -151,9 +152,9 @@ class IsolationCases(SchemeCases):
         pending = workers.sender.send_async()
         fill(policy, 9.0)
         calls = [workers.submit(worker_id) for worker_id in (0, 1)]
-        assert pending.wait().updated == (0, 1)
-        assert [call.result(30) for call in calls] == [1, 1]
-        assert workers.values() == [{1.0}, {1.0}]
+        assert pending.wait().updated == (0, 1), REPORT
+        assert [call.result(30) for call in calls] == [1, 1], RECEIVED
+        assert workers.values() == [{1.0}, {1.0}], VALUES
 
     def test_a_consolidated_model_is_sent_like_any_other(
         self, start: Start, zero_copy: bool
@@ -165,16 +166,16 @@ class IsolationCases(SchemeCases):
             pending = workers.sender.send_async()
             fill(policy, 9.0)
             calls = [workers.submit(worker_id) for worker_id in (0, 1)]
-            assert pending.wait().updated == (0, 1)
-            assert [call.result(30) for call in calls] == [value, value]
-            assert workers.values() == [{value}, {value}]
+            assert pending.wait().updated == (0, 1), REPORT
+            assert [call.result(30) for call in calls] == [value, value], RECEIVED
+            assert workers.values() == [{value}, {value}], VALUES
 
     def test_a_step_after_the_commit_changes_no_worker(self, start: Start, zero_copy: bool) -> None:
         policy = make_policy(1.0)
         workers = start(policy, zero_copy=zero_copy)
         workers.send()
         fill(policy, 9.0)
-        assert workers.values() == [{1.0}, {1.0}]
+        assert workers.values() == [{1.0}, {1.0}], VALUES
 
     def test_what_a_worker_views_is_never_overwritten(self, start: Start) -> None:
         self.need("zero_copy")
@@ -185,9 +186,9 @@ class IsolationCases(SchemeCases):
             fill(policy, float(value))
             with pytest.raises(SendError):
                 workers.sender.send_async().wait(0.0)
-            assert workers.values() == [{1.0}]
-        assert workers.receive(0) == 6
-        assert workers.values() == [{6.0}]
+            assert workers.values() == [{1.0}], VALUES
+        assert workers.receive(0) == 6, RECEIVED
+        assert workers.values() == [{6.0}], VALUES
 
     def test_a_worker_that_shares_its_memory_gets_newer_versions(
         self, start: Start, zero_copy: bool
@@ -196,8 +197,8 @@ class IsolationCases(SchemeCases):
         workers = start(policy, 1, zero_copy=zero_copy)
         for value in range(1, 9):
             fill(policy, float(value))
-            assert workers.send().updated == (0,)
-            assert workers.values() == [{float(value)}]
+            assert workers.send().updated == (0,), REPORT
+            assert workers.values() == [{float(value)}], VALUES
             if value == 2:
                 # As queues of torch.multiprocessing do; torch moves what is shared elsewhere.
                 workers.pool.call(0, lambda worker: worker.model.share_memory() and None)
@@ -210,11 +211,11 @@ class IsolationCases(SchemeCases):
         for value in (2.0, 3.0):
             fill(policy, value)
             pending = workers.sender.send_async()
-            assert workers.pool.call(0, Worker.infer, Worker.receive)
+            assert workers.pool.call(0, Worker.infer, Worker.receive), RECEIVED
             pending.wait()
-        assert workers.pool.call(0, Worker.gradients) == {6.0}
+        assert workers.pool.call(0, Worker.gradients) == {6.0}, VALUES
         workers.pool.call(0, Worker.infer, Worker.hang_up)
-        assert workers.pool.call(0, Worker.gradients) == {6.0}
+        assert workers.pool.call(0, Worker.gradients) == {6.0}, VALUES
 
     def test_the_trainers_module_is_never_altered(self, start: Start) -> None:
         policy = make_policy(1.0)
@@ -223,17 +224,17 @@ class IsolationCases(SchemeCases):
         workers = start(policy)
         workers.send()
         workers.pool.call(0, Worker.leave, 3.0)
-        assert not any(parameter.is_shared() for parameter in policy.parameters())
-        assert [tensor.data_ptr() for tensor in tensors] == pointers
-        assert all((parameter == 1).all() for parameter in policy.parameters())
+        assert not any(parameter.is_shared() for parameter in policy.parameters()), TRAINER
+        assert [tensor.data_ptr() for tensor in tensors] == pointers, TRAINER
+        assert all((parameter == 1).all() for parameter in policy.parameters()), TRAINER
 
     def test_the_trainers_bits_and_versions_stay(self, start: Start) -> None:
         weights = specimens(1)
         before, versions = fingerprints(weights), _versions(weights)
         workers = start(weights, 1, make=lambda: specimens(0))
         workers.send()
-        assert fingerprints(weights) == before
-        assert _versions(weights) == versions
+        assert fingerprints(weights) == before, TRAINER
+        assert _versions(weights) == versions, TRAINER
 
     def test_the_trainer_goes_on_learning(self, start: Start) -> None:
         policy = make_policy(1.0)
@@ -244,21 +245,21 @@ class IsolationCases(SchemeCases):
             loss.backward()
             gradients = [parameter.grad for parameter in policy.parameters()]
             workers.send()
-            assert [parameter.grad for parameter in policy.parameters()] == gradients
+            assert [parameter.grad for parameter in policy.parameters()] == gradients, TRAINER
             optimizer.step()
             optimizer.zero_grad()
         workers.send()
-        assert workers.fingerprints() == [fingerprints(policy)]
+        assert workers.fingerprints() == [fingerprints(policy)], VALUES
 
     def test_a_write_by_one_worker_is_seen_by_no_other(self, start: Start) -> None:
         policy = make_policy(1.0)
         workers = start(policy)
         workers.send()
         workers.pool.call(0, lambda worker: fill(worker.model, 5.0))
-        assert workers.values() == [{5.0}, {1.0}]
-        assert all((parameter == 1).all() for parameter in policy.parameters())
+        assert workers.values() == [{5.0}, {1.0}], VALUES
+        assert all((parameter == 1).all() for parameter in policy.parameters()), TRAINER
         workers.send()
-        assert workers.values() == [{1.0}, {1.0}]
+        assert workers.values() == [{1.0}, {1.0}], VALUES
 
     def test_the_workers_parameters_stay_what_they_are(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1)
@@ -269,8 +270,12 @@ class IsolationCases(SchemeCases):
 
         before = workers.pool.call(0, kinds)
         workers.send()
-        assert workers.pool.call(0, kinds) == before
-        assert all(leaf and learned for _, learned, leaf in before)
+        assert workers.pool.call(0, kinds) == before, (
+            "a commit must keep the kinds of a worker's parameters"
+        )
+        assert all(leaf and learned for _, learned, leaf in before), (
+            "parameters must stay leaves that require gradients"
+        )
 
 
 def _versions(weights: dict[str, Tensor]) -> dict[str, int]:
