@@ -3,6 +3,7 @@ PYTHON ?= python3
 SCHEME ?= shm
 WORKERS ?= 2
 ENGINE ?= vllm
+TORCHRL_TESTS ?=
 ARGS ?=
 
 BIN := .venv/bin
