@@ -40,9 +40,9 @@ def test_without_weights():
 @pytest.mark.timeout(110)
 def test_schemes_are_replaced_and_other_tests_left_out(tmp_path: Path) -> None:
     (tmp_path / "test_weightsync.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "stand_ins", tmp_path]
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "stand_ins"]
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "--disable-warnings"],
+        [*command, "-p", "no:cacheprovider", "--disable-warnings", str(tmp_path)],
         env=os.environ | {"PYTHONPATH": str(UPSTREAM)},
         timeout=100,
         capture_output=True,
