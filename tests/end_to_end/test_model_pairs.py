@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from sync_core import Receiver, Sender, SendError, SyncError
 from sync_plugin_std import fuse, lora, rename, select
 
 pytestmark = [
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(110),
     # Of torch's own, when it imports what compiles, quantizes or shards.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -28,6 +27,9 @@ pytestmark = [
 
 # Ray's actor cannot import this file by name.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+# A deadline beyond that of the tests, in seconds: a case that waited for it would fail.
+_NEVER = 600.0
 
 SCHEMES = ["thread", "shm", "mp", "dist", "ray"]
 
@@ -162,13 +164,13 @@ PAIRS = {
     "untied to tied": Pair(untied, tied, error="one tensor in the model and two in the weights"),
     "fused names": Pair(untied, lambda _: FusedNet(), FUSED),
     "fused names in bf16": Pair(untied, lambda _: FusedNet().bfloat16(), ("bf16", *FUSED)),
-    "other names": Pair(untied, lambda _: FusedNet(), error="is in the weights, not in the model"),
+    "other names": Pair(untied, lambda _: FusedNet(), error=r"not in the model[\s\S]*rename\("),
     "a checkpoint's names": Pair(untied, untied, options={"strategy": "checkpoint"}),
     "a selection": Pair(frozen, untied, (select(trainable=True),)),
     "PEFT to PEFT": Pair(adapted, adapted),
     "PEFT merged to plain": Pair(adapted, untied, (MERGED,), plain=merged),
     "PEFT merged to bf16": Pair(adapted, halved, (MERGED, "bf16"), plain=merged),
-    "PEFT to plain": Pair(adapted, untied, error="base_model.model.* not in the model"),
+    "PEFT to plain": Pair(adapted, untied, error=r"not in the model[\s\S]*lora\(.merged"),
     "adapter only": Pair(adapted, adapted, (lora("adapter"),)),
     "adapter only, in bf16": Pair(
         adapted, lambda value: adapted(value).bfloat16(), (lora("adapter"), "bf16")
@@ -268,7 +270,13 @@ def served(pair: Pair, source: Any, scheme: str) -> None:
 def called(pair: Pair, source: Any, actor: Any) -> None:
     ray.get(actor.host.remote(pair.target), timeout=30)
     with Sender(
-        "ray", source, workers=[actor], model_id="model", layers=pair.layers, **pair.options
+        "ray",
+        source,
+        workers=[actor],
+        model_id="model",
+        layers=pair.layers,
+        timeout=_NEVER,
+        **pair.options,
     ) as sender:
         if pair.error is not None:
             with pytest.raises(SendError, match=pair.error):
@@ -293,12 +301,9 @@ def test_a_receiver_over_ray_refuses_at_once() -> None:
 
 
 def refused(error: str, source: Any, target: Any, scheme: str) -> None:
-    with Sender(scheme, source, num_workers=1) as sender:
+    with Sender(scheme, source, num_workers=1, timeout=_NEVER) as sender:
         pending = sender.send_async()
-        began = time.monotonic()
         with pytest.raises(SyncError, match=error):
             Receiver(sender.address(0), target)
         with pytest.raises(SendError, match=error):
             pending.wait()
-    # A second on a quiet machine; the deadline is sixty.
-    assert time.monotonic() - began < 20

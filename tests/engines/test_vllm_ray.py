@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ def test_an_actor_has_each_version_and_its_death_is_reported(checkpoint: Path) -
         def generated(self) -> tuple[list[int], list[str]]:
             return generated(self)
 
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": str(Path.cwd())}
+    # An actor must find this file, and whatever else this process does by its own PYTHONPATH.
+    paths = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": paths}
     ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": variables})
     try:
         config = WeightTransferConfig(backend="sync_core")

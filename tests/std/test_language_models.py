@@ -219,6 +219,8 @@ def test_what_cannot_be_merged_says_what_to_type() -> None:
         Sender(Loopback(), adapted(llama(0), use_dora=True), num_workers=1, layers=[Lora("merged")])
     with pytest.raises(ModelError, match="get_peft_model"):
         Sender(Loopback(), llama(0), num_workers=1, layers=[Lora("merged")])
+    with pytest.raises(ModelError, match="get_peft_model"):
+        Sender(Loopback(), llama(0), num_workers=1, layers=[Lora("adapter")])
     weights = dict(adapted(llama(0)).state_dict())
     with pytest.raises(ModelError, match="PEFT model itself"):
         Sender(Loopback(), weights, num_workers=1, layers=[Lora("merged")])

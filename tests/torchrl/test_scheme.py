@@ -347,6 +347,35 @@ def test_what_only_the_trainer_needs_does_not_travel(connect: Connect) -> None:
         trainer.shutdown()
 
 
+class Nested:
+    """A collector whose own workers make the policies."""
+
+    worker_idx = 0
+
+    def __init__(self) -> None:
+        self.policy_factory = [lambda: linear(0.0)] * 2
+        self.passed_on: list[Any] = []
+
+    def get_model(self, model_id: str) -> Any:
+        raise ValueError(f"No policy found for model_id {model_id!r}")
+
+    def update_policy_weights_(self, weights: Any, *, model_id: str) -> None:
+        self.passed_on.append((model_id, values(weights)))
+
+
+def test_weights_are_passed_on_to_workers_that_make_their_policies(trainer: Scheme) -> None:
+    begin(trainer, linear(1.0))
+    worker, nested = Scheme("shm"), Nested()
+    worker.__setstate__(trainer.__getstate__())
+    try:
+        worker.init_on_receiver(model_id="policy", context=nested)
+        worker.connect()
+        trainer.send(linear(2.0))
+    finally:
+        worker.shutdown()
+    assert nested.passed_on == [("policy", {1.0}), ("policy", {2.0})]
+
+
 def test_torchrl_finds_it_by_name() -> None:
     scheme = WeightSyncScheme.from_backend("sync_core", scheme="mp", timeout=3)
     assert type(scheme) is Scheme

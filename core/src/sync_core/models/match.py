@@ -46,6 +46,8 @@ def check_match(
     shown = problems[:_SHOWN]
     if len(problems) > _SHOWN:
         shown.append(f"… and {len(problems) - _SHOWN} more")
+    if prefixed is None and not model.index.keys() >= weights.index.keys():
+        shown.append(_map_names(weights))
     raise LayoutMismatchError(
         "the weights do not fit the model; nothing was written:\n  " + "\n  ".join(shown)
     )
@@ -67,6 +69,16 @@ def _describe_prefix(weights: Layout, model: Layout) -> str | None:
             f"is removed, or what it wraps: policy.{prefix}"
         )
     return None
+
+
+def _map_names(weights: Layout) -> str:
+    """Return what to type for weights whose names are not those of the model."""
+    if any(name.startswith("base_model.model.") for name in weights.names):
+        return 'for a PEFT model and workers without PEFT, type Sender(…, layers=[lora("merged")])'
+    return (
+        'to send other names, or leave some out, type Sender(…, layers=[rename({"old.*": "new.*", '
+        '"unused.*": None, "*": "*"})]); fuse() and split() cut and join tensors'
+    )
 
 
 def _without(prefix: str, name: str) -> str:

@@ -12,13 +12,14 @@ pytest.register_assert_rewrite(
     "sync_core.testing.worker_groups",
 )
 
-from sync_core.testing.layers import LayerConformance  # noqa: E402
+from sync_core.testing.layers import LayerConformance, LayerPairConformance  # noqa: E402
 from sync_core.testing.schemes import CalledSchemeConformance, SchemeConformance  # noqa: E402
 from sync_core.testing.worker_groups import WorkerGroupConformance  # noqa: E402
 
 __all__ = [
     "CalledSchemeConformance",
     "LayerConformance",
+    "LayerPairConformance",
     "SchemeConformance",
     "WorkerGroupConformance",
 ]

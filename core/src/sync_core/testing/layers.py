@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, ClassVar
 
@@ -21,7 +21,6 @@ from sync_core.testing.loopback import Loopback
 from sync_core.testing.negated import Negated
 from sync_core.testing.schemes.models import (
     Tied,
-    fill,
     fingerprints,
     frozen,
     make_policy,
@@ -42,6 +41,21 @@ def eighths(seed: int) -> Tensor:
 def matrix(value: int, dtype: torch.dtype) -> Tensor:
     """A small matrix of one value, of any dtype."""
     return torch.full((5, 3), float(value)).to(dtype)
+
+
+class Vector(nn.Module):
+    """A model with a parameter and a buffer."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(values)
+        self.register_buffer("n", values.sign().to(torch.int64))
+
+
+def named(model: Any) -> Mapping[str, Tensor]:
+    """Return the tensors of a model by their names."""
+    tensors: Mapping[str, Tensor] = model.state_dict() if isinstance(model, nn.Module) else model
+    return tensors
 
 
 # A layer that skips more pushes than this in a row leaves its workers behind for good.
@@ -102,6 +116,18 @@ class LayerCases(Conformance):
     layer: ClassVar[Any]
     tolerance: ClassVar[float] = 0.0
 
+    def make_source(self, seed: int) -> Any:
+        """Make the trainer's model, with other values for each seed."""
+        return Vector(eighths(seed))
+
+    def make_target(self) -> Any:
+        """Make a worker's model."""
+        return Vector(torch.zeros(12))
+
+    def expected(self, source: Any) -> Mapping[str, Tensor]:
+        """Return the names and tensors that a worker has after a send of ``source``."""
+        return named(source)
+
     @pytest.fixture
     def senders(self) -> Iterator[ExitStack]:
         """Return an `ExitStack` that closes at the end of the case."""
@@ -116,6 +142,10 @@ class LayerCases(Conformance):
             Loopback(), source, num_workers=len(targets), layers=layers or [self.layer], **options
         )
         return LayerLink(senders.enter_context(sender), list(targets))
+
+    def check_target(self, target: Any, source: Any) -> None:
+        """Check that a worker has what it must have after a send of ``source``."""
+        self.check(named(target), self.expected(source))
 
     def check(self, got: Any, sent: Any) -> None:
         """Names and kinds are those that were sent; values too, but for what may be lost."""
@@ -154,7 +184,7 @@ SHAPES = ((), (0,), (3, 0, 2), (1,), (7,), (13, 17), (2, 3, 4, 5))
 
 
 class LayerValueCases(LayerCases):
-    """Dtypes, shapes, modules, and the forms of an update."""
+    """Dtypes, shapes, modules, the forms of an update, and other layers."""
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     def test_floating_point_comes_back(self, senders: ExitStack, dtype: torch.dtype) -> None:
@@ -222,69 +252,14 @@ class LayerValueCases(LayerCases):
         self.link(senders, source, target, strategy="state_dict").send()
         self.check(target.state_dict(), source.state_dict())
 
-
-class HistoryCases(LayerCases):
-    """Workers that join, miss versions, come back, or were changed; pushes that are held back."""
-
-    def test_many_versions_in_a_row(self, senders: ExitStack) -> None:
-        link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
-        versions = []
-        for seed in range(1, 21):
-            versions.append(link.send({"w": eighths(seed)}))
-            self.check(link.target, {"w": eighths(seed)})
-        assert versions == sorted(set(versions)), (
-            "versions must arrive in ascending order, and none twice"
-        )
-
-    def test_a_worker_that_missed_versions(self, senders: ExitStack) -> None:
-        link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
-        link.send({"w": eighths(1)})
-        for seed in (2, 3):
-            with pytest.raises(SendError):
-                link.push_unseen({"w": eighths(seed)})
-        link.send({"w": eighths(4)})
-        self.check(link.target, {"w": eighths(4)})
-
-    def test_workers_that_get_different_versions(self, senders: ExitStack) -> None:
-        targets = [{"w": torch.zeros(12)}, {"w": torch.zeros(12)}]
-        link = self.link(senders, {"w": eighths(0)}, *targets)
-        link.send({"w": eighths(1)})
-        link.send({"w": eighths(2)}, [0])
-        self.check(targets[0], {"w": eighths(2)})
-        self.check(targets[1], {"w": eighths(1)})
-        link.send({"w": eighths(3)}, [1])
-        self.check(targets[0], {"w": eighths(2)})
-        self.check(targets[1], {"w": eighths(3)})
-        link.send({"w": eighths(4)})
-        for target in targets:
-            self.check(target, {"w": eighths(4)})
-
-    def test_a_worker_that_joins_late(self, senders: ExitStack) -> None:
-        link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
-        for seed in (1, 2, 3):
-            link.send({"w": eighths(seed)})
-        target = {"w": torch.zeros(12)}
-        link.join(target)
-        if link.receivers[-1].receive(0) is not None:
-            self.check(target, {"w": eighths(3)})
-        link.send({"w": eighths(4)})
-        self.check(target, {"w": eighths(4)})
-
-    def test_a_worker_that_comes_back_with_another_model(self, senders: ExitStack) -> None:
-        link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
+    @pytest.mark.parametrize("place", ["outside", "inside"])
+    def test_with_another_layer(self, senders: ExitStack, place: str) -> None:
+        layers = [self.layer, Negated()] if place == "outside" else [Negated(), self.layer]
+        link = self.link(senders, self.make_source(0), self.make_target(), layers=layers)
         for seed in (1, 2):
-            link.send({"w": eighths(seed)})
-        target = {"w": torch.full((12,), 7.0)}
-        link.come_back(target)
-        link.send({"w": eighths(3)})
-        self.check(target, {"w": eighths(3)})
-
-    def test_a_worker_whose_model_was_changed(self, senders: ExitStack) -> None:
-        link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
-        link.send({"w": eighths(1)})
-        link.target["w"].fill_(100.0)
-        link.send({"w": eighths(1)})
-        self.check(link.target, {"w": eighths(1)})
+            source = self.make_source(seed)
+            link.send(source)
+            self.check_target(link.target, source)
 
     def test_after_an_update_that_did_not_fit(self, senders: ExitStack) -> None:
         target = make_policy()
@@ -302,17 +277,89 @@ class HistoryCases(LayerCases):
         link.send(make_policy(3.0))
         self.check(target.state_dict(), make_policy(3.0).state_dict())
 
+
+class HistoryCases(LayerCases):
+    """Workers that join, miss versions, come back, or were changed; pushes that are held back."""
+
+    def test_many_versions_in_a_row(self, senders: ExitStack) -> None:
+        link = self.link(senders, self.make_source(0), self.make_target())
+        versions = []
+        for seed in range(1, 21):
+            source = self.make_source(seed)
+            versions.append(link.send(source))
+            self.check_target(link.target, source)
+        assert versions == sorted(set(versions)), (
+            "versions must arrive in ascending order, and none twice"
+        )
+
+    def test_a_worker_that_missed_versions(self, senders: ExitStack) -> None:
+        link = self.link(senders, self.make_source(0), self.make_target())
+        link.send(self.make_source(1))
+        for seed in (2, 3):
+            with pytest.raises(SendError):
+                link.push_unseen(self.make_source(seed))
+        source = self.make_source(4)
+        link.send(source)
+        self.check_target(link.target, source)
+
+    def test_workers_that_get_different_versions(self, senders: ExitStack) -> None:
+        targets = [self.make_target(), self.make_target()]
+        sources = [self.make_source(seed) for seed in range(5)]
+        link = self.link(senders, sources[0], *targets)
+        link.send(sources[1])
+        link.send(sources[2], [0])
+        self.check_target(targets[0], sources[2])
+        self.check_target(targets[1], sources[1])
+        link.send(sources[3], [1])
+        self.check_target(targets[0], sources[2])
+        self.check_target(targets[1], sources[3])
+        link.send(sources[4])
+        for target in targets:
+            self.check_target(target, sources[4])
+
+    def test_a_worker_that_joins_late(self, senders: ExitStack) -> None:
+        sources = [self.make_source(seed) for seed in range(5)]
+        link = self.link(senders, sources[0], self.make_target())
+        for source in sources[1:4]:
+            link.send(source)
+        target = self.make_target()
+        link.join(target)
+        if link.receivers[-1].receive(0) is not None:
+            self.check_target(target, sources[3])
+        link.send(sources[4])
+        self.check_target(target, sources[4])
+
+    def test_a_worker_that_comes_back_with_another_model(self, senders: ExitStack) -> None:
+        link = self.link(senders, self.make_source(0), self.make_target())
+        for seed in (1, 2):
+            link.send(self.make_source(seed))
+        target, source = self.make_target(), self.make_source(3)
+        link.come_back(target)
+        link.send(source)
+        self.check_target(target, source)
+
+    def test_a_worker_whose_model_was_changed(self, senders: ExitStack) -> None:
+        first, source = self.make_source(0), self.make_source(1)
+        link = self.link(senders, first, self.make_target())
+        link.send(source)
+        before = self.expected(first)
+        sent = next(n for n, t in self.expected(source).items() if not torch.equal(t, before[n]))
+        named(link.target)[sent].fill_(100.0)
+        link.send(source)
+        self.check_target(link.target, source)
+
     def test_weights_given_by_hand_pass_no_layer(self, senders: ExitStack) -> None:
-        target = {"w": torch.zeros(12)}
-        link = self.link(senders, {"w": eighths(0)}, target)
-        link.send({"w": eighths(1)})
-        link.receivers[0].update_weights({"w": eighths(2)})
-        assert torch.equal(target["w"], eighths(2)), VALUES
-        link.send({"w": eighths(3)})
-        self.check(target, {"w": eighths(3)})
+        link = self.link(senders, self.make_source(0), self.make_target())
+        link.send(self.make_source(1))
+        by_hand = {name: t.clone() for name, t in self.expected(self.make_source(2)).items()}
+        link.receivers[0].update_weights(by_hand)
+        assert fingerprints(named(link.target)) == fingerprints(by_hand), VALUES
+        source = self.make_source(3)
+        link.send(source)
+        self.check_target(link.target, source)
 
     def test_the_first_push_to_a_worker_goes_out(self, senders: ExitStack) -> None:
-        link = self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)})
+        link = self.link(senders, self.make_source(0), self.make_target())
         pending = link.sender.send_async()
         link.receivers[0].receive(0)
         assert pending.wait().updated == (0,), "a worker without weights must get some"
@@ -335,63 +382,58 @@ class LayerCombinationCases(LayerCases):
     """Nothing but the weights on the way is changed."""
 
     def test_the_trainers_tensors_are_not_touched(self, senders: ExitStack) -> None:
-        policy = make_policy(0.3)
-        tensors = (*policy.parameters(), *policy.buffers())
+        model = self.make_source(3)
+        tensors = list(_leaves(model))
         before = [(t.data_ptr(), t._version, t.requires_grad) for t in tensors]
-        prints = fingerprints(policy)
-        self.link(senders, policy, make_policy()).send()
-        assert fingerprints(policy) == prints, (
+        prints = fingerprints(named(model))
+        self.link(senders, model, self.make_target()).send()
+        assert fingerprints(named(model)) == prints, (
             "the layer must not change the trainer's tensors: use update.replace"
         )
         assert [(t.data_ptr(), t._version, t.requires_grad) for t in tensors] == before, (
             "the layer must not move the trainer's tensors or write to them"
         )
-        assert all(parameter.grad_fn is None for parameter in policy.parameters()), (
+        assert all(tensor.grad_fn is None for tensor in tensors), (
             "the layer must not record gradients: use tensor.detach()"
         )
 
     def test_a_step_after_send_async_changes_nothing_that_arrives(self, senders: ExitStack) -> None:
-        policy, target = make_policy(1.0), make_policy()
-        link = self.link(senders, policy, target)
+        model, target = self.make_source(1), self.make_target()
+        link = self.link(senders, model, target)
         link.send()
+        expected = {name: t.detach().clone() for name, t in self.expected(model).items()}
         pending = link.sender.send_async()
-        fill(policy, 9.0)
+        with torch.no_grad():
+            for tensor in _leaves(model):
+                if tensor.is_floating_point():
+                    tensor.fill_(9.0)
         received = link.receivers[0].receive()
         pending.wait()
         if received is not None:
-            self.check(dict(target.named_parameters()), dict(make_policy(1.0).named_parameters()))
+            self.check(named(target), expected)
 
     def test_two_senders_do_not_mix(self, senders: ExitStack) -> None:
-        targets = [{"w": torch.zeros(12)}, {"w": torch.zeros(12)}]
-        links = [self.link(senders, {"w": eighths(i)}, targets[i]) for i in (0, 1)]
+        targets = [self.make_target(), self.make_target()]
+        links = [self.link(senders, self.make_source(i), targets[i]) for i in (0, 1)]
         for seed in (1, 2, 3):
-            for i, link in enumerate(links):
-                link.send({"w": eighths(10 * i + seed)})
-            for i, target in enumerate(targets):
-                self.check(target, {"w": eighths(10 * i + seed)})
-
-    @pytest.mark.parametrize("place", ["outside", "inside"])
-    def test_with_another_layer(self, senders: ExitStack, place: str) -> None:
-        layers = [self.layer, Negated()] if place == "outside" else [Negated(), self.layer]
-        target = {"w": torch.zeros(12), "n": torch.zeros(2, dtype=torch.int64)}
-        link = self.link(senders, target, {n: t.clone() for n, t in target.items()}, layers=layers)
-        for seed in (1, 2):
-            sent = {"w": eighths(seed), "n": torch.tensor([seed, -seed])}
-            link.send(sent)
-            self.check(link.target, sent)
+            sources = [self.make_source(10 * i + seed) for i in (0, 1)]
+            for link, source in zip(links, sources, strict=True):
+                link.send(source)
+            for target, source in zip(targets, sources, strict=True):
+                self.check_target(target, source)
 
     def test_addresses_that_name_it_pickle(self, senders: ExitStack) -> None:
-        target = {"w": torch.zeros(12)}
-        link = self.link(senders, {"w": eighths(0)}, target)
+        target, source = self.make_target(), self.make_source(1)
+        link = self.link(senders, self.make_source(0), target)
         pickle.loads(pickle.dumps(link.sender.address(0)))
         link.come_back(target)
-        link.send({"w": eighths(1)})
-        self.check(target, {"w": eighths(1)})
+        link.send(source)
+        self.check_target(target, source)
 
     def test_it_keeps_no_thread(self) -> None:
         threads = count_threads()
         with ExitStack() as senders:
-            self.link(senders, {"w": eighths(0)}, {"w": torch.zeros(12)}).send()
+            self.link(senders, self.make_source(0), self.make_target()).send()
         gc.collect()
         assert count_threads() == threads, (
             "threads of the layer must end with the sender and the receiver"
@@ -402,8 +444,17 @@ class LayerCombinationCases(LayerCases):
         assert inspect.getdoc(made if inspect.ismodule(made) else type(made)), "it has no docstring"
 
 
+def _leaves(model: Any) -> Iterator[Tensor]:
+    """Yield the very tensors of a model, which `named` gives detached."""
+    if isinstance(model, nn.Module):
+        yield from model.parameters()
+        yield from model.buffers()
+    else:
+        yield from model.values()
+
+
 class LayerConformance(LayerValueCases, HistoryCases, LayerCombinationCases):
-    """Inherit and set `layer`.
+    """The requirements of a layer that takes any model; inherit and set `layer`.
 
     Workers are receivers in this process, fed by a scheme of one page, so a case takes
     milliseconds. A layer that holds pushes back is pushed until it lets one through.
@@ -418,3 +469,37 @@ class LayerConformance(LayerValueCases, HistoryCases, LayerCombinationCases):
         ...     layer = "bf16"
         ...     tolerance = 2**-8
     """
+
+
+class LayerPairConformance(HistoryCases, LayerCombinationCases):
+    """The requirements of a layer between two different models; inherit and name the pair.
+
+    For layers whose workers have other names or shapes than the trainer, or that take certain
+    models only. Override `make_source`, `make_target` and `expected`.
+
+    Attributes:
+        layer: the name of an installed layer, or an object.
+        tolerance: as in `LayerConformance`.
+
+    Example:
+        >>> from sync_plugin_std import rename
+        >>> class TestRename(LayerPairConformance):
+        ...     layer = rename({"w": "weight"})
+        ...
+        ...     def make_source(self, seed):
+        ...         return {"w": torch.full((3,), float(seed))}
+        ...
+        ...     def make_target(self):
+        ...         return {"weight": torch.zeros(3)}
+        ...
+        ...     def expected(self, source):
+        ...         return {"weight": source["w"]}
+    """
+
+    def test_with_a_layer_after_it(self, senders: ExitStack) -> None:
+        layers = [self.layer, Negated()]
+        link = self.link(senders, self.make_source(0), self.make_target(), layers=layers)
+        for seed in (1, 2):
+            source = self.make_source(seed)
+            link.send(source)
+            self.check_target(link.target, source)

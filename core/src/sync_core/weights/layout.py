@@ -367,13 +367,13 @@ def check_tensor(name: object, tensor: object) -> None:
     if is_reserved(name):
         raise ModelError(f"the name {name!r} is reserved by the payload's format")
     if not isinstance(tensor, Tensor):
-        raise ModelError(f"{name!r} is a {type(tensor).__name__}; only tensors travel")
+        raise ModelError(f"{name!r} is of the type {type(tensor).__name__}; only tensors travel")
     if torch.nn.parameter.is_lazy(tensor):
         raise ModelError(
             f"{name!r} has no shape yet (a lazy parameter); run the model once before this"
         )
     if is_traceable_wrapper_subclass(tensor):
-        raise ModelError(f"{name!r} is a {type(tensor).__name__}; {_remedy(tensor)}")
+        raise ModelError(f"{name!r} is of the type {type(tensor).__name__}; {_remedy(tensor)}")
     if tensor.is_meta:
         raise ModelError(
             f"{name!r} is on the meta device and has no values; load the model first: "

@@ -77,7 +77,7 @@ class Lora:
     def __init__(self, send: Literal["adapter", "merged"]) -> None:
         if send not in ("adapter", "merged"):
             raise ValueError(f"Lora sends 'adapter' or 'merged', not {send!r}")
-        self._layer = _Merged() if send == "merged" else Select(*_ADAPTERS, send_rest=False)
+        self._layer = _Merged() if send == "merged" else _Adapters()
         self.capabilities: frozenset[str] = getattr(self._layer, "capabilities", frozenset())
 
     def bind(self, context: BindContext) -> Select | _Merged:
@@ -92,6 +92,22 @@ class Lora:
             ModelError: there are no adapters, or some that cannot be merged.
         """
         return (yield from self._layer.prepare_weights(context))
+
+
+class _Adapters(Select):
+    """The layer of ``Lora("adapter")``."""
+
+    def __init__(self) -> None:
+        super().__init__(*_ADAPTERS, send_rest=False)
+
+    def bind(self, context: BindContext) -> _Adapters:
+        """A layer for one sender."""
+        del context
+        return _Adapters()
+
+    def _describe_none(self, layout: Layout, model: Any) -> str:
+        del layout
+        return _describe_no_adapters(model)
 
 
 class _Merged:
@@ -147,11 +163,15 @@ def _find(layout: Layout, model: Any) -> dict[str, int | _Merge]:
             found[_plain(name)] = _merge(layout, owner, position, module)
             merges += 1
     if not merges:
-        raise ModelError(
-            f"the layer Lora found no LoRA adapters in a {type(model).__name__}; give the "
-            "model that peft.get_peft_model returned, or leave the layer out"
-        )
+        raise ModelError(_describe_no_adapters(model))
     return found
+
+
+def _describe_no_adapters(model: Any) -> str:
+    return (
+        f"the layer Lora found no LoRA adapters in a {type(model).__name__}; give the "
+        "model that peft.get_peft_model returned, or leave the layer out"
+    )
 
 
 def _merge(layout: Layout, owner: str, weight: int, module: Any) -> _Merge:

@@ -184,10 +184,16 @@ class Fuse(_Regrouping):
                 parts.setdefault(fused, {})[part] = layout.index[name]
         for fused, there in parts.items():
             if found[fused]:
-                raise ModelError(f"{fused!r} is in the weights, and so are parts to make it of")
+                raise ModelError(
+                    f"{fused!r} is in the weights, and so are parts of it; rename one of them, or "
+                    f"leave it out: rename({{{fused!r}: None}}, strict=False)"
+                )
             wanted = self._parts[self._whole[next(iter(there))]]
             if lacking := [part for part in wanted if part not in there]:
-                raise ModelError(f"{fused!r} is to be made of {wanted}, and {lacking} are missing")
+                raise ModelError(
+                    f"the layer Fuse makes {fused!r} of {wanted}, and {lacking} are missing; give "
+                    "the names of parts that the model has"
+                )
             found[fused] = tuple(there[part] for part in wanted)
         return {name: _Source(positions) for name, positions in found.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -77,7 +78,7 @@ class Select:
         layout, tensors = update.layout, update.tensors
         chosen = tuple(i for i in range(len(tensors)) if self._is_chosen(layout, tensors, i))
         if not chosen:
-            raise ModelError(f"the layer Select chooses none of {len(tensors)} tensors")
+            raise ModelError(self._describe_none(layout, context.model))
         left_out = set(range(len(tensors))) - set(chosen)
         changes = {layout.specs[i].name: _changes(tensors[i]) for i in left_out}
         if context.version == 0:
@@ -93,6 +94,15 @@ class Select:
                 "and send_rest=False does not send it; make a new sender, or leave that out"
             )
         return update
+
+    def _describe_none(self, layout: Layout, model: Any) -> str:
+        """Return what is wrong where nothing was chosen."""
+        del model
+        reason = f"no name matches {self._names}" if self._names else "none requires a gradient"
+        return (
+            f"the layer Select chooses none of {len(layout.names)} tensors: {reason}; give "
+            f"patterns of their names, such as select({layout.names[0]!r})"
+        )
 
     def _is_chosen(self, layout: Layout, tensors: Sequence[Tensor], position: int) -> bool:
         if self._patterns:

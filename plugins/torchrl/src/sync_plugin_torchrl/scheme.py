@@ -23,10 +23,18 @@ from sync_core import (
 from sync_core.checks import check_seconds
 from sync_core.models import resolve
 from sync_plugin_torchrl.guarded_receiver import GuardedReceiver
-from sync_plugin_torchrl.sources import find_devices, find_sources
+from sync_plugin_torchrl.sources import find_devices, find_sources, find_target
 
 # Attributes that a pickled scheme leaves behind.
-_STAYS = ("_sender_of", "_senders", "_pending", "_receiver", "_context_ref", "_model_ref")
+_STAYS = (
+    "_sender_of",
+    "_senders",
+    "_pending",
+    "_receiver",
+    "_target",
+    "_context_ref",
+    "_model_ref",
+)
 
 
 class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
@@ -87,6 +95,8 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
         self._senders: list[Sender] = []
         self._pending: list[PendingSend] = []
         self._receiver: GuardedReceiver | None = None
+        # A model that was made for this worker, which TorchRL would refer to weakly.
+        self._target: Any = None
 
     # In the trainer.
 
@@ -240,8 +250,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
         self.context = context
         self.worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
         if model is None and context is not None:
-            get_model = getattr(context, "get_model", None)
-            model = resolve(context, model_id) if get_model is None else get_model(model_id)
+            model = self._target = find_target(context, model_id)
         self.model = model
 
     def _setup_connection_and_weights_on_receiver_impl(

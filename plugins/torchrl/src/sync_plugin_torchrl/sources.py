@@ -1,4 +1,4 @@
-"""The sources of the weights of each worker of a collector."""
+"""The sources of the weights of each worker of a collector, and the models that they are for."""
 
 from __future__ import annotations
 
@@ -71,6 +71,19 @@ def find_devices(context: Any, num_workers: int) -> list[torch.device | None]:
     if not isinstance(devices, Sequence) or isinstance(devices, str):
         devices = [devices] * num_workers
     return [None if device is None else torch.device(device) for device in devices]
+
+
+def find_target(context: Any, model_id: str) -> Any:
+    """Return the model of a worker.
+
+    A collector whose own workers make their policies has none: it gets one of theirs, from which
+    the weights are passed on.
+    """
+    model = _find_model(context, model_id)
+    if model is None and model_id == "policy":
+        made = _make_policies(getattr(context, "policy_factory", None), 1)
+        model = made[0] if made else None
+    return model
 
 
 def _find_model(context: Any, model_id: str) -> Any:
