@@ -174,7 +174,7 @@ def test_with_tensors_keeps_names_and_ties() -> None:
     ("named", "message"),
     [
         ({0: torch.ones(1)}, "names that are strings, not 0"),
-        ({"a": 3}, "'a' is a int"),
+        ({"a": 3}, "'a' is of the type int"),
         ({"a": torch.ones(2).to_sparse()}, "'a' is sparse"),
         ({"a": torch.ones(2, device="meta")}, "meta"),
         ({"a": nn.UninitializedParameter()}, "'a' has no shape yet"),
