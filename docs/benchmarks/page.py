@@ -26,8 +26,8 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.jsonl"
 PAGE = FOLDER.with_suffix(".md")
 PLOT = FOLDER / "ratios.svg"
-# The picture of the README, and the learning curve in it: the frames and the mean returns of the last
-# 100 episodes that the tutorial's program prints.
+# The picture of the README, and the learning curve in it: the frames and the mean returns of the
+# last 100 episodes that the tutorial's program prints.
 FIRST_SCREEN = FOLDER / "first-screen.svg"
 CURVE = FOLDER / "cartpole.json"
 TUTORIAL = FOLDER.parent / "tutorials" / "cartpole.svg"
