@@ -220,6 +220,19 @@ def test_environments_are_closed_once_with_their_workers(
     assert closed(notes) == 8
 
 
+@pytest.mark.parametrize("workers", ["inline", "thread", "process"])
+def test_workers_that_end_close_their_receivers(workers: str) -> None:
+    options: dict[str, Any] = {"workers": workers, "scheme": "shm", "num_workers": 2}
+    with collector(long_episodes, Scale(), total_frames=8, **options) as made:
+        for _ in made:
+            made.update_policy_weights_()
+        assert made.sender is not None
+        sender = made.sender
+        assert eventually(
+            lambda: all("closed its receiver" in str(w.error) for w in sender.workers.values())
+        ), sender.workers
+
+
 @pytest.mark.parametrize("workers", ["inline", "thread"])
 def test_environments_are_closed_where_a_policy_cannot_be_made(
     workers: str, tmp_path: Path

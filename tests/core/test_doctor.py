@@ -16,7 +16,7 @@ from sync_core.cli.doctor import Diagnosis, print_table
 IMPORTS = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from sync_core import OptionError, hookimpl
+from sync_core import OptionError, SyncError, hookimpl
 from sync_plugin_std.none import NoneReceiver, NoneScheme, NoneSender
 """
 
@@ -52,6 +52,14 @@ class Scheme(NoneScheme):
 print("hello")
 class Scheme(NoneScheme):
     pass
+""",
+    # Keeps to the deadline, which is too short for it.
+    "slow": """
+class Scheme(NoneScheme):
+    @hookimpl
+    def create_transport(self, context):
+        time.sleep(1)
+        raise SyncError("the peers did not answer in time")
 """,
     "deaf": """
 class Scheme(NoneScheme):
@@ -135,6 +143,18 @@ def test_a_scheme_that_hangs_is_ended_with_all_that_it_started(
     while _runs(sleeper):
         assert time.monotonic() < deadline, "what the scheme had started still runs"
         time.sleep(0.05)
+
+
+@pytest.mark.timeout(120)
+def test_a_scheme_that_fails_at_its_deadline_may_need_more_time(
+    plugins: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, found = doctor(capfd, "slow", "--timeout", "0.5")
+    assert status == 1
+    assert found["slow"]["problem"] == (
+        "the peers did not answer in time; if this machine is slow, type: "
+        "sync-core doctor slow --timeout 2"
+    )
 
 
 def _runs(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -96,13 +97,18 @@ def try_scheme(
         >>> try_scheme("none", 30.0).verdict
         'ok'
     """
+    deadline = time.monotonic() + timeout
     try:
         return Outcome("ok", 1e3 * _median_seconds(scheme, timeout, options))
     except OptionError as error:
         return Outcome("failed" if options else "skipped", problem=str(error))
     except Exception as error:
         typed = f"{scheme}{format_scheme_options(options)}"
-        return Outcome("failed", problem=_sentence(error, typed))
+        problem = _sentence(error, typed)
+        if time.monotonic() >= deadline:
+            more_time = f"sync-core doctor {typed} --timeout {math.ceil(4 * timeout)}"
+            problem += f"; if this machine is slow, type: {more_time}"
+        return Outcome("failed", problem=problem)
 
 
 def _median_seconds(scheme: str, timeout: float, options: Mapping[str, Any]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,9 +147,10 @@ class CollectorWorker:
         self._built.start_over(seat)
 
     def close(self) -> None:
-        """Close the environment; the worker group calls it when the worker ends."""
-        if self._rollout is not None:
-            self._rollout.close()
+        """Close the receivers and the environment; the worker group calls it at the end."""
+        with closing(self._models):
+            if self._rollout is not None:
+                self._rollout.close()
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
