@@ -428,12 +428,14 @@ class Sender(Updater):
             due = addressed
             if self._pipeline.skips and not counted:
                 due = self._cadence.due(addressed, self._version)
+            # The first worker that comes to an address that all share gets this version.
+            to_none = self._elastic is not None and not self._members.ids
             if self._partial is not None:
                 # A transport that packs increments leaves out what each worker has.
                 whole = self._pipeline.packs_increments
                 held = () if whole else self._members.acknowledged(due).values()
                 update = self._partial.complete(given, update, version, held)
-            if due:
+            if due or to_none:
                 if self._pipeline.prepares:
                     update = self._pipeline.prepare(
                         update,
@@ -445,7 +447,9 @@ class Sender(Updater):
                 self._version = version
             prepared = time.perf_counter()
             packing = Stopwatch()
-            deliveries = self._pipeline.send(update, self._version, due, packing) if due else {}
+            deliveries = {}
+            if due or to_none:
+                deliveries = self._pipeline.send(update, self._version, due, packing)
             skipped = () if due is addressed else [i for i in addressed if i not in due]
             self._pending = pending = PendingSend(
                 self._version,
