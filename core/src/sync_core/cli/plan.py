@@ -454,9 +454,9 @@ def _faster_by_shards(job: Job, found: list[Estimate]) -> str:
     if sharded.most_seconds >= plain:
         return ""
     return (
-        f"With a trainer that is sharded over {_NOTED_RANKS} ranks, such as by FSDP2, {sharded.way} "
-        f"takes {seconds_text(sharded)} s: add --ranks {_NOTED_RANKS}; and --worker-ranks, where "
-        "workers are tensor parallel."
+        f"With a trainer that is sharded over {_NOTED_RANKS} ranks, such as by FSDP2, "
+        f"{sharded.way} takes {seconds_text(sharded)} s: add --ranks {_NOTED_RANKS}; and "
+        "--worker-ranks, where workers are tensor parallel."
     )
 
 
