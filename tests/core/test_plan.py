@@ -79,7 +79,7 @@ def test_the_command_prints_what_the_model_says(capsys: Any) -> None:
         assert size_text(estimate.trainer_gb) in line
     sharded = next(shards(replace(job, ranks=8)))
     assert f"{sharded.way} takes {seconds_text(sharded)} s: add --ranks 8" in printed
-    assert main("plan --params 7e9 --workers 8".split()) == 0
+    assert main(["plan", "--params", "7e9", "--workers", "8"]) == 0
     assert "--ranks" not in capsys.readouterr().out
     assert main([*command.split(), "--json"]) == 0
     assert [each["way"] for each in json.loads(capsys.readouterr().out)] == [*seconds_of(job)]
