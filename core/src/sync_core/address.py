@@ -136,6 +136,10 @@ class Address:
             True
         """
         for plugin in (self.scheme, *self.layers):
+            if isinstance(plugin, registry.ComposedScheme):
+                raise AddressError(
+                    "an address of a sender with ranks= or chunk_mb= has no JSON form; pickle it"
+                )
             if not isinstance(plugin, str):
                 raise AddressError(
                     f"an address with the plugin object {plugin!r} has no JSON form; give the "
