@@ -40,7 +40,7 @@ def train(policy: nn.Module, mesh: DeviceMesh) -> None:
     with sync_core.Sender(
         "dist", policy, num_workers=WORKERS, ranks=sync_core.Ranks(rank, TRAINERS)
     ) as sender:
-        # What a worker needs of this rank. For workers of another job, write it to a file.
+        # Each worker needs an address of each rank; for workers of another job, write a file.
         own = [pickle.dumps(sender.address(i)) for i in range(WORKERS)]
         distributed.all_gather_object([None] * distributed.get_world_size(), own)
         for _ in range(VERSIONS):

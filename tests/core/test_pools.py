@@ -122,6 +122,7 @@ def test_a_worker_that_comes_after_the_first_send_gets_that_version(
             fill(policy, version)
             report = sender.send()
             assert (report.version, report.updated) == (version, ())
+        assert sender.send(worker_ids=[]).version == 2
         first = Replica(address)
         assert first.ready.wait(20)
         first.leave()

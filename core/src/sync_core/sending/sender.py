@@ -322,8 +322,8 @@ class Sender(Updater):
         Args:
             worker_id: the worker. None for workers that come and go: any number of receivers may
                 be made with that one address, in other processes too. Each is given an id of its
-                own, and the newest version; one that leaves, or that does not commit a version in
-                time, is removed.
+                own, and the newest version, also one that was sent when there was no worker; one
+                that leaves, or that does not commit a version in time, is removed.
 
         Raises:
             UnknownWorkerError: no such worker.
@@ -429,7 +429,8 @@ class Sender(Updater):
             if self._pipeline.skips and not counted:
                 due = self._cadence.due(addressed, self._version)
             # The first worker that comes to an address that all share gets this version.
-            to_none = self._elastic is not None and not self._members.ids
+            shared = self._elastic is not None and worker_ids is None
+            to_none = shared and not self._members.ids
             if self._partial is not None:
                 # A transport that packs increments leaves out what each worker has.
                 whole = self._pipeline.packs_increments
