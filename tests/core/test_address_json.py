@@ -110,3 +110,10 @@ def test_an_address_needs_every_entry(written: dict[str, Any], missing: str) -> 
 def test_other_texts_are_refused(text: Any) -> None:
     with pytest.raises(AddressError, match="not an address in JSON"):
         Address.from_json(text)
+
+
+def test_the_address_that_workers_share_is_pickled_instead() -> None:
+    with Sender("shm", torch.nn.Linear(1, 1), num_workers=0) as sender:
+        address = sender.address()
+    with pytest.raises(AddressError, match="has no JSON form; pickle it, or give each worker"):
+        address.to_json()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sync_core.cli import main
-from sync_core.cli.plan import WAYS, Estimate, Job, estimates, seconds_text, size_text
+from sync_core.cli.plan import WAYS, Estimate, Job, estimates, seconds_text, shards, size_text
 
 DOCS = Path(__file__).parents[2] / "docs"
 #: Bytes of the models of the benchmarks.
@@ -76,6 +77,10 @@ def test_the_command_prints_what_the_model_says(capsys: Any) -> None:
         line = next(line for line in printed.splitlines() if estimate.way in line)
         assert seconds_text(estimate) in line
         assert size_text(estimate.trainer_gb) in line
+    sharded = next(shards(replace(job, ranks=8)))
+    assert f"{sharded.way} takes {seconds_text(sharded)} s: add --ranks 8" in printed
+    assert main(["plan", "--params", "7e9", "--workers", "8"]) == 0
+    assert "--ranks" not in capsys.readouterr().out
     assert main([*command.split(), "--json"]) == 0
     assert [each["way"] for each in json.loads(capsys.readouterr().out)] == [*seconds_of(job)]
 

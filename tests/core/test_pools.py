@@ -94,6 +94,55 @@ def test_a_pool_grows_and_shrinks_while_versions_are_sent(scheme: str, tmp_path:
         assert replicas[0].error is None
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("thread", {}),
+        ("thread", {"chunk_mb": 1.0}),
+        ("shm", {}),
+        ("shm", {"partial": True}),
+        ("dist", {}),
+        ("dist", {"increments": True}),
+        ("dist", {"chunk_mb": 1.0}),
+        ("dist", {"topology": "broadcast"}),
+        ("file", {}),
+        ("file", {"increments": True}),
+    ],
+    ids=str,
+)
+def test_a_worker_that_comes_after_the_first_send_gets_that_version(
+    scheme: str, options: dict[str, Any], tmp_path: Any
+) -> None:
+    policy = nn.Linear(3, 2)
+    more: dict[str, Any] = {"directory": str(tmp_path)} if scheme == "file" else {}
+    with Sender(scheme, policy, num_workers=0, **options, **more) as sender:
+        address = sender.address()
+        for version in (1, 2):
+            fill(policy, version)
+            report = sender.send()
+            assert (report.version, report.updated) == (version, ())
+        assert sender.send(worker_ids=[]).version == 2
+        first = Replica(address)
+        assert first.ready.wait(20)
+        first.leave()
+        assert (first.error, first.versions) == (None, [2])
+        wait_until_there(sender, 0)
+        fill(policy, 3)
+        assert sender.send().updated == ()
+        second = Replica(address)
+        assert second.ready.wait(20)
+        fill(policy, 4)
+        assert sender.send().updated == (second.worker_id,)
+        second.leave()
+        assert (second.error, second.versions) == (None, [3, 4])
+
+
+def test_a_sender_whose_workers_have_ids_sends_nothing_without_them() -> None:
+    with Sender("thread", nn.Linear(3, 2), num_workers=0) as sender:
+        assert sender.send().version == 0
+
+
 def wait_until_there(sender: Sender, count: int) -> None:
     there = threading.Event()
 

@@ -1,7 +1,9 @@
-"""The scripts of docs/how-to/torchrun.md run as the page says."""
+"""The scripts of docs/how-to/torchrun.md and sharded-models.md run as the pages say."""
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +32,30 @@ def test_two_workers_under_torchrun() -> None:
     assert "version 5: workers (0, 1)" in run.stdout
     for rank in (1, 2):
         assert f"rank {rank}: version 5, weights 5.0" in run.stdout
+
+
+@pytest.mark.timeout(90)
+def test_a_sharded_trainer_and_tensor_parallel_workers() -> None:
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=4",
+            EXAMPLES / "sharded_weights.py",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    for version in (1, 2, 3):
+        sent = re.search(rf"version {version}: workers \(0, 1\), output (\S+)", run.stdout)
+        assert sent is not None
+        for worker in (0, 1):
+            assert f"worker {worker}: version {version}, output {sent[1]}" in run.stdout
 
 
 @pytest.mark.timeout(90)

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import peft
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from sync_core import Address, OptionError, Receiver, Sender, SendError, SyncError
+from sync_core import Address, OptionError, Ranks, Receiver, Sender, SendError, SyncError
+from sync_plugin_std import lora
 from sync_plugin_vllm import VllmTarget
 
 pytestmark = pytest.mark.timeout(60)
+
+
+class Wrapped(torch.nn.Module):
+    """A module whose tensors have a prefix, as PEFT needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(2, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.proj(x)
+        return found
 
 
 class TorchEngine:
     """An engine of one rank: vLLM's calls, and a `Receiver`."""
 
     def __init__(self) -> None:
-        self.model = torch.nn.Linear(2, 1)
+        self.model: Any = torch.nn.Linear(2, 1)
         self.labels: list[str] = []
         self.go_on = threading.Event()
         self.go_on.set()
@@ -158,5 +176,54 @@ def test_what_cannot_be_driven_is_refused(engines: list[TorchEngine]) -> None:
     with (
         Sender("shm", torch.nn.Linear(2, 1), num_workers=1) as sender,
         pytest.raises(OptionError, match=r"num_workers=target\.num_workers"),
+    ):
+        target.connect(sender)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_sharded_trainer_gathers_what_engines_load(
+    engines: list[TorchEngine], *, adapters: bool
+) -> None:
+    model: Any = Wrapped()
+    layers: list[Any] = []
+    expected = model.proj.weight.detach().clone()
+    if adapters:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["proj"]))
+        with torch.no_grad():
+            model.base_model.model.proj.lora_B["default"].weight.fill_(1.0)
+            expected += model.base_model.model.proj.get_delta_weight("default")
+        layers = [lora("merged")]
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    target = VllmTarget(engines)
+    for engine in engines:
+        engine.model = Wrapped()
+    with Sender(
+        "shm",
+        model,
+        num_workers=target.num_workers,
+        strategy="checkpoint",
+        gather=True,
+        layers=layers,
+    ) as sender:
+        target.connect(sender)
+        assert target.send().updated == (0, 1)
+    for engine in engines:
+        torch.testing.assert_close(engine.model.proj.weight, expected)
+
+
+@pytest.mark.usefixtures("group")
+def test_the_shards_of_one_rank_are_refused(engines: list[TorchEngine]) -> None:
+    target = VllmTarget(engines)
+    with (
+        Sender("shm", torch.nn.Linear(2, 1), num_workers=2, ranks=Ranks(0, 1)) as sender,
+        pytest.raises(SyncError, match=r"a sender with ranks= .* has no JSON form"),
     ):
         target.connect(sender)

@@ -136,6 +136,10 @@ class Address:
             True
         """
         for plugin in (self.scheme, *self.layers):
+            if isinstance(plugin, registry.ComposedScheme):
+                raise AddressError(
+                    "an address of a sender with ranks= or chunk_mb= has no JSON form; pickle it"
+                )
             if not isinstance(plugin, str):
                 raise AddressError(
                     f"an address with the plugin object {plugin!r} has no JSON form; give the "
@@ -203,6 +207,11 @@ class Address:
 
     def _plain_endpoint(self) -> Any:
         endpoint = self.endpoint
+        if self.worker_id < 0:
+            raise AddressError(
+                "the address that workers share has no JSON form; pickle it, or give each worker "
+                "its own: sender.address(sender.add_worker()).to_json()"
+            )
         if is_dataclass(endpoint) and type(endpoint) is _endpoint_type(self.scheme):
             endpoint = {f.name: getattr(endpoint, f.name) for f in fields(endpoint)}
         if not _is_plain(endpoint):

@@ -376,6 +376,8 @@ def _not_found(group: str, name: str) -> str:
         message += f"; did you mean {near[0]!r}?"
         if near[0] not in there:
             message += f" Then type: pip install {known[near[0]]}"
+    if name not in known:
+        message += "; for a plugin of your own, type in its folder: pip install -e ."
     return f"{message} (installed: {', '.join(there) or 'none'})"
 
 

@@ -39,7 +39,7 @@ _SCHEME = _Kind(
     "scheme",
     registry.SCHEMES,
     "scheme",
-    "The scheme `$name` of sync-core: weights go through files in a directory.",
+    "The scheme `$name` of sync-core; as generated, it stores weights in files of a directory.",
     "what `capabilities` does not declare is skipped",
     'import sync_core\n\nsender = sync_core.Sender("$name", policy, num_workers=4)',
     ("sync-plugin-std",),

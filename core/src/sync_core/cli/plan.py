@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -69,6 +69,8 @@ _VERSIONS = 2
 _SHARD_COPIES = 2
 # In how many chunks a relay passes a version on, as in docs/benchmarks/relays.py.
 _CHUNKS = 64
+# The ranks of the sharded trainer with which `plan` compares one process.
+_NOTED_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,10 +436,27 @@ def _print(job: Job, found: list[Estimate], console: Console) -> None:
     for estimate in found:
         if estimate.remark:
             console.print(f"{estimate.way}: {estimate.remark}", soft_wrap=True)
+    if faster := _faster_by_shards(job, found):
+        console.print(faster, soft_wrap=True)
     console.print(
         "Memory besides models: on the trainer's machine, on each other one, and in each worker; "
         "below 0 where a worker needs no model.",
         soft_wrap=True,
+    )
+
+
+def _faster_by_shards(job: Job, found: list[Estimate]) -> str:
+    """Return a note where the ranks of a sharded trainer would be faster than one; or ''."""
+    if job.sharded or job.nodes == 1:
+        return ""
+    plain = max(each.most_seconds for each in found if each.way == 'Sender("dist", …)')
+    sharded = next(shards(replace(job, ranks=_NOTED_RANKS)))
+    if sharded.most_seconds >= plain:
+        return ""
+    return (
+        f"With a trainer that is sharded over {_NOTED_RANKS} ranks, such as by FSDP2, "
+        f"{sharded.way} takes {seconds_text(sharded)} s: add --ranks {_NOTED_RANKS}; and "
+        "--worker-ranks, where workers are tensor parallel."
     )
 
 

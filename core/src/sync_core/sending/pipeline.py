@@ -408,7 +408,8 @@ class Pipeline:
     ) -> dict[int, Delivery]:
         """Hand what was prepared last to the transport.
 
-        Where the transport raises something else than a `SyncError`, every delivery has failed.
+        Where the transport raises something else than a `SyncError`, every delivery has failed;
+        without workers, that is raised.
         """
         payload = Payload(version, update.layout, update.source, packing=packing)
         transport = self.transport or self.opened
@@ -417,6 +418,8 @@ class Pipeline:
         except SyncError:
             raise
         except Exception as error:
+            if not worker_ids:
+                raise  # there is no delivery that could fail
             return self._undelivered(payload, worker_ids, error)
 
     def close(self) -> None:

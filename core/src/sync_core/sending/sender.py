@@ -322,8 +322,8 @@ class Sender(Updater):
         Args:
             worker_id: the worker. None for workers that come and go: any number of receivers may
                 be made with that one address, in other processes too. Each is given an id of its
-                own, and the newest version; one that leaves, or that does not commit a version in
-                time, is removed.
+                own, and the newest version, also one that was sent when there was no worker; one
+                that leaves, or that does not commit a version in time, is removed.
 
         Raises:
             UnknownWorkerError: no such worker.
@@ -428,12 +428,15 @@ class Sender(Updater):
             due = addressed
             if self._pipeline.skips and not counted:
                 due = self._cadence.due(addressed, self._version)
+            # The first worker that comes to an address that all share gets this version.
+            shared = self._elastic is not None and worker_ids is None
+            to_none = shared and not self._members.ids
             if self._partial is not None:
                 # A transport that packs increments leaves out what each worker has.
                 whole = self._pipeline.packs_increments
                 held = () if whole else self._members.acknowledged(due).values()
                 update = self._partial.complete(given, update, version, held)
-            if due:
+            if due or to_none:
                 if self._pipeline.prepares:
                     update = self._pipeline.prepare(
                         update,
@@ -445,7 +448,9 @@ class Sender(Updater):
                 self._version = version
             prepared = time.perf_counter()
             packing = Stopwatch()
-            deliveries = self._pipeline.send(update, self._version, due, packing) if due else {}
+            deliveries = {}
+            if due or to_none:
+                deliveries = self._pipeline.send(update, self._version, due, packing)
             skipped = () if due is addressed else [i for i in addressed if i not in due]
             self._pending = pending = PendingSend(
                 self._version,

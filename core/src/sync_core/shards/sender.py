@@ -29,7 +29,7 @@ from sync_core.errors import (
     WorkerError,
     WorkerTimeoutError,
 )
-from sync_core.hooks import TransportContext, hookimpl
+from sync_core.hooks import TransportContext, hookimpl, implemented
 from sync_core.increments.options import Increments, check_of_use
 from sync_core.increments.sender import IncrementalSender, transport_maker
 from sync_core.registry import ComposedScheme, Plugin
@@ -108,7 +108,13 @@ def sharded(
     shards = LocalShards(regions)
     regrouping, others = split_layers(layers)
     composed = ShardedScheme(
-        scheme, ranks, shards, regrouping, verified=verified, increments=increments
+        scheme,
+        ranks,
+        shards,
+        regrouping,
+        others=others,
+        verified=verified,
+        increments=increments,
     )
     return composed, others, shards.read
 
@@ -137,6 +143,7 @@ class ShardedScheme(ComposedScheme):
         ranks: the rank, and how many there are.
         shards: reads the rank's shards; None in a process that has only the address.
         layers: those that rename, fuse and cut tensors; see the capability ``regions`` of layers.
+        others: the sender's other layers, which must leave names and shapes as they are.
         verified: whether checksums travel with the parts; see ``verify`` of `Sender`.
         increments: how each worker is sent only what it lacks of its part; None for whole parts.
 
@@ -153,6 +160,7 @@ class ShardedScheme(ComposedScheme):
         shards: LocalShards | None = None,
         layers: Sequence[Any] = (),
         *,
+        others: Sequence[Any] = (),
         verified: bool = False,
         increments: Increments | None = None,
     ) -> None:
@@ -160,6 +168,7 @@ class ShardedScheme(ComposedScheme):
         self.ranks = ranks
         self._shards = shards
         self._layers = layers
+        self._others = others
         self._verified = verified
         self._increments = increments
         backend, self._stack = inner_stack(inner)
@@ -190,7 +199,7 @@ class ShardedScheme(ComposedScheme):
             raise OptionError(
                 "ranks= needs workers that connect by addresses; give num_workers, not workers"
             )
-        holding = _holding(context.layout, self._shards, self.ranks, self._layers)
+        holding = _holding(context.layout, self._shards, self.ranks, self._layers, self._others)
         return ShardedSender(
             context,
             self.name,
@@ -201,15 +210,22 @@ class ShardedScheme(ComposedScheme):
         )
 
 
-def _holding(layout: Layout, shards: LocalShards, ranks: Ranks, layers: Sequence[Any]) -> Holding:
+def _holding(
+    layout: Layout,
+    shards: LocalShards,
+    ranks: Ranks,
+    layers: Sequence[Any],
+    others: Sequence[Any],
+) -> Holding:
     """Return what this rank holds, as the layers have changed it."""
     held = []
     for spec in layout.specs:
         region, shape = shards.places.get(spec.name, (None, None))
         if region is None or shape_of(region) != spec.shape:
             raise ModelError(
-                f"a layer changes names or shapes, and has made {spec}; with ranks=, layers may "
-                "change dtypes and values, and rename, fuse or split tensors"
+                f"{_reshaping(others)} changes names or shapes, and has made {spec}; with ranks=, "
+                "layers may change dtypes and values, and rename, fuse or split tensors; leave it "
+                "out of layers="
             )
         held.append(HeldTensor(spec.name, spec.dtype, region, shape))
     made_of = None
@@ -224,6 +240,16 @@ def _holding(layout: Layout, shards: LocalShards, ranks: Ranks, layers: Sequence
         kinds = [(tensor.name, tensor.dtype, tensor.shape or ()) for tensor in held]
         made_of = chained(layers, Layout(Layout.of_kinds(kinds).specs, layout.aliases))
     return Holding(ranks, tuple(held), layout.aliases, made_of)
+
+
+def _reshaping(layers: Sequence[Any]) -> str:
+    """Name the layers that may have changed names or shapes: those that do more than cast."""
+    found = [registry.find(registry.LAYERS, layer) for layer in layers]
+    changing = [p for p in found if "prepare_weights" in implemented(p.object)]
+    suspects = [
+        p for p in changing if "cast" not in getattr(p.object, "capabilities", ())
+    ] or changing
+    return " or ".join(plugin.describe() for plugin in suspects)
 
 
 @dataclass(eq=False)

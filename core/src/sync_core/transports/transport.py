@@ -333,7 +333,8 @@ class SenderTransport(ABC):
         """Start delivering a version to some workers, and wait for none of them.
 
         The payload's tensors are the trainer's own: they must have been read when this returns.
-        A worker that is known to be dead gets a failed delivery at once.
+        A worker that is known to be dead gets a failed delivery at once. Without workers, the
+        version is for those that join later.
         """
 
     def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:

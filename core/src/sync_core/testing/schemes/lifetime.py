@@ -22,6 +22,7 @@ from sync_core import (
     WorkerState,
     WorkerTimeoutError,
 )
+from sync_core.errors import AddressError
 from sync_core.testing.expectations import MEMBERS, NO_NEWS, RECEIVED, REPORT, VALUES
 from sync_core.testing.processes import descendants
 from sync_core.testing.schemes.models import fill, make_policy
@@ -65,6 +66,21 @@ class LifetimeCases(SchemeCases):
         assert workers.receive(new, timeout=self.slack) == 1, RECEIVED
         assert workers.values() == [{8.0}, {8.0}], VALUES
         assert workers.send().updated == (0, 1), REPORT
+
+    def test_a_version_that_was_sent_to_no_worker_reaches_the_first(self, start: Start) -> None:
+        self.need("late_join")
+        workers = start(make_policy(8.0), 1)
+        workers.sender.remove_worker(0)
+        try:
+            workers.sender.address()
+        except AddressError:
+            pytest.skip("workers cannot share an address")
+        assert workers.sender.send().updated == (), REPORT
+        workers.connect(workers.sender.add_worker())
+        assert workers.receive(1, timeout=self.slack) == 1, (
+            "send(payload, []) must keep the version for the workers that join later"
+        )
+        assert workers.pool.call(1, Worker.values) == {8.0}, VALUES
 
     def test_a_worker_that_is_removed(self, start: Start) -> None:
         workers = start(make_policy(1.0))
