@@ -220,10 +220,11 @@ def test_ranks_and_regions_are_checked() -> None:
         assert message in str(caught.value)
     with pytest.raises(ModelError, match="regions names 'x', which the model does not have"):
         Sender("thread", model, num_workers=1, ranks=ranks, regions={"x": ((0, 2), (0, 3))})
-    for layers, message in [
+    reshaping: list[tuple[list[Any], str]] = [
         ([Doubling()], "layer 'Doubling' .*changes names or shapes, and has made w"),
         (["bf16", "zstd"], "layer 'zstd' .*changes names or shapes.*leave it out of layers="),
-    ]:
+    ]
+    for layers, message in reshaping:
         with pytest.raises(ModelError, match=message):
             Sender("thread", model, num_workers=1, ranks=ranks, layers=layers)
     with pytest.raises(OptionError, match="moves nothing, so that ranks= is of no use"):

@@ -60,7 +60,7 @@ MEASURED = Costs(
     copy=0.13,
     put=0.17,
     gloo=0.36,
-    compare=1.6,
+    compare=0.38,
     copying=2,
 )
 # While one version is read, the next is written.
@@ -241,7 +241,7 @@ def dist(job: Job) -> Iterator[Estimate]:
             'Sender("dist", …, increments=True)',
             seconds,
             seconds,
-            memory + job.gigabytes,
+            memory + job.gigabytes / 16,
             0.0,
             2 * job.gigabytes,
             f"{job.changed:g} of the bytes travel",
