@@ -119,7 +119,7 @@ def try_alone(folder: Path, wheels: dict[str, Path]) -> None:
         python = environment(Path(scratch, "venv"), wheels[name])
         run(python, "-c", PROBE, name, *packages, folder=scratch)
         for line in INSTALL.findall(readme):
-            install(python, *shlex.split(line))
+            install(python, *shlex.split(line, comments=True))
         for number, example in enumerate(EXAMPLE.findall(readme), 1):
             # A file, since workers in other processes import what started them.
             script = Path(scratch, f"example_{number}.py")
