@@ -1,4 +1,4 @@
-"""What an update of a small model takes, beside TorchRL's and beside a pipe to each worker.
+"""Updates of a small model, beside those of TorchRL and a pipe to each worker.
 
     python docs/benchmarks/small_send.py | python docs/benchmarks/page.py --record small
 

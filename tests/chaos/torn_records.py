@@ -28,7 +28,7 @@ _ORDERED_SHARE = 10
 
 @dataclass
 class Reads:
-    """What a reader saw.
+    """The counts of one reader.
 
     Args:
         reads: how many times it has read.

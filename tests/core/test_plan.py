@@ -30,7 +30,7 @@ def newest(table: str) -> list[list[str]]:
 
 
 def measured() -> list[tuple[str, str, float]]:
-    """What the benchmarks have: a model, what was typed, milliseconds; 4 workers on 2 cores."""
+    """The rows of the benchmarks: model, command, milliseconds; 4 workers on 2 cores."""
     found = []
     for row in newest("local"):
         model = row[0].partition(":")[0]

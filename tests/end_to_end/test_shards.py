@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def outcomes() -> Iterator[list[dict[str, Any]]]:
-    """What each of the seven processes has found."""
+    """The results of the seven processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "sync_core", "tests.end_to_end.shard_world"])
     with socket.socket() as free:

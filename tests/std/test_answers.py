@@ -65,7 +65,7 @@ def test_no_answer_is_lost_when_the_thread_waits_no_longer(scheme: str) -> None:
 
 @pytest.mark.parametrize("written", [os.urandom(1024), None], ids=["noise", "no answer"])
 def test_a_worker_can_spoil_its_own_words_alone(written: bytes | None) -> None:
-    """What a worker writes to its page fails its own deliveries, and no other's."""
+    """A page with wrong records fails the deliveries of its worker alone."""
     with (
         Sender("shm", nn.Linear(2, 2), num_workers=2, timeout=10.0) as sender,
         workers(sender) as receivers,

@@ -65,7 +65,7 @@ def test_who_lacks_something_gets_all_of_it(scheme: str) -> None:
         assert push(sender, *receivers).workers[0].nbytes > selected + 200
         assert equal(source, early)
         assert equal(source, late)
-        # Nobody receives this one.
+        # No worker receives this one.
         with pytest.raises(SendError):
             sender.send(timeout=0.1)
         fill(source[1], 3.0)

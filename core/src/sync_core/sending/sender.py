@@ -164,6 +164,7 @@ class Sender(Updater):
         timeout = check_seconds(timeout)
         if on_report is not None:
             check_function(on_report, "on_report")
+        packed = features.increments_of(increments)
         scheme, layers, collect = features.composed(
             scheme,
             layers,
@@ -171,7 +172,7 @@ class Sender(Updater):
             ranks=ranks,
             regions=regions,
             verified=verify is not None,
-            increments=features.increments_of(increments),
+            increments=packed,
             others={
                 "gather": gather,
                 "partial": partial,
@@ -195,7 +196,7 @@ class Sender(Updater):
             partial=partial or only is not None,
             verify=verify,
             timeout=timeout,
-            increments=features.increments_of(increments),
+            increments=packed,
         )
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)
         self._handles = dict(enumerate(workers or ()))

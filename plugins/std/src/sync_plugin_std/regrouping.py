@@ -20,7 +20,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """How one tensor that is sent is made from the trainer's tensors.
+    """The trainer's tensors that one sent tensor is made from.
 
     Args:
         positions: those of the trainer's tensors, which are concatenated.
