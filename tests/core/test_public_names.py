@@ -46,6 +46,11 @@ def test_importing_the_package_and_asking_for_help_import_no_torch(command: str)
     subprocess.run([sys.executable, "-c", source], check=True, timeout=50, capture_output=True)
 
 
+def test_the_doctor_imports_no_torch_beside_the_processes_that_it_starts() -> None:
+    source = "import sys, sync_core.cli.doctor; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=50)
+
+
 def test_a_plain_sender_and_receiver_import_no_optional_feature() -> None:
     source = """
 import sys

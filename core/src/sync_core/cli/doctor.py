@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from importlib_metadata import EntryPoint
 from rich.console import Console
@@ -28,18 +28,36 @@ from sync_core import registry
 from sync_core.cli.findings import check_imports, check_machine, check_plugins
 from sync_core.cli.listing import make_console
 from sync_core.cli.scheme_options import format_scheme_options, parse_scheme_options
-from sync_core.cli.trial import MODEL, VERSIONS, WORKERS, Outcome
 from sync_core.errors import PluginNotFoundError
 from sync_core.hooks import Finding
 from sync_core.registry import owner_of
 from sync_core.workers.processes import WorkerProcess, start_process
 
+#: What a scheme is tried with: a model of `sync_core.bench`, so many workers and versions.
+MODEL = "small"
+WORKERS = 2
+VERSIONS = 5
 #: Seconds from the deadline, which stops a scheme that keeps to it, to the end by force.
 GRACE = 5.0
 # An interpreter that imports torch has so long, which says nothing about the scheme.
 _START = 120.0
 _MAIN = "sync_core.cli.trial:answer"
 _STYLES = {"ok": "green", "failed": "red", "skipped": "yellow"}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of trying a scheme.
+
+    Args:
+        verdict: ``"skipped"`` if it needs something that only the user can give.
+        milliseconds: of the median send; None if it is not ok.
+        problem: what is wrong, and what to type; None if it is ok.
+    """
+
+    verdict: Literal["ok", "failed", "skipped"]
+    milliseconds: float | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

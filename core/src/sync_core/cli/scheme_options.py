@@ -9,10 +9,9 @@ from inspect import signature
 from typing import Any
 
 from sync_core.hooks import read_option
-from sync_core.sending.sender import Sender
 
-# Arguments of the sender that a command gives itself, or that would change the values.
-_NO_OPTIONS = frozenset(signature(Sender.__init__).parameters) - {"options", "timeout", "verify"}
+# Of the sender's arguments, those that a command leaves to its user.
+_ALLOWED = {"options", "timeout", "verify"}
 
 
 def parse_scheme_options(rest: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -30,8 +29,12 @@ def parse_scheme_options(rest: Sequence[str], parser: argparse.ArgumentParser) -
         name.removeprefix("--").replace("-", "_"): read_option(value)
         for name, value in zip(names, values, strict=True)
     }
-    for name in _NO_OPTIONS.intersection(options):
-        parser.error(f"--{name} is not an option of a scheme")
+    if options:
+        # Loads torch, for which a command without options need not wait.
+        from sync_core.sending.sender import Sender
+
+        for name in options.keys() & signature(Sender.__init__).parameters.keys() - _ALLOWED:
+            parser.error(f"--{name} is not an option of a scheme")
     return options
 
 

@@ -10,17 +10,17 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from sync_core import registry
 from sync_core.bench import SETTLE_SECONDS, BenchWorker, make_model, mark
+from sync_core.cli.doctor import MODEL, VERSIONS, WORKERS, Outcome
 from sync_core.cli.findings import check_scheme
 from sync_core.cli.scheme_options import format_scheme_options
 from sync_core.errors import OptionError, SendError, SyncError
@@ -29,29 +29,10 @@ from sync_core.sending.sender import Sender
 from sync_core.workers.calls import gather
 from sync_core.workers.worker_group import WorkerGroup
 
-MODEL = "small"
-WORKERS = 2
-VERSIONS = 5
-
 # Both fit between the deadline and the end by force, `doctor.GRACE` later.
 _STOPPING = 2.0
 _EXPLAINING = 0.5
 _TRACEBACK = "Traceback (most recent call last):"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of trying a scheme.
-
-    Args:
-        verdict: ``"skipped"`` if it needs something that only the user can give.
-        milliseconds: of the median send; None if it is not ok.
-        problem: what is wrong, and what to type; None if it is ok.
-    """
-
-    verdict: Literal["ok", "failed", "skipped"]
-    milliseconds: float | None = None
-    problem: str | None = None
 
 
 def answer(fd: int, scheme: str, timeout: str) -> None:

@@ -9,7 +9,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from sync_core.errors import (
     ApplyError,
@@ -20,7 +20,9 @@ from sync_core.errors import (
     WorkerError,
     WorkerLostError,
 )
-from sync_core.weights.payload import Payload
+
+if TYPE_CHECKING:
+    from sync_core.weights.payload import Payload
 
 
 @dataclass(frozen=True, slots=True)
