@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import select
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -114,16 +115,19 @@ def test_an_answer_that_comes_after_the_worker_has_asked_for_more() -> None:
         answer = Answer(version=1)
         threading.Timer(0.2, lambda: transport.acknowledge(answer)).start()
         assert pending.wait().updated == (0,)
-        sender.send_async().abandon()
+        pending = sender.send_async()
         second = transport.receive(10.0)
         assert transport.receive(0.1) is None
         sending = cast("Any", sender)._pipeline.transport
-        assert eventually(lambda: sending._peers[0].may_answer)
+        assert eventually(lambda: sending._peers[0].unanswered == 2)
         held = transport._slots._held.copy()
         transport._slots._held.clear()  # as it was before the second was accepted
         transport.acknowledge(answer)
         transport._slots._held |= held
-        assert eventually(lambda: not sending._peers[0].may_answer)
-        assert [slot.version for slot in sending._publisher.slots if slot.readers] == [2]
+        assert eventually(lambda: not select.select([transport._answers.reader], [], [], 0)[0])
+        with sending._publisher.lock:
+            assert [slot.version for slot in sending._publisher.slots if slot.readers] == [2]
+        threading.Timer(0.2, lambda: transport.acknowledge(Answer(version=2))).start()
+        assert pending.wait().updated == (0,)
         first.release()
         second.release()

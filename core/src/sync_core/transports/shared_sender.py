@@ -94,13 +94,13 @@ class LocalPeer(Peer):
     Args:
         control: the page and the events; None before it is welcome, and after it has left.
         offered: the slot that it was offered, and has not answered about.
-        may_answer: whether it has asked for more before it has answered, and may yet do so.
+        unanswered: the version after which it has asked for more, and may yet answer about; or 0.
         knows: the slots that were announced to it.
     """
 
     control: _Control | None = None
     offered: Slot | None = None
-    may_answer: bool = False
+    unanswered: int = 0
     knows: set[int] = field(default_factory=set)
 
 
@@ -291,7 +291,7 @@ class SharedMemorySender(ServingTransport[PeerT]):
             return False
         if ready[0][0] == self._ended.reader:
             self._ended.take()
-        self._collect()
+        self._collect(peer)
         return True
 
     def collect_answers(self) -> None:
@@ -301,12 +301,12 @@ class SharedMemorySender(ServingTransport[PeerT]):
             # Those that were written before the workers could know.
             self._collect()
 
-    def _collect(self) -> None:
+    def _collect(self, polled: PeerT | None = None) -> None:
         """Act on the answers that have come."""
         # One whose event was taken must be acted on.
         with self._publisher.lock:
             for peer in tuple(self._peers.values()):
-                if peer.offered is None and not peer.may_answer:
+                if peer.offered is None and not peer.unanswered and peer is not polled:
                     continue
                 try:
                     with uninterrupted():
@@ -331,8 +331,12 @@ class SharedMemorySender(ServingTransport[PeerT]):
         peer.seen = max(peer.seen, version)
         # Where a thread of the worker stages, it may have accepted newer ones meanwhile.
         self._publisher.give_back(peer, held, until=version)
-        peer.may_answer = answer is None
-        if answer is not None:
+        if answer is None:
+            peer.unanswered = version
+        else:
+            # The answer before may be read a second time, as its event is set after it is written.
+            if peer.unanswered <= version:
+                peer.unanswered = 0
             self._publisher.answer(peer.worker_id, answer, peer)
         if self._publisher.newest(peer.worker_id) > peer.seen:
             self._offer_again(peer)
