@@ -91,6 +91,8 @@ def _sender(scheme: str, workers: int) -> Iterator[Round]:
                     start(target=_receive, args=(sender.address(worker_id),), daemon=True)
                 )
                 started[-1].start()
+            # Workers that load torch would disturb the ways that are measured before.
+            sender.send()
             yield sender.send
     finally:
         for worker in started:
