@@ -37,6 +37,7 @@ from sync_core.testing.schemes.models import fill, make_policy
 from sync_core.testing.schemes.pool import SchemeCases
 from sync_core.testing.schemes.protocol import ProtocolCases
 from sync_core.testing.schemes.values import IsolationCases
+from sync_core.testing.worker_groups import eventually
 from sync_core.transports import Block, ProcessEvent, SharedMemoryReceiver
 from sync_plugin_std import with_pipe
 
@@ -412,6 +413,15 @@ class TestMp(
     """Its slots are those of `shm`, over which all values, combinations and increments arrive."""
 
     scheme = "mp"
+
+    def test_a_worker_that_is_removed_before_it_connects_leaves_no_pipe(self) -> None:
+        with self.sender(make_policy()) as sender:
+            before = opened()
+            address = sender.address(sender.add_worker(7))
+            sender.remove_worker(7)
+            assert eventually(lambda: opened() == before)
+            with pytest.raises(AddressError, match="get a new one"):
+                Receiver(address, make_policy())
 
     def test_pipes_that_exist_already(self) -> None:
         mine, theirs = multiprocessing.Pipe()
