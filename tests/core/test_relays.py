@@ -221,6 +221,7 @@ def test_what_cannot_be_relayed_is_refused() -> None:
             Relay(address, num_workers=1)
     for arguments, message in [
         ({"chunk_mb": 0}, "chunk_mb must be a size in MB"),
+        ({"chunk_mb": float("nan")}, "chunk_mb must be a size in MB"),
         ({"chunk_mb": 1, "zero_copy": True}, "cannot be given together"),
     ]:
         given: dict[str, Any] = arguments
