@@ -80,6 +80,22 @@ class KeepsVersions(SchemeCases):
     # Pieces of shared memory in the end.
     mapped = 0
 
+    def test_each_worker_gets_its_own_version_however_late_it_asks(self) -> None:
+        policy, models = make_policy(), [make_policy() for _ in range(5)]
+        with self.sender(policy, 5) as sender, ExitStack() as stack:
+            receivers = [
+                stack.enter_context(Receiver(sender.address(i), model))
+                for i, model in enumerate(models)
+            ]
+            # More versions than there are slots at first.
+            for worker_id in range(5):
+                fill(policy, worker_id + 1.0)
+                with pytest.raises(SendError):
+                    sender.send(worker_ids=worker_id, timeout=0)
+            assert [receiver.receive(5.0) for receiver in receivers] == [1, 2, 3, 4, 5]
+            for version, model in enumerate(models, 1):
+                assert all((parameter == version).all() for parameter in model.parameters())
+
     @pytest.mark.parametrize("views", [True, False], ids=["zero_copy", "stuck"])
     def test_workers_that_fail_at_different_versions(self, views: bool) -> None:
         policy, models = make_policy(), [make_policy() for _ in range(3)]
