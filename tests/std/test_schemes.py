@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -392,6 +393,29 @@ class SharedMemoryCases(KeepsVersions):
 
 class TestShm(SharedMemoryCases, SchemeConformance):
     scheme = "shm"
+
+    def test_a_forked_copy_of_the_receiver_takes_no_version(self) -> None:
+        policy, target = make_policy(1.0), make_policy()
+        with (
+            self.sender(policy) as sender,
+            Receiver(sender.address(0), target) as receiver,
+        ):
+            pending = sender.send_async()
+            with warnings.catch_warnings():
+                # Of threads that the child lacks.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                child = os.fork()
+            if child == 0:
+                try:
+                    receiver.receive(5.0)
+                except ClosedError as error:
+                    os._exit(3 if "was forked" in str(error) else 1)
+                finally:
+                    os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+            assert receiver.receive(5.0) == 1
+            assert pending.wait().updated == (0,)
+        assert all((parameter == 1).all() for parameter in target.parameters())
 
     def test_its_options_are_named(self) -> None:
         with pytest.raises(
