@@ -219,11 +219,12 @@ def test_what_cannot_be_relayed_is_refused() -> None:
         address = sender.address(0)
         with pytest.raises(AddressError, match=r"type Sender\(…, chunk_mb=4\)"):
             Relay(address, num_workers=1)
-    for arguments, message in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"chunk_mb": 0}, "chunk_mb must be a size in MB"),
+        ({"chunk_mb": float("nan")}, "chunk_mb must be a size in MB"),
         ({"chunk_mb": 1, "zero_copy": True}, "cannot be given together"),
-    ]:
-        given: dict[str, Any] = arguments
+    ]
+    for given, message in refused:
         with pytest.raises(OptionError, match=message):
             Sender("thread", policy, num_workers=1, **given)
     with pytest.raises(OptionError, match="moves nothing"):

@@ -206,8 +206,10 @@ def test_a_store_that_gives_no_bytes_is_named(sender: Sender, memory: Memory) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"poll": 0.0}, "seconds, more than 0"),
-        ({"lost_after": -1.0}, "seconds, more than 0"),
+        ({"poll": 0.0}, "seconds above 0"),
+        ({"lost_after": -1.0}, "seconds above 0"),
+        ({"lost_after": float("inf")}, "finite"),
+        ({"poll": float("nan")}, "finite"),
         ({"keep": 0}, "keep=0 leaves no version"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sync_core import OptionError, Receiver, Sender
+from sync_core import OptionError, Receiver, Sender, SendError
 from sync_core.testing import SchemeConformance
 
 
@@ -65,3 +65,26 @@ with Sender("file", torch.nn.Linear(2, 2), num_workers=1, directory={str(tmp_pat
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert run.stdout == "(0,)\n", run.stderr
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource", reason="needs limits of Unix")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    source, target = torch.nn.Linear(256, 256), torch.nn.Linear(256, 256)
+    with (
+        Sender("file", source, num_workers=1, directory=str(tmp_path)) as sender,
+        Receiver(sender.address(0), target) as receiver,
+    ):
+        # A full disk: records have room, and a version has not.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))
+        try:
+            with pytest.raises(SendError, match="File too large"):
+                sender.send()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        names = sorted(path.name for path in tmp_path.glob("*/*"))
+        assert names == ["sender.json", "worker-0.json"]
+        pending = sender.send_async()
+        assert receiver.receive() == 2
+        assert pending.wait().updated == (0,)
+    assert not list(tmp_path.iterdir())

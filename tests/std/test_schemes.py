@@ -9,6 +9,7 @@ import pickle
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,6 +38,7 @@ from sync_core.testing.schemes.models import fill, make_policy
 from sync_core.testing.schemes.pool import SchemeCases
 from sync_core.testing.schemes.protocol import ProtocolCases
 from sync_core.testing.schemes.values import IsolationCases
+from sync_core.testing.worker_groups import eventually
 from sync_core.transports import Block, ProcessEvent, SharedMemoryReceiver
 from sync_plugin_std import with_pipe
 
@@ -78,6 +80,22 @@ class KeepsVersions(SchemeCases):
 
     # Pieces of shared memory in the end.
     mapped = 0
+
+    def test_each_worker_gets_its_own_version_however_late_it_asks(self) -> None:
+        policy, models = make_policy(), [make_policy() for _ in range(5)]
+        with self.sender(policy, 5) as sender, ExitStack() as stack:
+            receivers = [
+                stack.enter_context(Receiver(sender.address(i), model))
+                for i, model in enumerate(models)
+            ]
+            # More versions than there are slots at first.
+            for worker_id in range(5):
+                fill(policy, worker_id + 1.0)
+                with pytest.raises(SendError):
+                    sender.send(worker_ids=worker_id, timeout=0)
+            assert [receiver.receive(5.0) for receiver in receivers] == [1, 2, 3, 4, 5]
+            for version, model in enumerate(models, 1):
+                assert all((parameter == version).all() for parameter in model.parameters())
 
     @pytest.mark.parametrize("views", [True, False], ids=["zero_copy", "stuck"])
     def test_workers_that_fail_at_different_versions(self, views: bool) -> None:
@@ -376,6 +394,29 @@ class SharedMemoryCases(KeepsVersions):
 class TestShm(SharedMemoryCases, SchemeConformance):
     scheme = "shm"
 
+    def test_a_forked_copy_of_the_receiver_takes_no_version(self) -> None:
+        policy, target = make_policy(1.0), make_policy()
+        with (
+            self.sender(policy) as sender,
+            Receiver(sender.address(0), target) as receiver,
+        ):
+            pending = sender.send_async()
+            with warnings.catch_warnings():
+                # Of threads that the child lacks.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                child = os.fork()
+            if child == 0:
+                try:
+                    receiver.receive(5.0)
+                except ClosedError as error:
+                    os._exit(3 if "was forked" in str(error) else 1)
+                finally:
+                    os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+            assert receiver.receive(5.0) == 1
+            assert pending.wait().updated == (0,)
+        assert all((parameter == 1).all() for parameter in target.parameters())
+
     def test_its_options_are_named(self) -> None:
         with pytest.raises(
             OptionError, match="'shm' has no option 'slot'; its options are: direct"
@@ -412,6 +453,15 @@ class TestMp(
     """Its slots are those of `shm`, over which all values, combinations and increments arrive."""
 
     scheme = "mp"
+
+    def test_a_worker_that_is_removed_before_it_connects_leaves_no_pipe(self) -> None:
+        with self.sender(make_policy()) as sender:
+            before = opened()
+            address = sender.address(sender.add_worker(7))
+            sender.remove_worker(7)
+            assert eventually(lambda: opened() == before)
+            with pytest.raises(AddressError, match="get a new one"):
+                Receiver(address, make_policy())
 
     def test_pipes_that_exist_already(self) -> None:
         mine, theirs = multiprocessing.Pipe()

@@ -120,6 +120,7 @@ class Receiver(CollectorReference):
         self._staged: Payload | None = None
         self._load_began = self._load_ended = 0.0
         self._closed = False
+        self._process = os.getpid()
         # No other thread may close what a thread waits for.
         self._exclusive = Exclusive()
         backend = registry.find(registry.SCHEMES, address.scheme)
@@ -150,7 +151,7 @@ class Receiver(CollectorReference):
             self._transport = self._increments
         self._reasons: list[str] = []
         self._leave = weakref.finalize(
-            self, _leave, self._transport, self._target.lease, self._reasons, os.getpid()
+            self, _leave, self._transport, self._target.lease, self._reasons, self._process
         )
         self._leave.atexit = False
 
@@ -453,6 +454,13 @@ class Receiver(CollectorReference):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(_IS_CLOSED)
+        if os.getpid() != self._process:
+            # It would take versions that are meant for the receiver in the other process.
+            raise ClosedError(
+                f"this Receiver belongs to process {self._process}, from which this one (process "
+                f"{os.getpid()}) was forked; give this process an address of its own before it is "
+                "forked, and make the Receiver here: Receiver(address, model)"
+            )
 
     def _answer(self, answer: Answer) -> None:
         try:

@@ -7,6 +7,7 @@ before it is answered.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -84,7 +85,8 @@ def chunked(scheme: Any, chunk_mb: float, *, zero_copy: bool) -> ChunkedScheme:
     Raises:
         OptionError: the size is not one, or parameters were to view what arrives.
     """
-    if isinstance(chunk_mb, bool) or not isinstance(chunk_mb, int | float) or chunk_mb <= 0:
+    number = isinstance(chunk_mb, int | float) and not isinstance(chunk_mb, bool)
+    if not number or not 0 < chunk_mb < math.inf:
         raise OptionError(f"chunk_mb must be a size in MB, such as 4, got {chunk_mb!r}")
     if zero_copy:
         raise OptionError("chunk_mb= and zero_copy=True cannot be given together")

@@ -140,7 +140,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def connect(self, connection: socket.socket, worker_id: int | None = None) -> PeerT:
         """Serve one more connection; only ``worker_id`` may say hello on it, if that is given."""
-        with self._publisher.lock:
+        with self._publisher.lock, uninterrupted():
             peer = self._make_peer(Channel(connection, _MAX_HELLO), worker_id)
             self._connections.add(peer)
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)

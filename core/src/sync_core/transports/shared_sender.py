@@ -166,9 +166,11 @@ class SharedMemorySender(ServingTransport[PeerT]):
         """Pack once for all, and offer the slot to the workers that wait for it."""
         if self._waiting:
             self.collect_answers()
-        deliveries = self._publisher.publish(payload, worker_ids)
-        self.offer_to(worker_ids)
-        return deliveries
+        try:
+            return self._publisher.publish(payload, worker_ids)
+        finally:
+            # All: to find a slot, offers to other workers may have been taken back.
+            self.offer_to(tuple(self._peers))
 
     def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
         """Read the workers' answers in this thread."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sync_core import (
@@ -16,6 +18,9 @@ from sync_core import (
     hookimpl,
 )
 from sync_plugin_std.stores import Store, StoreOptions, store_transport
+
+# Opens a file that only its user may read.
+_open_private = partial(os.open, mode=0o600)
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,15 @@ class DirectoryStore(Store):
         """Put a file in its place by a rename, so that no reader sees half of it."""
         path = self._directory / name
         path.parent.mkdir(exist_ok=True)
-        descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=".")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        Path(part).replace(path)
+        part = path.with_name(f".{secrets.token_hex(8)}")
+        try:
+            with open(part, "xb", opener=_open_private) as file:
+                file.write(data)
+            part.replace(path)
+        except BaseException:
+            # The disk is full, or Ctrl-C: what was written would stay there for good.
+            part.unlink(missing_ok=True)
+            raise
 
     def get(self, name: str) -> bytes | None:
         """Return what is in a file."""

@@ -131,6 +131,13 @@ class PipeSender(SharedMemorySender[LocalPeer]):
         super().welcome(peer)
         self._close_end(peer)
 
+    def remove_worker(self, worker_id: int) -> None:
+        """Also close our copies of the worker's ends, so that pipes no process uses are closed."""
+        super().remove_worker(worker_id)
+        for peer in tuple(self._ends):
+            if peer.expected == worker_id:
+                self._close_end(peer)
+
     def close(self) -> None:
         """Also close the ends of pipes that were not used."""
         super().close()

@@ -86,9 +86,12 @@ class StoreOptions:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        if self.poll <= 0 or self.lost_after <= 0:
+        if not all(
+            0 < seconds <= threading.TIMEOUT_MAX for seconds in (self.poll, self.lost_after)
+        ):
             raise OptionError(
-                f"poll={self.poll} and lost_after={self.lost_after} are seconds, more than 0"
+                f"poll={self.poll} and lost_after={self.lost_after} must be finite numbers of "
+                "seconds above 0"
             )
         if self.keep < 1:
             raise OptionError(f"keep={self.keep} leaves no version; it is 1 or more")
