@@ -227,5 +227,7 @@ def test_what_cannot_be_relayed_is_refused() -> None:
     for given, message in refused:
         with pytest.raises(OptionError, match=message):
             Sender("thread", policy, num_workers=1, **given)
+    with pytest.raises(OptionError, match="leave slots= out"):
+        Sender("shm", policy, num_workers=1, chunk_mb=1, slots=4)
     with pytest.raises(OptionError, match="moves nothing"):
         Sender("none", policy, num_workers=1, chunk_mb=1)

@@ -76,6 +76,11 @@ class ChunkedScheme(ComposedScheme):
             return ChunkedReceiver(context, self)
         if context.workers:
             raise OptionError("chunk_mb= needs workers that connect by addresses; give num_workers")
+        if "slots" in context.options:
+            raise OptionError(
+                "slots= and chunk_mb= cannot be given together, since each worker's chunk takes a "
+                "slot of its own, which has the size of a chunk; leave slots= out"
+            )
         return ChunkedSender(context, self)
 
 
