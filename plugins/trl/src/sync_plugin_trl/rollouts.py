@@ -203,13 +203,17 @@ class _Generator:
         if not prompts:
             return [], self._receiver.version
         width = max(map(len, prompts))
-        ids = torch.full((len(prompts), width), config.pad_token_id)
+        # As model.generate does where a config leaves them out.
+        usual = self._model.generation_config
+        pad = usual.pad_token_id if config.pad_token_id is None else config.pad_token_id
+        ends = usual.eos_token_id if config.eos_token_id is None else config.eos_token_id
+        # The mask hides what fills a row.
+        ids = torch.full((len(prompts), width), pad or 0)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
         made = self._model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        ends = config.eos_token_id
         ends = {ends} if isinstance(ends, int) else {*(ends or ())}
         return [_until(row, ends) for row in made[:, width:].tolist()], self._receiver.version
 
