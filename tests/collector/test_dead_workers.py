@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,7 @@ from sync_core import (
 )
 from sync_core.testing.processes import descendants
 from sync_core.testing.worker_groups import eventually
+from sync_plugin_std.process_group import ProcessGroup
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("leaves_no_process")]
 
@@ -131,6 +134,48 @@ def test_an_update_of_one_worker_that_has_died() -> None:
         kill(made, 0)
         assert made.update_policy_weights_(Scale(3.0)).updated == (0, 1)
         assert made.cascade_execute("policy.weight.item") == [3.0, 3.0]
+
+
+class LateNews(ProcessGroup):
+    """Learns of a death seconds after it, as Ray's may on a busy machine."""
+
+    SECONDS = 2.5
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._died: dict[int, float] = {}
+        super().__init__(*args, **kwargs)
+
+    def alive(self, worker_id: int) -> bool:
+        if super().alive(worker_id):
+            return True
+        return time.monotonic() < self._died.setdefault(worker_id, time.monotonic()) + self.SECONDS
+
+    def call(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        late: Future[Any] = Future()
+
+        def pass_on(call: Future[Any]) -> None:
+            error = call.exception()
+            if isinstance(error, WorkerLostError):
+                Timer(self.SECONDS, late.set_exception, [error]).start()
+            elif error is not None:
+                late.set_exception(error)
+            else:
+                late.set_result(call.result())
+
+        super().call(*args, **kwargs).add_done_callback(pass_on)
+        return late
+
+    def restart(self, worker_id: int) -> None:
+        super().restart(worker_id)
+        self._died.pop(worker_id, None)
+
+
+def test_an_update_of_a_worker_whose_death_is_noticed_late() -> None:
+    options: dict[str, Any] = {"scheme": "shm", "workers": LateNews, "num_workers": 2}
+    with collector(Pid, Scale(), on_worker_failure="restart", sync=True, **options) as made:
+        kill(made, 1)
+        assert made.update_policy_weights_(Scale(2.0)).updated == (0, 1)
+        assert made.cascade_execute("policy.weight.item") == [2.0, 2.0]
 
 
 class Skipping:

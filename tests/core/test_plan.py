@@ -89,6 +89,7 @@ def test_the_command_prints_what_the_model_says(capsys: Any) -> None:
     ("arguments", "message"),
     [
         ("", "required"),
+        ("--params 7B", "'7B' is not a number; type 7e9 for 7B"),
         ("--params -1", "--params must be more than 0, got -1.0"),
         ("--mb 8 --workers 0", "--workers must be more than 0, got 0"),
         ("--mb 8 --workers 2 --nodes 3", "2 workers cannot be on 3 machines"),

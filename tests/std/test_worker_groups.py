@@ -87,6 +87,22 @@ class TestThreadGroup(WorkerGroupConformance):
         assert time.monotonic() - start < 1
         release.set()
 
+    @pytest.mark.timeout(30)
+    def test_an_abandoned_thread_is_waited_for_once(self) -> None:
+        started, release = threading.Event(), threading.Event()
+
+        def work(_: Counter) -> None:
+            started.set()
+            release.wait()
+
+        group = ThreadGroup(Counter, 1)
+        group.call(0, work)
+        started.wait()
+        group.stop(0.05)
+        # As when the group is forgotten, which may be in a thread that does something else.
+        group.stop(3600)
+        release.set()
+
 
 class TestProcessGroup(WorkerGroupConformance):
     group_class = ProcessGroup

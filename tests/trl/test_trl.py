@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from sync_core import Receiver, RemoteCallError, Sender
+from sync_core import ApplyContext, Receiver, RemoteCallError, Sender, hookimpl
 from sync_core.testing.loopback import Loopback
+from sync_plugin_std import Interval
 from sync_plugin_trl import Rollouts, SyncCallback
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.filterwarnings("ignore")]
@@ -142,6 +143,40 @@ def test_workers_generate_what_the_trainers_model_generates(
         seen.append(completions)
     assert seen[0] != seen[1]
     assert workers.generate([], config) == ([], [])
+    # What a config leaves out is the model's own.
+    config = GenerationConfig(max_new_tokens=6, do_sample=False)
+    assert workers.generate(prompts, config)[0] == greedy(model, prompts, config)
+
+
+class Refusing:
+    """Worker 1 fails to apply every version but the first."""
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self, context: ApplyContext) -> Generator[None, bool, bool]:
+        if context.worker_id == 1 and context.version > 1:
+            raise ValueError("not this one")
+        return (yield)
+
+
+@pytest.mark.parametrize("on_failure", ["drop", "quarantine"])
+def test_a_worker_without_the_newest_weights_generates_nothing(
+    on_failure: Any, tokenizer: Any
+) -> None:
+    config = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=1)
+    options: dict[str, Any] = {"layers": [Refusing()], "on_failure": on_failure}
+    with Rollouts(make_model(), tokenizer, scheme="thread", num_workers=2, **options) as workers:
+        workers.send()
+        assert workers.generate([[2], [3], [4]], config)[1] == [1, 1, 1]
+        assert workers.send().updated == (0,)
+        assert workers.generate([[2], [3], [4]], config)[1] == [2, 2, 2]
+
+
+def test_a_send_that_skips_workers_does_not_delay_the_next_completions(tokenizer: Any) -> None:
+    config = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=1)
+    options: dict[str, Any] = {"layers": [Interval(3)], "timeout": 3600}
+    with Rollouts(make_model(), tokenizer, scheme="thread", **options) as workers:
+        assert [workers.send().updated for _ in range(3)] == [(0,), (), ()]
+        assert workers.generate([[2]], config)[1] == [1]
 
 
 def test_a_grpo_run(

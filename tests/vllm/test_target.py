@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import peft
@@ -163,6 +164,40 @@ def test_one_that_hangs_is_given_up_at_the_deadline(engines: list[TorchEngine]) 
         assert target._engines[1].thread is not None
         target._engines[1].thread.join(20)
         assert target.send().updated == (0, 1)
+
+
+def test_a_send_waits_for_an_engine_that_joins(engines: list[TorchEngine]) -> None:
+    model = torch.nn.Linear(2, 1)
+    target = VllmTarget(engines[0], timeout=20)
+    joining = threading.Event()
+
+    class Late(TorchEngine):
+        def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+            joining.set()
+            assert self.go_on.wait(30)
+            super().init_weight_transfer_engine(request)
+
+    late = Late()
+    late.go_on.clear()
+    with connected(target, model), ThreadPoolExecutor(2) as threads:
+        added = threads.submit(target.add, late)
+        assert joining.wait(30)
+        sent = threads.submit(target.send)
+        wait([sent], 0.2)
+        late.go_on.set()
+        assert added.result(30) == (1,)
+        assert sent.result(30).updated == (0, 1)
+
+
+def test_a_new_sender_has_the_engines_that_are_left(engines: list[TorchEngine]) -> None:
+    model = torch.nn.Linear(2, 1)
+    target = VllmTarget(engines, timeout=20)
+    with connected(target, model):
+        target.remove(0)
+    with connected(target, model):
+        assert target.send().updated == (0,)
+    assert torch.equal(engines[1].model.weight, model.weight)
+    assert [status.worker_ids for status in target.engines] == [(0,)]
 
 
 def test_what_cannot_be_driven_is_refused(engines: list[TorchEngine]) -> None:

@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
     if arguments.rounds < 7:
-        parser.error("a median wants 7 rounds or more")
+        parser.error(f"--rounds must be 7 or more, got {arguments.rounds}")
     if arguments.workers < 1:
-        parser.error("there must be a worker")
+        parser.error(f"--workers must be 1 or more, got {arguments.workers}")
     if arguments.changed is not None and not 0 < arguments.changed <= 1:
         parser.error("--changed is a share, more than 0 and at most 1")
     if arguments.scheme == "collector":

@@ -333,7 +333,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "measure with sync-core bench."
     )
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--params", type=float, help="parameters of the model, such as 7e9")
+    size.add_argument("--params", type=_parameters, help="parameters of the model, such as 7e9")
     size.add_argument("--mb", type=float, help="instead, megabytes of the model")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of parameters (fp32)")
     parser.add_argument(
@@ -391,6 +391,13 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     if by_params and arguments.dtype == "fp32":
         sys.stdout.write('layers=["bf16"] halves the bytes; add --dtype bf16 to see it.\n')
     return 0
+
+
+def _parameters(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; type 7e9 for 7B") from None
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

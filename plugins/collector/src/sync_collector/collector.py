@@ -784,7 +784,8 @@ class Collector:
     def _check_open(self) -> None:
         self._background.check()
         if not self._close.alive:
-            raise ClosedError("the collector was shut down; make a new one")
+            after = " after its last batch" if self._delivery.wanted == 0 else ""
+            raise ClosedError(f"the collector was shut down{after}; make a new one")
 
     def _check_working(self) -> None:
         self._check_open()

@@ -107,7 +107,7 @@ def check_acts(policy: Any, said: str) -> None:
     """
     if isinstance(policy, type):
         kind = policy.__name__
-        raise TypeError(f"{said} the class {kind}, and no policy of that class; type {kind}(…)")
+        raise TypeError(f"{said} the class {kind}, not an instance of it; type {kind}(…)")
     if not callable(policy):
         raise TypeError(
             f"{said} a {type(policy).__name__}, which cannot be called; a policy is a module or a "

@@ -30,8 +30,6 @@ OnWorkerFailure = Literal["raise", "restart"]
 
 # A worker that dies again and again before it has made one batch will not do better.
 _IN_A_ROW = 3
-# How long a group may take to notice that a worker has died, in seconds.
-_NOTICE = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -393,8 +391,8 @@ class WorkerPool:
             joins: how often a worker had joined under each id: another may have come since.
         """
         if isinstance(error, WorkerLostError) and self.alive(worker_id):
-            # The group ends a call of a dead worker once it notices the death.
-            wait([self.call(worker_id, _is_there)], _NOTICE)
+            # The group ends a call of a dead worker once it notices that. Ray may take seconds.
+            wait([self.call(worker_id, _is_there)], self._timeout)
         worker = self.workers[worker_id]
         return not self.alive(worker_id) or worker.is_restarting or worker.joins != joins[worker_id]
 

@@ -67,6 +67,7 @@ class ThreadWorker:
         self.worker_id = worker_id
         self._inbox: SimpleQueue[tuple[int, Callable[[Any], CallOutcome]] | None] = SimpleQueue()
         self._ending = threading.Event()
+        self._abandoned = False
         self._pending = PendingCalls()
         call = RemoteCall(worker_id, factory)
         self.ready: Future[None] = call.future
@@ -92,10 +93,11 @@ class ThreadWorker:
         self._inbox.put(None)
 
     def end(self, deadline: float) -> None:
-        """Wait for the thread, and abandon it at the deadline."""
-        if self._thread is not threading.current_thread():
+        """Wait for the thread, and abandon it at the deadline; it is not waited for again."""
+        if self._thread is not threading.current_thread() and not self._abandoned:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
+            self._abandoned = True
             self._pending.lose("was stopped, and its thread abandoned,", running=True)
 
     def _start(self, factory: Callable[[int], Any], number: int) -> None:

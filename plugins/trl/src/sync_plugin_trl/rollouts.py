@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from sync_core import Address, Receiver, Sender, SendReport
+from sync_core import Address, Receiver, Sender, SendReport, SyncError
 from sync_core.checks import check_count, check_seconds
 from sync_core.workers import choose_group, gather, release_with
 
@@ -100,10 +100,10 @@ class Rollouts:
             SendError: some workers failed; the others have the new version.
         """
         pending = self._sender.send_async()
-        for worker_id in self._group.worker_ids:
-            # A failure is in the report.
-            self._group.call(worker_id, _Generator.receive)
         try:
+            for worker_id in pending.worker_ids:
+                # A failure is in the report.
+                self._group.call(worker_id, _Generator.receive, pending.version)
             return pending.wait()
         except BaseException as error:
             pending.interrupt(error)
@@ -114,16 +114,25 @@ class Rollouts:
     ) -> tuple[list[Tokens], list[int]]:
         """Return a completion of each prompt, and the version of the weights that made it.
 
+        Workers that the sender has dropped, or has in quarantine, generate nothing.
+
         Args:
             prompts: token ids, without padding; the workers share them.
             config: as for ``model.generate``.
 
         Raises:
+            SyncError: no worker is left.
             RemoteCallError: a worker raised.
             WorkerLostError: a worker died.
             WorkerTimeoutError: a worker did not return in time.
         """
-        ids = self._group.worker_ids
+        statuses = self._sender.workers
+        ids = [i for i, status in statuses.items() if status.state != "quarantined"]
+        if not ids:
+            raise SyncError(
+                "no worker has the trainer's weights: all were dropped, or are in quarantine; "
+                "make new Rollouts, or leave out on_failure= to end at the first failure"
+            )
         ends = [i * len(prompts) // len(ids) for i in range(len(ids) + 1)]
         calls = {
             worker_id: self._group.call(worker_id, _Generator.generate, prompts[begin:end], config)
@@ -182,8 +191,10 @@ class _Generator:
     def connect(self, address: Address) -> None:
         self._receiver = Receiver(address, self._model)
 
-    def receive(self) -> None:
-        self._receiver.receive()
+    def receive(self, version: int) -> None:
+        # An earlier call may have received it, and none newer may come.
+        if max(self._receiver.version, self._receiver.refused) < version:
+            self._receiver.receive()
 
     @torch.no_grad()
     def generate(
@@ -192,13 +203,17 @@ class _Generator:
         if not prompts:
             return [], self._receiver.version
         width = max(map(len, prompts))
-        ids = torch.full((len(prompts), width), config.pad_token_id)
+        # As model.generate does where a config leaves them out.
+        usual = self._model.generation_config
+        pad = usual.pad_token_id if config.pad_token_id is None else config.pad_token_id
+        ends = usual.eos_token_id if config.eos_token_id is None else config.eos_token_id
+        # The mask hides what fills a row.
+        ids = torch.full((len(prompts), width), pad or 0)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
         made = self._model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        ends = config.eos_token_id
         ends = {ends} if isinstance(ends, int) else {*(ends or ())}
         return [_until(row, ends) for row in made[:, width:].tolist()], self._receiver.version
 

@@ -112,7 +112,7 @@ class VllmTarget:
         self._timeout = check_seconds(timeout)
         self._sender: Sender | None = None
         self._engines: list[_Engine] = []
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
         several = engines if isinstance(engines, list | tuple) else [engines]
         for engine in several:
             client = client_for(engine)
@@ -137,14 +137,21 @@ class VllmTarget:
             OptionError: the sender has other workers.
             SyncError: an engine refused; the others are connected.
         """
-        ids = tuple(range(self.num_workers))
-        if sender.all_worker_ids() != ids:
-            raise OptionError(
-                f"the engines have {len(ids)} ranks, and the sender has the workers "
-                f"{sender.all_worker_ids()}; type Sender(…, num_workers=target.num_workers)"
-            )
-        self._sender = sender
-        self._connect(self._engines)
+        with self._sending:
+            ids = tuple(range(self.num_workers))
+            if sender.all_worker_ids() != ids:
+                raise OptionError(
+                    f"the engines have {len(ids)} ranks, and the sender has the workers "
+                    f"{sender.all_worker_ids()}; type Sender(…, num_workers=target.num_workers)"
+                )
+            first = 0
+            for engine in self._engines:
+                # Not the ids of the sender before, where engines have left.
+                end = first + len(engine.status.worker_ids)
+                engine.set(worker_ids=ids[first:end])
+                first = end
+            self._sender = sender
+            self._connect(self._engines)
 
     def add(self, engine: Any) -> tuple[int, ...]:
         """Connect an engine that joins later; it has the weights that are sent next.
@@ -157,14 +164,16 @@ class VllmTarget:
         """
         sender = self._connected()
         client = client_for(engine)
-        ids = tuple(sender.add_worker() for _ in range(client.world_size(self._timeout)))
-        added = _Engine(client, EngineStatus(client.name, ids))
-        self._engines.append(added)
-        try:
-            self._connect([added])
-        except BaseException:
-            self.remove(len(self._engines) - 1)
-            raise
+        num_ranks = client.world_size(self._timeout)
+        with self._sending:
+            ids = tuple(sender.add_worker() for _ in range(num_ranks))
+            added = _Engine(client, EngineStatus(client.name, ids))
+            self._engines.append(added)
+            try:
+                self._connect([added])
+            except BaseException:
+                self.remove(len(self._engines) - 1)
+                raise
         return ids
 
     def remove(self, index: int) -> None:
@@ -174,9 +183,10 @@ class VllmTarget:
             index: its position in `engines`.
         """
         sender = self._connected()
-        removed = self._engines.pop(index)
-        for worker_id in set(removed.status.worker_ids) & {*sender.all_worker_ids()}:
-            sender.remove_worker(worker_id)
+        with self._sending:
+            removed = self._engines.pop(index)
+            for worker_id in set(removed.status.worker_ids) & {*sender.all_worker_ids()}:
+                sender.remove_worker(worker_id)
 
     def send(self, weights: Any = None, *, timeout: float | None = None) -> SendReport:
         """Send a version into all engines, and wait until they generate with it.
