@@ -238,7 +238,7 @@ def test_who_is_removed_while_the_last_refresh_is_waited_for() -> None:
 @pytest.mark.parametrize("workers", ["inline", "thread"])
 def test_ctrl_c_at_any_moment(workers: str) -> None:
     policy = Scale()
-    with collector(policy, workers=workers, num_workers=1, timeout=30.0) as made:
+    with collector(policy, workers=workers, num_workers=1, timeout=8.0) as made:
         for moment in itertools.count(step=5):
             with interrupted(moment) as moments:
                 next(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -65,7 +66,10 @@ def test_a_vector_environment_is_several_single_ones(mode: AutoresetMode) -> Non
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_vector_environments_in_processes(mode: AutoresetMode) -> None:
-    env = VectorGymEnv(AsyncVectorEnv(three()[:2], autoreset_mode=mode))
+    # What the environments need is then imported once, and not by each process.
+    multiprocessing.set_forkserver_preload(["tests.collector.gym_envs"])
+    made = AsyncVectorEnv(three()[:2], autoreset_mode=mode, context="forkserver")
+    env = VectorGymEnv(made)
     try:
         batch = collect(env, Left(), 8, max_frames_per_traj=3)
         assert values(batch, "next", "observation") == [[1, 2, 1, 2], [1, 2, 3, 1]]

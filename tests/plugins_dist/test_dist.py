@@ -30,4 +30,5 @@ class TestDistOverGloo(SchemeConformance):
 
 class TestDistBroadcast(DeliveryCases, FaultCases, IncrementCases):
     scheme = "dist"
-    options: ClassVar[Mapping[str, Any]] = {"topology": "broadcast"}
+    # An eighth of it is how long the others wait for a worker that is late.
+    options: ClassVar[Mapping[str, Any]] = {"topology": "broadcast", "timeout": 24.0}

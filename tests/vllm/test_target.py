@@ -158,8 +158,10 @@ def test_one_that_hangs_is_given_up_at_the_deadline(engines: list[TorchEngine]) 
         with pytest.raises(SendError, match="worker 1"):
             target.send(timeout=1)
         assert torch.equal(engines[0].model.weight, model.weight)
+        began = time.monotonic()
         with pytest.raises(SendError, match="the call before has not returned"):
             target.send()
+        assert time.monotonic() - began < 15  # it does not wait for the call before
         engines[1].go_on.set()
         assert target._engines[1].thread is not None
         target._engines[1].thread.join(20)

@@ -16,15 +16,14 @@ from sync_core import hooks as hookspecs
 from sync_core.errors import HookResultError, LoadError, UnknownHookError
 from sync_core.hooks import (
     HOOKS,
-    PROJECT,
     ApplyContext,
+    HookManager,
     SendContext,
     SkipContext,
     TransportContext,
     check_hooks,
     hookimpl,
     implemented,
-    wraps,
 )
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy
@@ -163,21 +162,19 @@ class Stack:
 
     def __init__(self, defaults: Any, backend: Plugin, layers: Sequence[Plugin] = ()) -> None:
         self._backend = backend
-        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager = HookManager()
         self._manager.add_hookspecs(hookspecs)
         self._manager.register(defaults, "sync-core")
         self._applied = _Applied()
         self._manager.register(self._applied)
-        plugins = (backend, *layers)
+        plugins = [(plugin, implemented(plugin.object)) for plugin in (backend, *layers)]
         # Innermost, so that it sees what comes from implementations that wrap no other.
         self._register_check(plugins, wrappers=False)
-        for position, plugin in enumerate(plugins):
+        for position, (plugin, hooks) in enumerate(plugins):
             self._register(plugin, f"{position}: {plugin.name}")
-            self._register_check((plugin,), wrappers=True)
+            self._register_check([(plugin, hooks)], wrappers=True)
         traced = trace_if_asked(self._manager)
-        self._extended = frozenset(
-            hook for hook in HOOKS for plugin in plugins if hook in implemented(plugin.object)
-        )
+        self._extended = frozenset(hook for _, hooks in plugins for hook in hooks if hook in HOOKS)
         # Where only the core implements a hook, it is called directly, unless calls are traced.
         self._defaults = defaults
         self._hooked = frozenset(HOOKS) if traced else self._extended
@@ -252,12 +249,15 @@ class Stack:
                 f"{plugin.describe()} is given twice; give each layer once, or its own object"
             ) from error
 
-    def _register_check(self, plugins: Sequence[Plugin], *, wrappers: bool) -> None:
-        check = _Check(plugins, wrappers=wrappers)
-        if any(
-            check.suspects(hook) for hook in ("prepare_weights", "apply_weights", "skip_update")
-        ):
-            self._manager.register(check)
+    def _register_check(
+        self, plugins: Sequence[tuple[Plugin, Mapping[str, bool]]], *, wrappers: bool
+    ) -> None:
+        suspects = {
+            hook: [plugin.describe() for plugin, hooks in plugins if hooks.get(hook) is wrappers]
+            for hook in ("prepare_weights", "apply_weights", "skip_update")
+        }
+        if any(suspects.values()):
+            self._manager.register(_Check(suspects))
 
 
 class _Applied:
@@ -276,19 +276,13 @@ class _Check:
     """Wraps what plugins return, so that the one that returned nonsense can be named.
 
     Registered right after a plugin, it sees that plugin's result before any other changes it.
+
+    Args:
+        suspects: the plugins whose result of a hook it sees first, by the hook.
     """
 
-    def __init__(self, plugins: Sequence[Plugin], *, wrappers: bool) -> None:
-        self._plugins = plugins
-        self._wrappers = wrappers
-
-    def suspects(self, hook: str) -> list[str]:
-        """The plugins whose result of a hook it sees first."""
-        return [
-            plugin.describe()
-            for plugin in self._plugins
-            if hook in implemented(plugin.object) and wraps(plugin.object, hook) is self._wrappers
-        ]
+    def __init__(self, suspects: Mapping[str, Sequence[str]]) -> None:
+        self._suspects = suspects
 
     @hookimpl(wrapper=True)
     def prepare_weights(self) -> Generator[None, Any, Update]:
@@ -313,7 +307,7 @@ class _Check:
 
     def _error(self, hook: str, result: object, wanted: str) -> HookResultError:
         return HookResultError(
-            f"{' or '.join(self.suspects(hook))}: {hook} returned {_kind(result)}, not {wanted}"
+            f"{' or '.join(self._suspects[hook])}: {hook} returned {_kind(result)}, not {wanted}"
         )
 
 

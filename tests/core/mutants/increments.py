@@ -146,7 +146,15 @@ globals().update(
         f"Test{mutant.__name__}": type(
             f"Test{mutant.__name__}",
             (Case,),
-            {"mutant": mutant, "scheme": mutant.scheme, "__test__": True, "__module__": __name__},
+            {
+                "mutant": mutant,
+                "scheme": mutant.scheme,
+                # Two are caught when a version has not arrived for that long.
+                "options": {"timeout": 1.0},
+                "slack": 1.0,
+                "__test__": True,
+                "__module__": __name__,
+            },
         )
         for mutant in Mutant.__subclasses__()
     }

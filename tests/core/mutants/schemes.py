@@ -26,6 +26,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.testing import SchemeConformance
+from sync_core.testing.worker_groups import eventually
 from sync_core.transports import Block
 from sync_plugin_std.shm import ShmScheme
 from sync_plugin_std.thread import ThreadReceiver, ThreadScheme, ThreadSender
@@ -226,7 +227,8 @@ class ReusesWhatAnInterruptedSendHasShown(Mutant):
         def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
             try:
                 deliveries = super().send(payload, worker_ids)
-                time.sleep(0.02)  # a worker begins to read
+                slots = self._publisher.slots
+                eventually(lambda: any(slot.readers for slot in slots), 0.2)
                 self._publisher.newest(0)
             except BaseException:
                 for slot in self._publisher.slots:
@@ -351,7 +353,7 @@ class TakesTheAnswerOfWhoWasRemoved(Mutant):
 
 class CountsVersionsInAByte(Mutant):
     caught_by = "test_after_hundreds_of_versions_answers_still_count"
-    options = {"timeout": 1.0}
+    options = {"timeout": 0.5}
 
     class Receiver(ThreadReceiver):
         def acknowledge(self, answer: Answer) -> None:
@@ -360,7 +362,7 @@ class CountsVersionsInAByte(Mutant):
 
 class LosesEveryEighthAnswer(Mutant):
     caught_by = "test_after_hundreds_of_versions_answers_still_count"
-    options = {"timeout": 1.0}
+    options = {"timeout": 0.5}
 
     class Receiver(ThreadReceiver):
         def acknowledge(self, answer: Answer) -> None:
@@ -409,7 +411,7 @@ class DeliversToRemovedWorkers(Mutant):
 
 class LetsWaitForRemovedWorkers(Mutant):
     caught_by = "test_removing_a_worker_ends_what_is_on_its_way_to_it"
-    options = {"timeout": 1.0}
+    options = {"timeout": 0.5}
 
     class Sender(ThreadSender):
         def remove_worker(self, worker_id: int) -> None:
@@ -468,7 +470,7 @@ class ForgetsWhoComesBack(Mutant):
             self._seen = self._publisher.newest(self._worker_id)
 
         def receive(self, timeout: float) -> Payload | None:
-            return super().receive(min(timeout, 1.0))
+            return super().receive(min(timeout, 0.5))
 
 
 class WaitsForWhoeverLeft(Mutant):
@@ -477,7 +479,7 @@ class WaitsForWhoeverLeft(Mutant):
     class Sender(ThreadSender):
         def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
             if any(place.lost for place in self._publisher._places.values()):
-                time.sleep(1.1)
+                time.sleep(0.6)
             return super().send(payload, worker_ids)
 
 
@@ -496,7 +498,7 @@ class ForgetsTheTimeout(Mutant):
 
     class Receiver(ThreadReceiver):
         def receive(self, timeout: float) -> Payload | None:
-            return super().receive(timeout + 1.1)
+            return super().receive(timeout + 0.6)
 
 
 class BlocksWhereItShouldLook(Mutant):
@@ -530,7 +532,7 @@ class WaitsForWorkersToLeave(Mutant):
         def close(self) -> None:
             places = self._publisher._places.values()
             if not self._publisher.closed and any(place.lost is None for place in places):
-                time.sleep(1.1)
+                time.sleep(0.6)
             super().close()
 
 
@@ -669,7 +671,7 @@ globals().update(
                 "scheme": mutant(),
                 "options": MappingProxyType(getattr(mutant, "options", {})),
                 # Most are caught when something has not happened for so long.
-                "slack": 1.0,
+                "slack": 0.5,
                 "group": "thread",
                 "__module__": __name__,
             },

@@ -20,7 +20,7 @@ class Shelf(Store):
 
     caught_by: ClassVar[str]
     #: Of a mutant's sender, which is not to wait long for what never comes.
-    options: ClassVar[Mapping[str, Any]] = {"timeout": 3.0}
+    options: ClassVar[Mapping[str, Any]] = {"timeout": 1.0}
     kept: ClassVar[dict[str, bytes]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -142,7 +142,7 @@ globals().update(
             {
                 "scheme": ShelfScheme(mutant),
                 "options": mutant.options,
-                "slack": 3.0,
+                "slack": 1.0,
                 "group": "thread",
                 "__module__": __name__,
             },

@@ -208,8 +208,11 @@ class VllmTarget:
         deadline = time.monotonic() + seconds
         with self._sending:
             pending = sender.send_async(weights, timeout=seconds)
+            begun = []
             for engine in self._engines:
-                if not self._begin(engine, partial(self._update, engine, pending, deadline)):
+                if self._begin(engine, partial(self._update, engine, pending, deadline)):
+                    begun.append(engine)
+                else:
                     _fail(engine, pending, engine.failure)
             try:
                 report = pending.wait()
@@ -217,7 +220,7 @@ class VllmTarget:
                 pending.interrupt(error)
                 raise
             finally:
-                self._join(self._engines, deadline)
+                self._join(begun, deadline)
             _raise_first(self._engines)
             return report
 

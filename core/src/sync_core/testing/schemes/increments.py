@@ -81,7 +81,7 @@ class IncrementCases(SchemeCases):
         assert workers.receive(worker_id) == 2, RECEIVED
         assert workers.fingerprints() == [fingerprints(policy)] * 3, VALUES
         # No delivery brings that answer, so it comes when the transport has heard it.
-        assert eventually(lambda: workers.sender.workers[worker_id].version == 2, 20.0), (
+        assert eventually(lambda: workers.sender.workers[worker_id].version == 2, self.slack), (
             "the transport must report by context.notify that a late worker has a version"
         )
         change(policy, 9)

@@ -63,7 +63,7 @@ class LifetimeCases(SchemeCases):
         new = workers.sender.add_worker()
         assert new == 1, MEMBERS
         workers.connect(new)
-        assert workers.receive(new, timeout=self.slack) == 1, RECEIVED
+        assert workers.receive(new) == 1, RECEIVED
         assert workers.values() == [{8.0}, {8.0}], VALUES
         assert workers.send().updated == (0, 1), REPORT
 
@@ -77,7 +77,7 @@ class LifetimeCases(SchemeCases):
             pytest.skip("workers cannot share an address")
         assert workers.sender.send().updated == (), REPORT
         workers.connect(workers.sender.add_worker())
-        assert workers.receive(1, timeout=self.slack) == 1, (
+        assert workers.receive(1) == 1, (
             "send(payload, []) must keep the version for the workers that join later"
         )
         assert workers.pool.call(1, Worker.values) == {8.0}, VALUES
@@ -125,10 +125,10 @@ class LifetimeCases(SchemeCases):
             workers.sender.remove_worker(0)
             assert workers.sender.add_worker(0) == 0, MEMBERS
             workers.connect(0)
-            assert workers.receive(0, timeout=self.slack) == value - 1, RECEIVED
+            assert workers.receive(0) == value - 1, RECEIVED
             fill(policy, value)
             pending = workers.sender.send_async()
-            assert [workers.receive(i, timeout=self.slack) for i in (0, 1)] == [value] * 2, RECEIVED
+            assert [workers.receive(i) for i in (0, 1)] == [value] * 2, RECEIVED
             assert pending.wait().updated == (0, 1), REPORT
             assert workers.values() == [{value}] * 2, VALUES
 

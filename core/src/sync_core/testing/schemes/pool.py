@@ -112,11 +112,20 @@ class Workers:
         sender: the sender.
         pool: the pool.
         make: makes another model than the usual one in the workers.
+        patience: how long a worker waits for a version, in seconds.
     """
 
-    def __init__(self, sender: Sender, pool: Pool, make: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self,
+        sender: Sender,
+        pool: Pool,
+        make: Callable[[], Any] | None = None,
+        *,
+        patience: float = 20.0,
+    ) -> None:
         self.sender = sender
         self.pool = pool
+        self.patience = patience
         self.connect(*sender.all_worker_ids(), make=make)
 
     def connect(self, *worker_ids: int, make: Callable[[], Any] | None = None) -> None:
@@ -137,16 +146,17 @@ class Workers:
             self.sender.send_async().wait(0.0)
         assert self.pool.call(0, Worker.stage) == 1
 
-    def receive(self, worker_id: int, timeout: float = 20.0) -> int | None:
+    def receive(self, worker_id: int, timeout: float | None = None) -> int | None:
         """The version that a worker received."""
-        version: int | None = self.submit(worker_id, timeout).result(_PATIENCE)
+        seconds = self.patience if timeout is None else timeout
+        version: int | None = self.submit(worker_id, seconds).result(_PATIENCE)
         return version
 
     def send(self, weights: Any = None, worker_ids: Iterable[int] | None = None) -> SendReport:
         """Send while the workers that it is for receive."""
         pending = self.sender.send_async(weights, worker_ids)
         receivers = self.sender.all_worker_ids() if worker_ids is None else set(worker_ids)
-        calls = [self.submit(worker_id, 20.0) for worker_id in receivers]
+        calls = [self.submit(worker_id, self.patience) for worker_id in receivers]
         try:
             return pending.wait()
         finally:
@@ -261,7 +271,7 @@ class SchemeCases(Conformance):
     ) -> Workers:
         """Make what `Start` makes; ``ends`` closes it."""
         sender = ends.enter_context(cls.sender(model, num_workers, **options))
-        return Workers(sender, pool, make)
+        return Workers(sender, pool, make, patience=cls.slack)
 
     @classmethod
     def sender(cls, model: Any, num_workers: int = 1, **options: Any) -> Sender:
