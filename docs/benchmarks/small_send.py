@@ -28,6 +28,8 @@ from sync_core.bench import make_model, mark
 
 _MODEL = "small"
 _WARM_UP = 20
+_TURNS = 4
+_THEIRS = "TorchRL (shared)"
 _SCHEMES = ("thread", "shm", "mp")
 
 Round = Callable[[], object]
@@ -37,7 +39,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--pauses", nargs="+", type=float, default=[0.0, 0.005], metavar="SECONDS")
     arguments = parser.parse_args()
     print("| workers | pause | way | ms | processor time | of TorchRL |")
@@ -48,32 +50,40 @@ def main() -> None:
 
 
 def _compare(workers: int, pause: float, rounds: int) -> None:
+    seconds: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
     with ExitStack() as stack:
         ways = {"pipes": stack.enter_context(_pipes(workers))}
         ways |= {name: stack.enter_context(_sender(name, workers)) for name in _SCHEMES}
-        figures = {name: _measure(way, pause, rounds) for name, way in ways.items()}
-    seconds = torchrl_send.measure("shared", _MODEL, workers=workers, rounds=rounds, pause=pause)
-    figures["TorchRL (shared)"] = median(seconds), None
-    theirs = figures["TorchRL (shared)"][0]
-    for name, (taken, cpu) in figures.items():
-        used = "" if cpu is None else f"{1e3 * cpu:.2f}"
+        # In turns, since the processor's speed changes in the course of a run.
+        for _ in range(_TURNS):
+            for name, way in ways.items():
+                _measure(way, pause, rounds, seconds.setdefault(name, []), cpu.setdefault(name, []))
+            seconds.setdefault(_THEIRS, []).extend(
+                torchrl_send.measure("shared", _MODEL, workers=workers, rounds=rounds, pause=pause)
+            )
+    theirs = median(seconds[_THEIRS])
+    for name, taken in seconds.items():
+        used = f"{1e3 * median(cpu[name]):.2f}" if name in cpu else ""
         print(
-            f"| {workers} | {1e3 * pause:g} ms | {name} | {1e3 * taken:.2f} | {used} "
-            f"| {taken / theirs:.2f} |",
+            f"| {workers} | {1e3 * pause:g} ms | {name} | {1e3 * median(taken):.2f} | {used} "
+            f"| {median(taken) / theirs:.2f} |",
             flush=True,
         )
 
 
-def _measure(way: Round, pause: float, rounds: int) -> tuple[float, float]:
-    """Return the median seconds of a round, and those of this process's processor time."""
-    seconds, used = [], []
-    for _ in range(_WARM_UP + rounds):
+def _measure(
+    way: Round, pause: float, rounds: int, seconds: list[float], used: list[float]
+) -> None:
+    """Append the seconds of each round, and those of this process's processor time."""
+    for number in range(_WARM_UP + rounds):
         time.sleep(pause)
         cpu, begin = time.process_time(), time.perf_counter()
         way()
-        seconds.append(time.perf_counter() - begin)
-        used.append(time.process_time() - cpu)
-    return median(seconds[_WARM_UP:]), median(used[_WARM_UP:])
+        end = time.perf_counter()
+        if number >= _WARM_UP:
+            seconds.append(end - begin)
+            used.append(time.process_time() - cpu)
 
 
 @contextmanager
