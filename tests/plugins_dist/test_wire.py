@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +28,16 @@ class Nobody:
 
     def interrupts(self) -> bool:
         return False
+
+
+class Quiet(Nobody):
+    """Control that nothing comes from, up to the end of a transfer."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
 
 
 class Ends:
@@ -55,12 +67,18 @@ def beside(function: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_parts_may_take_as_long_as_was_agreed() -> None:
+def connected(link: Link) -> tuple[TensorGroup, TensorGroup]:
+    """Both ends of a wire."""
     ends = Ends()
-    wires: dict[int, TensorGroup] = {}
-    made = beside(lambda: wires.update({0: TensorGroup(LINK, ends.rendezvous(0), 0, 2)}))
-    wires[1] = TensorGroup(LINK, ends.rendezvous(1), 1, 2)
+    wires: list[TensorGroup] = []
+    made = beside(lambda: wires.append(TensorGroup(link, ends.rendezvous(0), 0, 2)))
+    other = TensorGroup(link, ends.rendezvous(1), 1, 2)
     made.join()
+    return wires[0], other
+
+
+def test_parts_may_take_as_long_as_was_agreed() -> None:
+    wires = connected(LINK)
     part, place = torch.arange(5.0), torch.zeros(5)
 
     def send() -> None:
@@ -75,6 +93,24 @@ def test_parts_may_take_as_long_as_was_agreed() -> None:
     assert torch.equal(place, part)
     wires[0].close()
     wires[1].close()
+
+
+def test_a_version_that_was_given_up_and_overwritten_is_refused() -> None:
+    sender, receiver = connected(replace(LINK, collective=True))
+    part, place = torch.ones(1 << 16), torch.zeros(1 << 16)
+    sender.send(part)
+    sender.finish(7)
+    # What tells the worker of that may come later than the parts.
+    sender.close()
+    part.fill_(2.0)
+    reading, writing = os.pipe()
+    try:
+        with pytest.raises(BrokenGroupError):
+            receiver.receive([place], 7, Quiet(reading))
+    finally:
+        receiver.close()
+        os.close(reading)
+        os.close(writing)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -220,6 +220,10 @@ class TensorGroup:
     def close(self) -> None:
         """Leave the group; what is on its way does not arrive, or not whole."""
         _wires.discard(self)
+        if self._link.collective:
+            # What is still to be broadcast may be overwritten from now on. The tail goes last, so
+            # it tells the other ends.
+            self._tail.zero_()
         held = [self._group, *self._works]
         del self._group, self._works
         if self._link.collective:
