@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,8 @@ def test_the_program(url: str) -> None:
         text=True,
         timeout=80,
         check=False,
+        # Without a buffer, a line and its end are two writes, between which others print.
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
     )
     assert run.returncode == 0, run.stderr
     lines = sorted(run.stdout.splitlines())
