@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Generator, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,17 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
+    EarlyStoppingCallback,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
-from sync_core import ApplyContext, Receiver, RemoteCallError, Sender, hookimpl
+from sync_core import ApplyContext, ModelError, Receiver, RemoteCallError, Sender, hookimpl
 from sync_core.testing.loopback import Loopback
 from sync_plugin_std import Interval
 from sync_plugin_trl import Rollouts, SyncCallback
@@ -64,7 +66,7 @@ class Noted(Sender):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(Loopback(), model, num_workers=1)
-        self.worker = copy.deepcopy(model)
+        self.worker: Any = copy.deepcopy(model)
         self.receiver = Receiver(self.address(0), self.worker)
         self.sent: list[Tensor] = []
 
@@ -81,10 +83,11 @@ class Regression(nn.Module):
         self.layer = nn.Linear(2, 1)
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": ((self.layer(x) - labels) ** 2).mean()}
+        made = self.layer(x)
+        return {"loss": ((made - labels) ** 2).mean(), "logits": made}
 
 
-@pytest.mark.parametrize(("every", "sends"), [(1, 6), (2, 4), (3, 3), (9, 2)])
+@pytest.mark.parametrize(("every", "sends"), [(1, 7), (2, 4), (3, 3), (9, 2)])
 def test_a_trainer_sends_after_its_steps(every: int, sends: int, tmp_path: Path) -> None:
     model = Regression()
     rows = [{"x": torch.randn(2), "labels": torch.ones(1)} for _ in range(20)]
@@ -101,10 +104,74 @@ def test_a_trainer_sends_after_its_steps(every: int, sends: int, tmp_path: Path)
     with Noted(model) as sender:
         callback = SyncCallback(sender, every=every)
         Trainer(model, arguments, train_dataset=rows, callbacks=[callback]).train()
-        # When it begins, after every n of five steps, and the last step.
+        # When it begins, after every n of five steps, and at the end.
         assert len(sender.sent) == sends
-        assert all(not torch.equal(a, b) for a, b in pairwise(sender.sent))
+        assert all(not torch.equal(a, b) for a, b in itertools.pairwise(sender.sent[:-1]))
         assert torch.equal(sender.sent[-1], model.layer.weight)
+
+
+class Halve(TrainerCallback):
+    """Ends training with other weights than those of the last step, as an average of them does."""
+
+    @torch.no_grad()
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["model"].layer.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("end", ["best model", "early stop", "callback", "resumed"])
+def test_workers_end_with_what_the_trainer_ends_with(end: str, every: int, tmp_path: Path) -> None:
+    model, rows = Regression(), [{"x": torch.ones(2), "labels": torch.ones(1)}] * 8
+    scores = itertools.chain([3.0, 1.0, 2.0, 5.0], itertools.repeat(6.0))
+    stop = end == "early stop"
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        num_train_epochs=4,
+        per_device_train_batch_size=4,
+        learning_rate=0.1,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        metric_for_best_model="score",
+        greater_is_better=False,
+        load_best_model_at_end=end == "best model",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+
+    def train(sender: Noted, **options: Any) -> None:
+        callbacks: list[TrainerCallback] = [SyncCallback(sender, every=every)]
+        callbacks[:0] = [Halve()] if end == "callback" else []
+        callbacks += [EarlyStoppingCallback(1)] if stop else []
+        Trainer(
+            model,
+            arguments,
+            train_dataset=rows,
+            eval_dataset=rows,
+            compute_metrics=lambda _: {"score": next(scores)},
+            callbacks=callbacks,
+        ).train(**options)
+
+    with Noted(model) as sender:
+        train(sender)
+        if end == "resumed":
+            checkpoint = tmp_path / "checkpoint-2"
+            train(sender, resume_from_checkpoint=str(checkpoint))
+        assert torch.equal(sender.worker.layer.weight, model.layer.weight)
+        assert torch.equal(sender.worker.layer.bias, model.layer.bias)
+
+
+def test_a_model_that_the_trainer_makes_is_not_the_senders(tmp_path: Path) -> None:
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    rows = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 8
+    make: Any = Regression
+    trainer = Trainer(args=arguments, train_dataset=rows, model_init=make)
+    model: Any = trainer.model
+    with Noted(model) as sender:
+        trainer.add_callback(SyncCallback(sender))
+        with pytest.raises(ModelError, match=r"shares no parameter .* no model_init="):
+            trainer.train()
+        assert not sender.sent
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
@@ -218,7 +285,7 @@ def test_a_grpo_run(
     trainer.train()
     # Each batch is made by the weights of the step before.
     assert seen == [[first + 1 + step] * 8 for step in range(4)]
-    assert workers.version == first + 5
+    assert workers.version == first + 6
 
 
 def test_a_worker_that_cannot_generate_is_named(

@@ -251,6 +251,11 @@ class Sender(Updater):
             raise
 
     @property
+    def model(self) -> Any:
+        """Return what is sent when `send` is given nothing; None where no model is known."""
+        return self._source.model
+
+    @property
     def version(self) -> int:
         """The newest version; before the first send, the one from which the sender counts."""
         return self._version

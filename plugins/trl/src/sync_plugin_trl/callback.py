@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from sync_core import SendReport
+from sync_core import ModelError, SendReport
 from sync_core.checks import check_count
 
 
 class Sends(Protocol):
     """A sender of the trainer's model: `sync_core.Sender`, or `Rollouts`."""
+
+    @property
+    def model(self) -> Any:
+        """The model whose weights are sent."""
 
     def send(self) -> SendReport:
         """Send the model's weights, and wait until every worker has committed them."""
@@ -19,11 +24,12 @@ class Sends(Protocol):
 
 
 class SyncCallback(TrainerCallback):
-    """Sends the weights of a `transformers.Trainer` when training begins, and after its steps.
+    """Sends a `transformers.Trainer`'s weights when training begins, after steps, and at its end.
 
-    A step is one of the optimiser, after all batches whose gradients it accumulates. The weights of
-    the last step are sent too. A worker that fails ends the training with `sync_core.SendError`,
-    unless the sender was given another ``on_failure``.
+    A step is one of the optimiser, after all batches whose gradients it accumulates. The weights
+    that training ends with are sent too, also where ``load_best_model_at_end`` loads others than
+    those of the last step. A worker that fails ends the training with `sync_core.SendError`, unless
+    the sender was given another ``on_failure``.
 
     Args:
         sender: a sender of the trainer's model. Where several ranks train, add the callback on
@@ -32,6 +38,7 @@ class SyncCallback(TrainerCallback):
 
     Raises:
         ValueError: ``every`` is not an integer >= 1.
+        ModelError: when training begins, of a model that has no parameter of the sender's model.
 
     Example:
         >>> import torch
@@ -48,17 +55,18 @@ class SyncCallback(TrainerCallback):
     def __init__(self, sender: Sends, *, every: int = 1) -> None:
         self._sender = sender
         self._every = check_count(every, "every")
-        self._sent = -1
 
     def on_train_begin(
         self,
         args: TrainingArguments,  # noqa: ARG002 - the signature is transformers'
-        state: TrainerState,
+        state: TrainerState,  # noqa: ARG002
         control: TrainerControl,  # noqa: ARG002
+        model: Any = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         """Send what the workers begin with."""
-        self._send(state)
+        _check_same(self._sender.model, model)
+        self._sender.send()
 
     def on_step_end(
         self,
@@ -69,19 +77,32 @@ class SyncCallback(TrainerCallback):
     ) -> None:
         """Send after every ``every`` steps."""
         if state.global_step % self._every == 0:
-            self._send(state)
+            self._sender.send()
 
     def on_train_end(
         self,
         args: TrainingArguments,  # noqa: ARG002 - the signature is transformers'
-        state: TrainerState,
+        state: TrainerState,  # noqa: ARG002
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Send what was trained since the last send."""
-        if state.global_step != self._sent:
-            self._send(state)
+        """Send what training ends with.
 
-    def _send(self, state: TrainerState) -> None:
+        The trainer, and callbacks before this one, may have changed the weights since the last
+        step, so that the step does not tell whether the workers have them.
+        """
         self._sender.send()
-        self._sent = state.global_step
+
+
+def _check_same(sent: Any, trained: Any) -> None:
+    """Raise `ModelError` if a trainer trains other tensors than those that are sent."""
+    if not (isinstance(sent, nn.Module) and isinstance(trained, nn.Module)):
+        return
+    own = set(map(id, sent.parameters()))
+    if own and own.isdisjoint(map(id, trained.parameters())):
+        raise ModelError(
+            f"the sender's model, a {type(sent).__name__}, shares no parameter with the "
+            f"{type(trained).__name__} that the trainer trains, so that its training would never "
+            "be sent; give Trainer(model=…) and Sender(…) the same model, and no model_init=, "
+            "which makes another one at each train()"
+        )

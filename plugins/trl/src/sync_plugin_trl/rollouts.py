@@ -93,6 +93,11 @@ class Rollouts:
         """The newest version sent; 0 before the first."""
         return self._sender.version
 
+    @property
+    def model(self) -> Any:
+        """Return the trainer's model."""
+        return self._sender.model
+
     def send(self) -> SendReport:
         """Send the trainer's weights, and wait until every worker has committed them.
 
