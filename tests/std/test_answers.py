@@ -7,7 +7,7 @@ import os
 import random
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any, cast
 
@@ -47,6 +47,17 @@ def workers(sender: Sender) -> Iterator[list[Receiver]]:
         sender.close()
         for thread in threads:
             thread.join()
+
+
+@contextmanager
+def later(function: Callable[[], None]) -> Iterator[None]:
+    """Call a function while the block runs, which ends when the function has returned."""
+    timer = threading.Timer(0.2, function)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
 
 
 def are_current(sender: Sender) -> bool:
@@ -96,8 +107,7 @@ def test_a_sender_that_is_closed_ends_the_wait_at_once() -> None:
         closing(Receiver(sender.address(0), nn.Linear(2, 2))),
     ):
         pending = sender.send_async()
-        threading.Timer(0.2, sender.close).start()
-        with pytest.raises(SendError, match="the sender was closed"):
+        with later(sender.close), pytest.raises(SendError, match="the sender was closed"):
             pending.wait()
 
 
@@ -113,8 +123,8 @@ def test_an_answer_that_comes_after_the_worker_has_asked_for_more() -> None:
         first = transport.receive(10.0)
         assert transport.receive(0.1) is None  # asks for more
         answer = Answer(version=1)
-        threading.Timer(0.2, lambda: transport.acknowledge(answer)).start()
-        assert pending.wait().updated == (0,)
+        with later(lambda: transport.acknowledge(answer)):
+            assert pending.wait().updated == (0,)
         pending = sender.send_async()
         second = transport.receive(10.0)
         assert transport.receive(0.1) is None
@@ -127,7 +137,7 @@ def test_an_answer_that_comes_after_the_worker_has_asked_for_more() -> None:
         assert eventually(lambda: not select.select([transport._answers.reader], [], [], 0)[0])
         with sending._publisher.lock:
             assert [slot.version for slot in sending._publisher.slots if slot.readers] == [2]
-        threading.Timer(0.2, lambda: transport.acknowledge(Answer(version=2))).start()
-        assert pending.wait().updated == (0,)
+        with later(lambda: transport.acknowledge(Answer(version=2))):
+            assert pending.wait().updated == (0,)
         first.release()
         second.release()

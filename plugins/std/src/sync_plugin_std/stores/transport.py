@@ -373,6 +373,8 @@ def store_transport(
         SenderLostError: a receiver's sender has closed, or its token is another.
 
     Example:
+        >>> import torch
+        >>> from sync_core import Receiver, Sender, hookimpl
         >>> class Memory(Store):
         ...     kept = {}
         ...     def put(self, name, data): self.kept[name] = data
