@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from sync_collector.envs.arrays import ArrayEnv, Arrays, as_array, entry, put_row
+from sync_collector.envs.arrays import ArrayEnv, Arrays, as_array, check_flags, entry, put_row
 from sync_collector.envs.normal import no_flags, outcome_of, spread
 from sync_collector.loops import BetweenSteps, Leaves, Steps, copy_of, leaves_of, recorded_of, stack
 from sync_collector.policies import TensorDictPolicy, TensorPolicy
@@ -206,7 +206,9 @@ class ArrayLoop:
                 self._check_action(action)
             rows.action = action
         if rows.stepped is None:
-            rows.stepped = self._env.step_arrays(rows.action)
+            stepped = self._env.step_arrays(rows.action)
+            check_flags(self._env, stepped)
+            rows.stepped = stepped
         observation, rows.reward[t], rows.terminated[t], rows.truncated[t] = rows.stepped
         put_row(rows.following, t, observation)
         put_row(rows.seen, t + 1, observation)

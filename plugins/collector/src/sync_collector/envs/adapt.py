@@ -9,7 +9,14 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase, stack
 
-from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, put_row, speaks_arrays
+from sync_collector.envs.arrays import (
+    ArrayEnv,
+    Arrays,
+    ArrayStep,
+    check_flags,
+    put_row,
+    speaks_arrays,
+)
 from sync_collector.envs.gym import GymEnv
 from sync_collector.envs.infos import InfoKeys
 from sync_collector.envs.normal import Conventions
@@ -109,7 +116,9 @@ class _ArrayStack(_Members, ArrayEnv):
         reward = np.empty(self.batch_size, np.float32)
         terminated, truncated = np.empty((2, *self.batch_size), np.bool_)
         for i, env in enumerate(self._members):
-            observation, reward[i], terminated[i], truncated[i] = env.step_arrays(action[i])
+            stepped = env.step_arrays(action[i])
+            check_flags(env, stepped)
+            observation, reward[i], terminated[i], truncated[i] = stepped
             put_row(rows, i, observation)
         return rows, reward, terminated, truncated
 
@@ -211,6 +220,13 @@ def _adapted(made: Any, info_keys: InfoKeys) -> Env:
         from sync_collector.envs.vector import VectorGymEnv, resettable
 
         return VectorGymEnv(resettable(made), info_keys=info_keys)
+    if hasattr(made, "possible_agents"):
+        raise TypeError(
+            f"{type(made).__name__} is an environment of several agents (PettingZoo), and a "
+            "Gymnasium environment has one agent; type torchrl.envs.PettingZooWrapper(env), whose "
+            "batches have the agents in groups, or wrap it in a gymnasium.Env that acts for one of "
+            "them"
+        )
     if hasattr(made, "action_space") and hasattr(made, "observation_space"):
         return GymEnv(lambda: made, info_keys=info_keys)
     raise TypeError(

@@ -19,6 +19,8 @@ Arrays: TypeAlias = Mapping[Any, Any]
 #: Observations, reward, terminated, truncated: scalars, or arrays of the shape of the batch.
 ArrayStep: TypeAlias = tuple[Arrays, Any, Any, Any]
 
+# The kinds of dtypes that hold a value or another one: flags and integers. Floats are rounded.
+_EXACT = "biu"
 _TENSORDICT_METHODS = ("reset", "step", "step_and_maybe_reset", "rand_action")
 
 
@@ -28,7 +30,8 @@ class ArraySpec:
 
     Args:
         shape: its shape, without the batch dimensions of the environment.
-        dtype: its dtype; what the environment gives is cast to it.
+        dtype: its dtype. What the environment gives is cast to it; integers and flags that would
+            have other values are refused.
         info: whether it is recorded only: no policy is given it for want of another observation.
     """
 
@@ -141,11 +144,13 @@ class ArrayEnv(ABC):
         return merged.update(no_flags(self.batch_size))
 
     def _observation(self, arrays: Arrays) -> dict[Any, Tensor]:
-        # A copy, since environments may give the array that their next step overwrites.
-        return {
-            key: torch.from_numpy(np.array(entry(arrays, key), dtype=spec.dtype))
+        # Copied, since environments may give the array that their next step overwrites.
+        rows = {
+            key: np.empty((1, *self.batch_size, *spec.shape), spec.dtype)
             for key, spec in self.array_specs.items()
         }
+        put_row(rows, 0, arrays)
+        return {key: torch.from_numpy(array[0, ...]) for key, array in rows.items()}
 
     def _values(self, values: Any, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(values, dtype=dtype).reshape(self.batch_size)
@@ -176,17 +181,74 @@ def put_row(rows: Mapping[Any, np.ndarray[Any, Any]], where: int, observation: A
     """Write what was observed into a row of each array.
 
     Raises:
-        TypeError: there is more of it, or less, than a row has.
+        TypeError: there is more of it, or less, than a row has, or a row would have other values.
     """
     for key, array in rows.items():
-        values, row = entry(observation, key), array[where]
+        values, row = entry(observation, key), array[where, ...]
+        if type(values) is not np.ndarray or (
+            values.dtype != row.dtype and row.dtype.kind in _EXACT
+        ):
+            values = _held(key, as_numpy(values), row)
         # Of too few, numpy would make a row by repeating them.
-        if np.size(values) != row.size:
+        if values.size != row.size:
             raise TypeError(
-                f"{key!r} was observed with the shape {np.shape(values)}, and the environment "
+                f"{key!r} was observed with the shape {values.shape}, and the environment "
                 f"declares {row.shape}; make its space, or spec, and what it gives alike"
             )
-        array[where] = values
+        row[...] = values
+
+
+def _held(key: Any, values: Any, row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return what was observed as an array of a row's dtype."""
+    try:
+        return cast(values, row.dtype)
+    except OtherValueError as error:
+        raise TypeError(
+            f"{key!r} was observed with {error}, and the environment declares {row.dtype} of the "
+            f"shape {row.shape}; make its space, or spec, and what it gives alike"
+        ) from error
+
+
+class OtherValueError(ValueError):
+    """A value that a dtype cannot hold; the message is the value and its own dtype."""
+
+
+def cast(values: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return values as an array of a dtype; floats may be rounded to other floats.
+
+    Raises:
+        OtherValueError: an integer or a flag would be another one.
+
+    Example:
+        >>> cast([0.0, 2.0], np.dtype(np.uint8))
+        array([0, 2], dtype=uint8)
+        >>> cast([0.0, 0.5], np.dtype(np.uint8))
+        Traceback (most recent call last):
+        sync_collector.envs.arrays.OtherValueError: 0.5 (float64)
+    """
+    given = np.asarray(values)
+    if dtype.kind not in _EXACT or given.dtype == dtype:
+        return given.astype(dtype, copy=False)
+    with np.errstate(invalid="ignore"):
+        made = given.astype(dtype)
+    differs = made != given
+    if differs.any():
+        raise OtherValueError(f"{given[differs].flat[0]} ({given.dtype})")
+    return made
+
+
+def check_flags(env: object, stepped: ArrayStep) -> None:
+    """Raise `TypeError` for a step without flags, which numpy would take for False."""
+    if stepped[2] is None or stepped[3] is None:
+        raise TypeError(
+            f"{type(env).__name__}.step_arrays() gave None for terminated or truncated; let it "
+            "return True or False, or an array of them"
+        )
+
+
+def as_numpy(values: Any) -> Any:
+    """Return a tensor as an array; what is not a tensor is returned as it is."""
+    return as_array(values.detach().cpu()) if isinstance(values, Tensor) else values
 
 
 def as_array(action: Tensor) -> np.ndarray[Any, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, put_row
+from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, as_numpy, put_row
 from sync_collector.envs.infos import InfoKeys, InfoReader
 from sync_collector.envs.protocol import close_env
 
@@ -169,6 +169,10 @@ class GymEnv(ArrayEnv):
             wanted = "observation, reward, terminated, truncated and a dict"
             raise _of_another_interface(env, "step", wanted)
         observation, reward, terminated, truncated, info = made
+        if terminated is not True and terminated is not False:
+            terminated = _flag(terminated, env, "terminated")
+        if truncated is not True and truncated is not False:
+            truncated = _flag(truncated, env, "truncated")
         return self._observed(observation, info), _scalar(reward, env), terminated, truncated
 
     def _observed(self, observation: Any, info: Any) -> Arrays:
@@ -223,6 +227,22 @@ def _scalar(reward: Any, env: Any) -> float:
         return float(reward.reshape(()) if isinstance(reward, np.ndarray) else reward)
     except (TypeError, ValueError, RuntimeError) as error:
         raise wrong_reward(reward, env, "a number") from error
+
+
+def wrong_flag(flag: Any, env: Any, name: str, wanted: str) -> TypeError:
+    """The error about a flag that is neither True nor False."""
+    given = " ".join(reprlib.repr(flag).split())
+    return TypeError(
+        f"{type(unwrapped(env)).__name__} gave {given} for {name!r}; let its step() return {wanted}"
+    )
+
+
+def _flag(flag: Any, env: Any, name: str) -> bool:
+    """A flag, such as one of numpy or torch, as a bool."""
+    value = np.asarray(as_numpy(flag))
+    if value.size != 1 or value.dtype.kind not in "biuf":
+        raise wrong_flag(flag, env, name, "True or False")
+    return bool(value.item())
 
 
 def next_seed(seed: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from sync_collector.envs.arrays import Arrays, ArraySpec
+from sync_collector.envs.arrays import Arrays, ArraySpec, as_numpy, cast
 from sync_collector.envs.protocol import FLAGS
 
 #: The names of entries, whose values are float32 numbers; or a dtype or an `ArraySpec` for each. A
@@ -90,7 +90,7 @@ def _missing(spec: ArraySpec) -> np.ndarray[Any, Any]:
 
 def _checked(key: Any, spec: ArraySpec, value: Any) -> np.ndarray[Any, Any]:
     try:
-        array = np.asarray(value, spec.dtype)
+        array = cast(as_numpy(value), spec.dtype)
     except (TypeError, ValueError) as error:
         raise _unfit(key, spec, value) from error
     if array.shape != spec.shape:

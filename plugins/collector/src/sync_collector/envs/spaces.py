@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from gymnasium import spaces
 
-from sync_collector.envs.arrays import ArraySpec, lacking
+from sync_collector.envs.arrays import ArraySpec, OtherValueError, as_numpy, cast, lacking
 from sync_collector.envs.protocol import FLAGS
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -48,31 +48,50 @@ class Same(Codec):
 
     def __init__(self, space: Any) -> None:
         self.spec = ArraySpec(tuple(space.shape), np.dtype(space.dtype))
+        self._space = space
+        # Whether a value of another dtype may be lost; between floats it is rounded.
+        self._is_exact = self.spec.dtype.kind in "biu"
+        self._is_binary = isinstance(space, spaces.MultiBinary)
 
     def encode(self, value: Any) -> Any:
+        if self._is_exact and (type(value) is not np.ndarray or value.dtype != self.spec.dtype):
+            return self._cast(as_numpy(value), "observation", _FIT_OBSERVATION)
         return value
 
     def encode_batch(self, values: Any) -> Any:
-        return values
+        return self.encode(values)
 
     def decode(self, array: Array) -> Any:
         _check_shape(array, self.spec)
-        # Without a copy, an environment that keeps its action would see the next one in it.
-        return array.astype(self.spec.dtype)
+        # On arrays this short, a set is faster than numpy.
+        if self._is_binary and not _BINARY.issuperset(array.ravel().tolist()):
+            raise _outside("action", f"{array.tolist()}", self._space, _FIT_BINARY)
+        if self._is_binary or not self._is_exact or array.dtype == self.spec.dtype:
+            # Without a copy, an environment that keeps its action would see the next one in it.
+            return array.astype(self.spec.dtype)
+        return self._cast(array, "action", _FIT_INTEGER)
+
+    def _cast(self, value: Any, what: str, advice: str) -> Array:
+        try:
+            return cast(value, self.spec.dtype)
+        except OtherValueError as error:
+            raise _outside(what, str(error), self._space, advice) from error
 
 
 class Index(Codec):
     """A discrete space, as a number that counts from 0."""
 
     def __init__(self, space: Any) -> None:
-        self._start: Any = int(space.start)
+        self._space = space
+        self._n, self._start = int(space.n), int(space.start)
         self.spec = ArraySpec((), np.dtype(np.int64))
 
     def encode(self, value: Any) -> Any:
-        return value - self._start
+        return _index(value, self._space, self._n, self._start)
 
     def encode_batch(self, values: Any) -> Any:
-        return values - self._start
+        indices = np.asarray(as_numpy(values)) - self._start
+        return _checked_indices(indices, self._n, values, self._space, "observation")
 
     def decode(self, array: Array) -> Any:
         if array.size != 1 or array.dtype.kind not in "iu":
@@ -80,34 +99,47 @@ class Index(Codec):
                 f"a categorical action is one integer, not {array.dtype} of shape {array.shape}; "
                 "leave out categorical=True if the policy gives one-hot actions"
             )
-        return array.item() + self._start
+        index = array.item()
+        if not 0 <= index < self._n:
+            raise _outside("action", str(index), self._space, f"{_FIT_INDEX} {self._n - 1}")
+        return index + self._start
 
 
-class Indices(Index):
+class Indices(Codec):
     """Several discrete spaces side by side, as numbers that count from 0."""
 
     def __init__(self, space: Any) -> None:
-        self._start = getattr(space, "start", 0)
+        self._space = space
+        self._sizes, self._start = space.nvec, getattr(space, "start", 0)
         self._dtype = space.dtype
         self.spec = ArraySpec(tuple(space.shape), np.dtype(np.int64))
+
+    def encode(self, value: Any) -> Any:
+        return self.encode_batch(value)
+
+    def encode_batch(self, values: Any) -> Any:
+        indices = np.asarray(as_numpy(values)) - self._start
+        return _checked_indices(indices, self._sizes, values, self._space, "observation")
 
     def decode(self, array: Array) -> Any:
         _check_shape(array, self.spec)
         if array.dtype.kind not in "iu":
             raise TypeError(f"categorical actions are integers, not {array.dtype}")
-        return (array + self._start).astype(self._dtype)
+        indices = _checked_indices(array, self._sizes, array, self._space, "action")
+        return (indices + self._start).astype(self._dtype)
 
 
 class OneHot(Codec):
     """A discrete space, as a vector with a single 1."""
 
     def __init__(self, space: Any) -> None:
-        self._start = int(space.start)
-        self._rows = np.eye(int(space.n), dtype=np.int64)
-        self.spec = ArraySpec((int(space.n),), np.dtype(np.int64))
+        self._space = space
+        self._n, self._start = int(space.n), int(space.start)
+        self._rows = np.eye(self._n, dtype=np.int64)
+        self.spec = ArraySpec((self._n,), np.dtype(np.int64))
 
     def encode(self, value: Any) -> Any:
-        return self._rows[int(value) - self._start]
+        return self._rows[_index(value, self._space, self._n, self._start)]
 
     def decode(self, array: Array) -> Any:
         # On lists this short, Python is faster than numpy.
@@ -146,6 +178,9 @@ class OneHots(Codec):
 class _Part:
     def __init__(self, n: int, start: int) -> None:
         self.n, self.start = n, start
+
+    def __str__(self) -> str:
+        return f"Discrete({self.n}, start={self.start})"
 
 
 def codec(space: Any, *, categorical: bool) -> Codec:
@@ -240,6 +275,39 @@ def _key(path: tuple[str, ...]) -> Key:
 def _check_shape(array: Array, spec: ArraySpec) -> None:
     if array.shape != spec.shape:
         raise TypeError(f"an action must have the shape {spec.shape}, not {array.shape}")
+
+
+_FIT_OBSERVATION = (
+    "let what changes the observations declare their space: "
+    "gymnasium.wrappers.TransformObservation(env, function, space)"
+)
+_BINARY = frozenset((0, 1))
+_FIT_BINARY = "let the policy give 0 and 1, such as (logits > 0).to(torch.int8), or sample them"
+_FIT_INTEGER = "let the policy round its actions, and keep them within the space"
+_FIT_INDEX = "let the policy give an index from 0 to"
+
+
+def _index(value: Any, space: Any, n: int, start: int) -> int:
+    """Return a discrete observation as an index from 0."""
+    index = int(value) - start
+    if not 0 <= index < n or index + start != value:
+        raise _outside("observation", f"{value}", space, _FIT_OBSERVATION)
+    return index
+
+
+def _checked_indices(indices: Array, sizes: Any, given: Any, space: Any, what: str) -> Array:
+    """Return indices from 0, unless one is not among those of its space."""
+    fits = (indices >= 0) & (indices < sizes)
+    if indices.dtype.kind == "f":
+        fits &= indices == np.floor(indices)
+    if not fits.all():
+        advice = _FIT_OBSERVATION if what == "observation" else f"{_FIT_INDEX} n - 1 for each part"
+        raise _outside(what, f"{as_numpy(given)}", space, advice)
+    return indices
+
+
+def _outside(what: str, value: str, space: Any, advice: str) -> TypeError:
+    return TypeError(f"the {what} {value} is not in the space {space}; {advice}")
 
 
 def _not_one_hot(values: Any, size: int) -> TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
@@ -17,8 +18,8 @@ from gymnasium.vector import (
 )
 from gymnasium.wrappers.vector import NormalizeObservation
 
-from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep
-from sync_collector.envs.gym import next_seed, wrong_reward
+from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, as_numpy, put_row
+from sync_collector.envs.gym import next_seed, wrong_flag, wrong_reward
 from sync_collector.envs.infos import InfoKeys, InfoReader
 from sync_collector.envs.spaces import ObservationCodec, codec
 
@@ -79,6 +80,8 @@ class VectorGymEnv(ArrayEnv):
         # The observations after the last step, where it has reset what had ended, and where.
         self._fresh: Arrays = {}
         self._is_fresh = np.zeros(env.num_envs, np.bool_)
+        # The device of actions where the environment gives tensors; None where it gives arrays.
+        self._device: torch.device | None = None
 
     def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
         """Begin an episode where the mask says, if the vector environment has not done so."""
@@ -101,9 +104,13 @@ class VectorGymEnv(ArrayEnv):
 
     def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
         """Act in all of them."""
-        made = self._env.step(self._action.decode_batch(action))
-        observation, reward, terminated, truncated, infos = made
+        given = self._action.decode_batch(action)
+        if self._device is not None:
+            given = torch.from_numpy(given).to(self._device)
+        observation, *rest, infos = self._env.step(given)
+        reward, *flags = map(as_numpy, rest)
         self._check_reward(reward)
+        terminated, truncated = map(self._flags, flags, ("terminated", "truncated"))
         outcome = self._observed(observation, infos)
         self._is_fresh[:] = False
         if self._mode is AutoresetMode.SAME_STEP:
@@ -136,10 +143,27 @@ class VectorGymEnv(ArrayEnv):
         self._env.close()
 
     def _observed(self, observation: Any, infos: Any) -> Arrays:
-        encoded: Arrays = self._codec.encode_batch(observation)
+        encoded: Arrays = self._codec.encode_batch(self._arrays(observation))
         if self._infos is None:
             return encoded
         return {**encoded, **self._infos.read_batch(infos, self._env.num_envs)}
+
+    def _arrays(self, observation: Any) -> Any:
+        """Return observations as arrays; an environment that gives tensors takes them too."""
+        if isinstance(observation, torch.Tensor):
+            self._device = observation.device
+            return as_numpy(observation)
+        if isinstance(observation, Mapping):
+            return {name: self._arrays(values) for name, values in observation.items()}
+        return observation
+
+    def _flags(self, flags: Any, name: str) -> np.ndarray[Any, Any]:
+        """Return flags as an array, one for each environment."""
+        values = np.asarray(flags)
+        if values.shape != self.batch_size or values.dtype.kind not in "biuf":
+            wanted = f"{self._env.num_envs} of True or False, one for each environment"
+            raise wrong_flag(flags, self._env, name, wanted)
+        return values.astype(np.bool_, copy=False)
 
     def _check_reward(self, reward: Any) -> None:
         """Raise `TypeError` unless there is one for each; numpy gives a single one to all."""
@@ -157,10 +181,9 @@ class VectorGymEnv(ArrayEnv):
         # Gymnasium's DictInfoToList gives the infos of each environment separately.
         of_each = isinstance(infos, list)
         merged = {key: np.array(row) for key, row in outcome.items()}
-        for i in np.flatnonzero(self._is_fresh):
-            last = infos[i]["final_obs"] if of_each else infos["final_obs"][i]
-            for key, value in self._codec.encode(last).items():
-                merged[key][i] = value
+        for i in np.flatnonzero(self._is_fresh).tolist():
+            last = self._codec.encode(self._last(infos[i] if of_each else infos, i, of_each))
+            put_row({key: merged[key] for key in last}, i, last)
             if of_each and self._infos is not None:
                 for key, value in self._infos.read(infos[i].get("final_info", {})).items():
                     merged[key][i] = value
@@ -169,6 +192,19 @@ class VectorGymEnv(ArrayEnv):
             for key, values in final.items():
                 merged[key][self._is_fresh] = values[self._is_fresh]
         return merged
+
+    def _last(self, info: Any, i: int, of_each: bool) -> Any:
+        """Return what an environment observed last in the episode that has ended."""
+        last = info.get("final_obs")
+        if last is None:
+            raise TypeError(
+                f"{self._env} has reset an environment in the step that ended its episode, without "
+                "info['final_obs'], so that its last observation is lost; let it give the last "
+                "observations there, or reset nothing in step(): make it with autoreset_mode="
+                "gymnasium.vector.AutoresetMode.DISABLED"
+            )
+        last = self._arrays(last)
+        return last if of_each else _part(last, i)
 
 
 def resettable(env: Any) -> Any:
@@ -216,6 +252,13 @@ def _normalizes_all(env: Any) -> bool:
             return True
         env = env.env
     return False
+
+
+def _part(batch: Any, i: int) -> Any:
+    """Return what one environment has of a batch, which may be a mapping."""
+    if isinstance(batch, Mapping):
+        return {name: _part(values, i) for name, values in batch.items()}
+    return batch[i]
 
 
 def _where(mask: np.ndarray[Any, Any], yes: Any, no: Any) -> Any:
