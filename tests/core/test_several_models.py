@@ -269,3 +269,21 @@ def test_large_modules_are_gathered_together() -> None:
         assert values(target) == {version}
     pointers = [tensor.data_ptr() for tensor in named_tensors(target).values()]
     assert max(pointers) - min(pointers) == 2 * 400 * 400 * 4 + 400 * 4
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_module_that_replaces_another_holds_no_version(several: bool) -> None:
+    source: Any = models(1.0) if several else models(1.0)["policy"]
+    names: Any = {name: name for name in source} if several else "policy"
+    worker = SimpleNamespace(**models(0.0))
+    with Sender("thread", source, num_workers=1, partial=True) as sender:
+        receiver = Receiver(sender.address(0), names, context=worker)
+        deliver(sender, receiver)
+        worker.policy = models(0.0)["policy"]
+        pending = sender.send_async({next(iter(named_tensors(source))): torch.zeros(4, 3)})
+        assert receiver.receive(0) is None
+        with pytest.raises(SendError, match="the model has version 0; the next send"):
+            pending.wait()
+        assert receiver.version == 0
+        deliver(sender, receiver)
+        assert values(vars(worker) if several else worker.policy) == {1.0}

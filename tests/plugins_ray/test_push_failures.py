@@ -108,6 +108,21 @@ def test_a_restarted_actor_gets_the_version_before_it_counts(
             pending.wait()
 
 
+def test_a_restarted_actor_gets_the_newest_version_without_another_send() -> None:
+    (frail,) = start(1, max_restarts=1)
+    with Sender("ray", linear(1.0), workers=[frail]) as sender:
+        states: list[WorkerState | None] = []
+        sender.subscribe(lambda event: states.append(event.after))
+        sender.send()
+        os.kill(ray.get(frail.pid.remote()), signal.SIGKILL)
+        restarted = [WorkerState.LOST, WorkerState.BEHIND, WorkerState.CURRENT]
+        assert eventually(lambda: states[-3:] == restarted, 60)
+        assert policy_of(frail) == {1.0}
+        os.kill(ray.get(frail.pid.remote()), signal.SIGKILL)
+        assert eventually(lambda: sender.workers[0].state is WorkerState.LOST, 30)
+        assert "process of its actor has ended" in str(sender.workers[0].error)
+
+
 @pytest.mark.parametrize("size", [20_000, 2_200_000], ids=["its only one", "one of its two"])
 def test_a_lost_object_is_put_again(agents: list[Any], lost: Any, size: int) -> None:
     ray.get([actor.host.remote(pair(0.0, size)) for actor in agents])

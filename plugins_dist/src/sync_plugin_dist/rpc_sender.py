@@ -162,6 +162,9 @@ class RpcSender(CallingTransport):
         """Return where the worker fetches versions."""
         return self._wires.address(worker_id)
 
+    def joined(self, worker: CalledWorker, given: Any) -> None:
+        """Do nothing: the connection of the receiver notifies the sender."""
+
     def place_of(self, worker: CalledWorker) -> Any:
         """Return the object in which the worker's model is."""
         return worker.handle[1]

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sync_core import Layout, Payload, SyncError
+from sync_core import Address, Layout, Payload, SyncError
 from sync_core.transports import CalledReceiver, CalledReceivers, DeliveryOutcome, DeliveryRequest
+from sync_plugin_ray.liveness import make_token
 from sync_plugin_ray.store import read
 
 
@@ -33,6 +34,10 @@ class ActorReceiver(CalledReceiver):
         if request.place is None:
             return super().find_model(request, context)
         return "model", _getter(context, request.place)
+
+    def joined(self, address: Address) -> Any:
+        """Return a token of this process."""
+        return make_token(address.endpoint)
 
     def unpack(self, request: DeliveryRequest, content: Any) -> Payload:
         """Return the payload in what the sender has published."""

@@ -19,6 +19,7 @@ from sync_core import (
     WorkerLostError,
 )
 from sync_core.transports import CalledWorker, CallingTransport, DeliveryOutcome, DeliveryRequest
+from sync_plugin_ray import liveness
 from sync_plugin_ray.actor_side import deliver
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.pull import PullSender
@@ -28,7 +29,8 @@ from sync_plugin_ray.store import LOST, ObjectStore, Publication
 class PushSender(CallingTransport):
     """Updates a model in each of some actors.
 
-    An actor that Ray restarts is given the version again.
+    An actor that Ray restarts is lost from the end of its process on, and is given the newest
+    version again as soon as it takes calls.
 
     Args:
         context: what the sender gave to `create_transport`.
@@ -49,6 +51,9 @@ class PushSender(CallingTransport):
         self._store = store
         self._model_getter = model_getter
         self._mailbox: PullSender | None = None
+        self._liveness = liveness.start(liveness.LivenessActor)
+        # The token of each worker's process.
+        self._tokens: dict[int, Any] = {}
         # The objects of the send in progress.
         self._published: Publication | None = None
         super().__init__(context, actors)
@@ -92,6 +97,7 @@ class PushSender(CallingTransport):
     def remove_worker(self, worker_id: int) -> None:
         """Forget an actor, which keeps the weights that it has."""
         super().remove_worker(worker_id)
+        self._tokens.pop(worker_id, None)
         if self._mailbox is not None:
             self._mailbox.remove_worker(worker_id)
 
@@ -105,6 +111,24 @@ class PushSender(CallingTransport):
         call: Any = worker.handle.__ray_call__.remote(deliver, request, *published)
         future: Future[DeliveryOutcome] = call.future()
         return future
+
+    def endpoint(self, worker_id: int) -> Any:
+        """Return the actor of which receivers make the tokens of their processes."""
+        del worker_id
+        return self._liveness
+
+    def joined(self, worker: CalledWorker, given: Any) -> None:
+        """Watch the process of a new receiver."""
+        super().joined(worker, given)
+        worker_id = worker.worker_id
+        self._tokens[worker_id] = given
+
+        def ended() -> None:
+            # The actor may have another process already.
+            if self._tokens.get(worker_id) is given:
+                self.lose(worker_id, "the process of its actor has ended")
+
+        liveness.on_end(given, ended)
 
     def place_of(self, worker: CalledWorker) -> str | None:
         """Return the method that returns the model, if that is how it is found."""
@@ -134,6 +158,9 @@ class PushSender(CallingTransport):
         """Leave the cluster."""
         if self._mailbox is not None:
             self._mailbox.close()
+        self._tokens.clear()
+        if self._cluster.connected:
+            ray.kill(self._liveness)
         self._cluster.leave()
 
 

@@ -83,6 +83,10 @@ class IncrementalReceiver(ReceiverTransport):
                 self._committed = 0
         self._transport.acknowledge(replace(answer, version=self._number))
 
+    def forget_commit(self) -> None:
+        """Note that another model has replaced the one that has the newest version."""
+        self._committed = self.delivered = 0
+
     def wake(self) -> None:
         """Wake the transport."""
         self._transport.wake()

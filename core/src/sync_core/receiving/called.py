@@ -27,6 +27,8 @@ class CalledReceiver:
         self.token = ""
         self.receiver: Receiver | None = None
         self.inbox = HandedTransport()
+        # Given to the sender with the receiver's first outcome.
+        self._joined: Any = None
         self._replaced: set[str] = set()
 
     def find_model(self, request: DeliveryRequest, context: Any) -> tuple[Any, Any]:
@@ -42,6 +44,15 @@ class CalledReceiver:
         """Return the address for `Receiver`, whose endpoint is the inbox."""
         self.inbox = HandedTransport()
         return replace(address, endpoint=self.inbox)
+
+    def joined(self, address: Address) -> Any:
+        """Return the argument of `CallingTransport.joined` for a new receiver; True by default.
+
+        Args:
+            address: the sender's, as `connect` was given it.
+        """
+        del address
+        return True
 
     def commit(self, receiver: Receiver, request: DeliveryRequest, content: Any) -> None:
         """Commit the version that was brought, unless the model has it."""
@@ -93,12 +104,18 @@ class CalledReceiver:
             model, where = self.find_model(request, context)
             self.receiver = Receiver(self.connect(request.address), model, context=where)
             self.token = request.token
+            self._joined = self.joined(request.address)
         try:
             self.commit(self.receiver, request, content)
         except SenderLostError:
             self.close()
             raise
-        return self.committed(request.version)
+        return self.introduced(self.committed(request.version))
+
+    def introduced(self, outcome: DeliveryOutcome) -> DeliveryOutcome:
+        """Return an outcome that notifies the sender of a new receiver, once."""
+        joined, self._joined = self._joined, None
+        return outcome if joined is None else replace(outcome, joined=joined)
 
     def close(self) -> None:
         """Close the receiver; the model keeps what it has, in its own memory."""
@@ -110,6 +127,7 @@ class CalledReceiver:
         """Release the sender; the one before it may return."""
         self.close()
         self.token = ""
+        self._joined = None
         self._replaced.clear()
 
 
@@ -167,7 +185,7 @@ class CalledReceivers:
                     answer = given or Answer.refusal(request.version, error)
             if where:
                 answer = replace(answer, error=f"{where}: {answer.error}")
-            return DeliveryOutcome(answer.to_message())
+            return kept.introduced(DeliveryOutcome(answer.to_message()))
 
     @contextmanager
     def _locked(self, request: DeliveryRequest) -> Iterator[CalledReceiver]:

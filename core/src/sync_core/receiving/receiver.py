@@ -196,8 +196,11 @@ class Receiver(CollectorReference):
         """The number under which the transport brought what the model has.
 
         It is `version`, but where the sender has ``increments=``, whose transport may be given
-        two payloads for one version.
+        two payloads for one version. It is 0 where a string reference leads to another module
+        than the one that has `version`.
         """
+        if self._target.model_was_replaced():
+            return 0
         return self._version if self._increments is None else self._increments.delivered
 
     @property
@@ -275,6 +278,10 @@ class Receiver(CollectorReference):
         self._check_open()
         if self._staged is not None:
             self.reject(SyncError("a newer version was asked for before this one was committed"))
+        if self._target.model_was_replaced():
+            self._version = 0
+            if self._increments is not None:
+                self._increments.forget_commit()
         payload = self._next(deadline)
         while payload is not None and not self._accepts(payload):
             payload = self._next(deadline)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sync_core import registry
 from sync_core.address import Address
@@ -16,7 +16,7 @@ from sync_core.layers import bind, with_layout
 from sync_core.models.binding import Binding
 from sync_core.models.extract import named_tensors
 from sync_core.models.match import check_match
-from sync_core.models.multi_model import look_up, refers
+from sync_core.models.multi_model import look_up, refers, same
 from sync_core.models.shared_model_check import check_own
 from sync_core.receiving.exclusive import Lease, vacate
 from sync_core.registry import Plugin
@@ -92,6 +92,17 @@ class Target:
                 cast=address.cast,
             )
         self._model, self._refers = model, by_reference
+
+    def model_was_replaced(self) -> bool:
+        """Return whether a reference leads to other modules than those that were written."""
+        several = isinstance(self._found, Mapping)
+        found = self._found.values() if several else (self._found,)
+        if not self._refers or not all(isinstance(model, nn.Module) for model in found):
+            return False
+        # A path that leads nowhere is reported by what writes there.
+        with suppress(ModelError):
+            return not same(look_up(self._model, self._context, self._found), self._found)
+        return False
 
     def write(self, payload: Payload, held: int) -> None:
         """Write a version into the model, which has version ``held``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -55,10 +55,13 @@ class DeliveryOutcome:
             has it by other means, or where it is not known.
         known: whether the worker has a receiver for this sender. If not, and the request had no
             address to make one, the sender calls again with one.
+        joined: with the first outcome of a receiver, which has nothing of this sender yet: True, or
+            an argument for `CallingTransport.joined`; None with its later ones.
     """
 
     answer: Mapping[str, Any] | None = None
     known: bool = True
+    joined: Any = None
 
     @property
     def committed(self) -> bool:
@@ -130,7 +133,7 @@ _log = logging.getLogger("sync_core")
 # How long `close` waits for the thread that does it, in seconds.
 _PATIENCE = 5.0
 
-_Event = tuple[CalledWorker, _Version, "Future[DeliveryOutcome]"] | None
+_Event = tuple[CalledWorker, Callable[[CalledWorker], None]] | None
 
 
 class CallingTransport(SenderTransport):
@@ -193,6 +196,31 @@ class CallingTransport(SenderTransport):
     def endpoint(self, worker_id: int) -> Any:
         """Return the endpoint in the addresses that receivers are made from; None by default."""
         del worker_id
+
+    def joined(self, worker: CalledWorker, given: Any) -> None:
+        """With the lock: notify the sender that a worker has a new receiver, which has no version.
+
+        Override it where the receiver's own connection does that.
+
+        Args:
+            worker: the worker, whose process may be another one than before.
+            given: what `CalledReceiver.joined` returned there.
+        """
+        del given
+        self.context.notify(worker.worker_id, Notice("connected"))
+
+    def lose(self, worker_id: int, reason: str) -> None:
+        """Note that a worker's process has ended, and call the one that replaces it.
+
+        May be called from any thread.
+
+        Args:
+            worker_id: the worker; it need not be served any more.
+            reason: a sentence without its subject.
+        """
+        worker = self.workers.get(worker_id)
+        if worker is not None:
+            self._events.put((worker, partial(self._call_again, reason)))
 
     def closed(self) -> None:
         """Release what the transport has; called once, when all workers are dismissed."""
@@ -260,11 +288,12 @@ class CallingTransport(SenderTransport):
     def _serve(self) -> None:
         while (event := self._events.get()) is not None:
             try:
-                self._take_result(*event)
+                worker, handle = event
+                handle(worker)
             except Exception:
                 # The thread lives for the other workers.
                 _log.exception("the result of a call into worker %d is lost", event[0].worker_id)
-            del event  # not to be kept until the next one
+            del event, worker, handle  # not to be kept until the next one
         with self.lock:
             workers = list(self.workers.values())
             self.workers.clear()
@@ -275,8 +304,18 @@ class CallingTransport(SenderTransport):
                 self._dismiss(worker, "the sender was closed")
         self.closed()
 
+    def _call_again(self, reason: str, worker: CalledWorker) -> None:
+        with self.lock:
+            if self.workers.get(worker.worker_id) is not worker:
+                return
+            worker.introduced = False
+            self.context.notify(worker.worker_id, Notice("lost", reason=reason))
+            # A call in progress tells what became of the worker.
+            if worker.wanted is not None and not worker.busy:
+                self._call(worker)
+
     def _take_result(
-        self, worker: CalledWorker, version: _Version, future: Future[DeliveryOutcome]
+        self, version: _Version, future: Future[DeliveryOutcome], worker: CalledWorker
     ) -> None:
         outcome = self._outcome(worker, version[1], future)
         with self.lock:
@@ -306,7 +345,7 @@ class CallingTransport(SenderTransport):
     ) -> None:
         # No receiver of a removed worker reads the event, which would hold the version.
         if self.workers.get(worker.worker_id) is worker:
-            self._events.put((worker, version, future))
+            self._events.put((worker, partial(self._take_result, version, future)))
 
     def _outcome(
         self, worker: CalledWorker, content: Any, future: Future[DeliveryOutcome]
@@ -328,6 +367,8 @@ class CallingTransport(SenderTransport):
         awaited = delivery is not None and delivery.version == version
         worker.introduced = isinstance(outcome, DeliveryOutcome) and outcome.known
         if isinstance(outcome, DeliveryOutcome):
+            if outcome.joined is not None:
+                self.joined(worker, outcome.joined)
             if delivery is not None and awaited and outcome.answer is not None:
                 delivery.settle(outcome.answer)
             elif outcome.committed:

@@ -8,11 +8,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
-from sync_core import Sender, SendReport
+import pytest
+
+from sync_core import Sender, SendError, SendReport, WorkerState
+from sync_core.testing.expectations import REPORT, VALUES
 from sync_core.testing.schemes.delivery import DeliveryCases
 from sync_core.testing.schemes.faults import FaultCases
 from sync_core.testing.schemes.increments import IncrementCases
-from sync_core.testing.schemes.pool import Pool, Workers
+from sync_core.testing.schemes.models import fill, make_policy
+from sync_core.testing.schemes.pool import Pool, Start, Workers
 from sync_core.testing.schemes.worker import Worker
 
 
@@ -127,3 +131,21 @@ class CalledSchemeConformance(DeliveryCases, FaultCases, IncrementCases):
         ends.callback(workers.end)
         ends.enter_context(sender)
         return workers
+
+    def test_a_model_that_was_replaced_gets_everything(self, start: Start) -> None:
+        policy = make_policy(1.0)
+        workers = start(policy, partial=True)
+        workers.send()
+        workers.pool.call(0, Worker.rebuild)
+        fill(policy, 2.0)
+        first, *rest = policy.named_parameters()
+        with pytest.raises(SendError) as failure:
+            workers.send(dict([first]))
+        assert failure.value.report.updated == (1,), (
+            "a model that has replaced another one holds nothing of the versions before"
+        )
+        assert workers.sender.workers[0].state is WorkerState.BEHIND, (
+            "a worker must not be current where its model lacks anything"
+        )
+        assert workers.send(dict(rest)).updated == (0, 1), REPORT
+        assert workers.values() == [{2.0}] * 2, VALUES

@@ -161,6 +161,10 @@ class Worker:
         self.hang_up()
         fill(self.model, value)
 
+    def rebuild(self) -> None:
+        """Make another model, as a worker that begins again does."""
+        self.model = make_policy()
+
     def misshape(self) -> None:
         """Make the model one that the weights do not fit."""
         self.model[0].weight = torch.nn.Parameter(torch.full((1, 1), 5.0))

@@ -1,0 +1,57 @@
+"""Liveness of processes in a cluster: a sender learns of their ends by Ray, without polling."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import OwnerDiedError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+
+class LivenessActor:
+    """An asynchronous actor whose method `waits` never returns.
+
+    The result of a call belongs to the process that made the call. When that process ends, Ray
+    fails the result wherever it is waited for, within milliseconds.
+    """
+
+    async def waits(self) -> None:
+        """Never return."""
+        await asyncio.Event().wait()
+
+
+def start(actor_class: type, *args: Any) -> Any:
+    """Start an asynchronous actor on this node, so that it lives as long as the sender.
+
+    Args:
+        actor_class: its class.
+        args: arguments of the class.
+    """
+    node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor: Any = ray.remote(actor_class)
+    options = actor.options(num_cpus=0, scheduling_strategy=node, max_concurrency=10_000)
+    return options.remote(*args)
+
+
+def make_token(actor: Any) -> list[Any]:
+    """Return a token of this process, for `on_end` in another one.
+
+    Args:
+        actor: a `LivenessActor`.
+    """
+    # In a list, since Ray replaces a reference by its value.
+    return [actor.waits.remote()]
+
+
+def on_end(token: list[Any], callback: Callable[[], None]) -> None:
+    """Call a function, in a thread of Ray's, once the process that made a token has ended."""
+
+    def ended(future: Any) -> None:
+        # Another error is that of a LivenessActor which was ended.
+        if isinstance(future.exception(), OwnerDiedError):
+            callback()
+
+    token[0].future().add_done_callback(ended)
