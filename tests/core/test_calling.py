@@ -15,6 +15,7 @@ from torch import nn
 
 from sync_core import (
     Layout,
+    OptionError,
     Payload,
     ReceiverTransport,
     Sender,
@@ -22,6 +23,7 @@ from sync_core import (
     SenderTransport,
     TransportContext,
     WorkerError,
+    WorkerState,
     hookimpl,
 )
 from sync_core.testing.worker_groups import eventually
@@ -50,6 +52,10 @@ class Agent:
 
     def call(self, request: DeliveryRequest, content: Any) -> Future[DeliveryOutcome]:
         return self._thread.submit(self._deliver, request, content)
+
+    def begin_again(self) -> None:
+        """Be as another process would be."""
+        self.policy, self._receivers = linear(0.0), CalledReceivers()
 
     def value(self) -> float:
         return self.policy.weight[0, 0].item()
@@ -187,6 +193,48 @@ def test_a_late_worker_gets_the_newest_version(agents: list[Agent]) -> None:
         assert sender.add_worker(worker=agents[1]) == 1
         assert eventually(lambda: sender.workers[1].version == 1)
         assert agents[1].value() == 4.0
+
+
+def test_a_lost_worker_is_called_again_without_another_send(agents: list[Agent]) -> None:
+    with to(agents[:1], 4.0) as sender:
+        sender.send()
+        states: list[WorkerState | None] = []
+        sender.subscribe(lambda event: states.append(event.after))
+        agents[0].begin_again()
+        transport = sender._pipeline.transport
+        assert isinstance(transport, CallingTransport)
+        transport.lose(0, "has ended")
+        transport.lose(1, "is not served")
+        found = [WorkerState.LOST, WorkerState.BEHIND, WorkerState.CURRENT]
+        assert eventually(lambda: states == found)
+        assert agents[0].value() == 4.0
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "drop"])
+def test_the_only_worker_is_replaced(agents: list[Agent], on_failure: Any) -> None:
+    with Sender(
+        CallsScheme(), linear(1.0), workers=agents[:1], timeout=10.0, on_failure=on_failure
+    ) as sender:
+        agents[0].fails = [ValueError("is broken")]
+        if on_failure == "drop":
+            assert sender.send().dropped == (0,)
+        else:
+            sender.remove_worker(0)
+        assert sender.all_worker_ids() == ()
+        with pytest.raises(OptionError, match=r"by their handles: add_worker\(worker=…\)"):
+            sender.add_worker()
+        added = sender.add_worker(worker=agents[1])
+        assert sender.send().updated == (added,)
+        assert agents[1].value() == 1.0
+
+
+def test_no_transport_is_made_when_all_workers_were_removed(agents: list[Agent]) -> None:
+    with Sender(CallsScheme(), workers=agents[:1]) as sender:
+        sender.remove_worker(0)
+        with pytest.raises(OptionError, match="all workers were removed"):
+            sender.send(linear(1.0))
+        sender.add_worker(worker=agents[1])
+        assert sender.send(linear(2.0)).updated == (1,)
 
 
 class Posted(PointToPointTransport):

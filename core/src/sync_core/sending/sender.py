@@ -200,6 +200,7 @@ class Sender(Updater):
         )
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)
         self._handles = dict(enumerate(workers or ()))
+        self._called = bool(workers)
         self._context = context
         self._failure_policy = features.failure_policy(
             on_failure, group, on_restart, called=bool(workers), timeout=timeout
@@ -517,7 +518,7 @@ class Sender(Updater):
             ValueError: there is such a worker already, or that is not an id.
         """
         self._check_open()
-        check_handle(worker, needed=bool(self._handles))
+        check_handle(worker, needed=self._called)
         # Either the send that another thread has begun is for this worker too, or it goes to all
         # before there is this worker, which then gets it as one that joins late.
         with self._starting:
@@ -601,6 +602,8 @@ class Sender(Updater):
 
     def _open(self, update: Update, model: Any) -> SenderTransport:
         workers = tuple(map(self._find_worker, self._handles.values()))
+        if self._called and not workers:
+            raise OptionError("all workers were removed; type sender.add_worker(worker=…) first")
         self._pipeline.open(update, model, self._source.found, workers, self._members)
         return self._pipeline.opened
 
