@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.std import test_fp8, test_layers, test_rename
+from tests.std import test_experts, test_fp8, test_layers, test_rename
 from torch import Tensor, nn
 
 from sync_core import registry
@@ -117,7 +117,9 @@ class TestLoraAdapter(Adapted):
 
 
 def test_every_layer_has_a_conformance_class() -> None:
-    modules = (vars(module).values() for module in (test_layers, test_rename, test_fp8))
+    modules = (
+        vars(module).values() for module in (test_layers, test_rename, test_fp8, test_experts)
+    )
     found = {
         registry.find(registry.LAYERS, case.layer).object
         for case in (*(value for values in modules for value in values), *globals().values())
@@ -129,4 +131,4 @@ def test_every_layer_has_a_conformance_class() -> None:
     installed = {entry.load() for entry in registry.installed(registry.LAYERS)}
     ours = {layer for layer in installed if layer.__module__.startswith("sync_plugin_std.")}
     assert ours <= kinds
-    assert len(ours) == 12
+    assert len(ours) == 14

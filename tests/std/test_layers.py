@@ -72,7 +72,7 @@ def test_layers_by_name_and_by_object() -> None:
 
 def test_a_layer_with_arguments_can_be_called_by_its_name() -> None:
     named = {entry.name: entry.load() for entry in registry.installed(registry.LAYERS)}
-    for name in ("rename", "fuse", "split", "transpose", "select", "lora", "fp8", "zstd"):
+    for name in named.keys() - {"interval", "metrics"}:
         assert getattr(sync_plugin_std, name) is named[name]
 
 
@@ -180,7 +180,7 @@ class TestSplit(LayerConformance):
 
 
 class TestFuse(LayerConformance):
-    layer = Fuse({"nothing": ()})
+    layer = Fuse({})
 
 
 class TestNegated(LayerConformance):

@@ -145,7 +145,7 @@ def test_tied_tensors_stay_tied() -> None:
         (Split({"norm": {"a": 3, "b": 2}}), r"'norm.weight' has the shape \[4\], .* 5 rows"),
         (Split({"qkv": {"q": 4}}), r"Split finds no \['qkv'\]"),
         (Split({"norm": {"q_proj": 4}}), "both be sent as 'q_proj.weight'"),
-        (Transpose("*.bias"), r"two dimensions, and 'q_proj.bias' has 1: \[4\]"),
+        (Transpose("*.bias"), r"last two dimensions, and 'q_proj.bias' has 1: \[4\]"),
         (Transpose("*.kernel"), r"Transpose finds no tensor for \['\*.kernel'\]"),
     ],
 )
@@ -174,10 +174,10 @@ class EveryMatrix(Transpose):
     def __init__(self) -> None:
         super().__init__("*")
 
-    def _regroup(self, layout: Layout) -> dict[str, Any]:
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Any]:
         names = [name for name, i in layout.index.items() if len(layout.specs[i].shape) == 2]
         layer = Transpose(*names) if names else Rename({"*": "*"})
-        return layer._regroup(layout)
+        return layer._regroup(layout, strict=strict)
 
     @hookimpl(wrapper=True)
     def apply_weights(self, update: Update, context: ApplyContext) -> Generator[None, bool, bool]:

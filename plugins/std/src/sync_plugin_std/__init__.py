@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from sync_plugin_std.record import Record
     from sync_plugin_std.regrouping import Fuse, Rename, Split, Transpose
     from sync_plugin_std.selection import Select
+    from sync_plugin_std.stacking import Stack, Unstack
 
     rename, fuse, split, transpose = Rename, Fuse, Split, Transpose
-    select, lora, fp8, zstd = Select, Lora, Float8Blocks, Zstd
+    stack, unstack, select, lora = Stack, Unstack, Select, Lora
+    bf16, fp16, fp8, zstd = BFloat16, Float16, Float8Blocks, Zstd
 
 __version__ = "0.1.0"
 
@@ -37,15 +39,21 @@ __all__ = [
     "Rename",
     "Select",
     "Split",
+    "Stack",
     "Transpose",
+    "Unstack",
     "Zstd",
+    "bf16",
     "fp8",
+    "fp16",
     "fuse",
     "lora",
     "rename",
     "select",
     "split",
+    "stack",
     "transpose",
+    "unstack",
     "with_pipe",
     "zstd",
 ]
@@ -64,17 +72,23 @@ _PLACES = {
     "Rename": ("regrouping", "Rename"),
     "Select": ("selection", "Select"),
     "Split": ("regrouping", "Split"),
+    "Stack": ("stacking", "Stack"),
     "Transpose": ("regrouping", "Transpose"),
+    "Unstack": ("stacking", "Unstack"),
     "Zstd": ("compression", "Zstd"),
     "with_pipe": ("mp", "with_pipe"),
     # The entry points' names of the layers that change weights and take arguments.
+    "bf16": ("cast", "BFloat16"),
+    "fp16": ("cast", "Float16"),
     "fp8": ("float8", "Float8Blocks"),
     "fuse": ("regrouping", "Fuse"),
     "lora": ("adapters", "Lora"),
     "rename": ("regrouping", "Rename"),
     "select": ("selection", "Select"),
     "split": ("regrouping", "Split"),
+    "stack": ("stacking", "Stack"),
     "transpose": ("regrouping", "Transpose"),
+    "unstack": ("stacking", "Unstack"),
     "zstd": ("compression", "Zstd"),
 }
 

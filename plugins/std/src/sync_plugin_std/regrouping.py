@@ -7,7 +7,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,33 +16,47 @@ from sync_core import BindContext, Layout, ModelError, Update, hookimpl
 from sync_core.models import RegionSource
 
 _SHOWN = 8
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """The trainer's tensors that one sent tensor is made from.
 
     Args:
         positions: those of the trainer's tensors, which are concatenated.
         rows: the first row that is taken and how many are; None for all.
-        transposed: whether the two dimensions change places.
+        transposed: whether the last two dimensions change places.
+        stacked: whether the tensors are put along a new first dimension instead of concatenated.
+        index: the place in the first dimension that is taken, which removes that dimension.
     """
 
     positions: tuple[int, ...]
     rows: tuple[int, int] | None = None
     transposed: bool = False
+    stacked: bool = False
+    index: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor is one of the trainer's as it is."""
+        return self == Source(self.positions[:1])
 
     def make(self, tensors: Sequence[Tensor]) -> Tensor:
         """The tensor; a view, or the trainer's own, where no bytes are to be moved."""
+        if self.stacked:
+            return torch.stack([tensors[position].detach() for position in self.positions])
         if len(self.positions) > 1:
             return torch.cat([tensors[position].detach() for position in self.positions])
         tensor = tensors[self.positions[0]]
         if self.rows is not None:
             return tensor.detach().narrow(0, *self.rows)
-        return tensor.detach().t() if self.transposed else tensor
+        if self.index is not None:
+            return tensor.detach().select(0, self.index)
+        return tensor.detach().transpose(-2, -1) if self.transposed else tensor
 
 
-class _Regrouping:
+class Regrouping:
     """Makes each tensor that is sent from one or several of the trainer's.
 
     The plan is made once for each layout. The layer stays with the sender: workers need not have
@@ -50,11 +64,16 @@ class _Regrouping:
     """
 
     capabilities = frozenset({"regions"})
-    _known: tuple[Layout, Layout, list[_Source]] | None = None
+    _known: tuple[Layout, Layout, list[Source]] | None = None
 
     @abstractmethod
-    def _regroup(self, layout: Layout) -> dict[str, _Source]:
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
         """Return, by the name of each tensor that is sent, how it is made.
+
+        Args:
+            layout: of the trainer's tensors.
+            strict: whether those are all tensors, so that a pattern without a match is an error; an
+                update after a layer such as ``select`` has fewer.
 
         Raises:
             ModelError: that cannot be said of every tensor.
@@ -72,11 +91,12 @@ class _Regrouping:
             layout: of the trainer's tensors, where each rank has a part of them.
 
         Raises:
-            ModelError: a tensor is transposed, so that it is not a region of another.
+            ModelError: a tensor is not a region of others: it is transposed, or has another number
+                of dimensions.
         """
         return {
             name: list(_regions(name, source, layout))
-            for name, source in self._regroup(layout).items()
+            for name, source in self._regroup(layout, strict=True).items()
         }
 
     @hookimpl(wrapper=True)
@@ -85,15 +105,28 @@ class _Regrouping:
         update = yield
         tensors = update.tensors
         if self._known is None or self._known[0] is not update.layout:
-            sources = self._regroup(update.layout)
+            sources = self._regroup(update.layout, strict=self._known is None)
+            self._check_blocks(update.layout, sources)
             layout = Layout.of({name: source.make(tensors) for name, source in sources.items()})
             self._known = update.layout, layout, [sources[spec.name] for spec in layout.specs]
         _, layout, made_of = self._known
         update.become(layout, [source.make(tensors) for source in made_of])
         return update
 
+    def _check_blocks(self, layout: Layout, sources: Mapping[str, Source]) -> None:
+        """Refuse to cut, join or turn a matrix with a scale for each of its blocks."""
+        for source in sources.values():
+            name = layout.specs[source.positions[0]].name
+            if not source.is_whole and f"{name}_scale_inv" in layout.index:
+                owner = type(self).__name__
+                raise ModelError(
+                    f"the layer {owner} cannot follow one that quantises: {name!r} has a scale for "
+                    f"each block, and {owner} would move its rows to other blocks; put the layer "
+                    f"{owner} before fp8"
+                )
 
-class Rename(_Regrouping):
+
+class Rename(Regrouping):
     """Sends tensors under other names, or not at all.
 
     Args:
@@ -117,22 +150,21 @@ class Rename(_Regrouping):
 
     def __init__(self, names: Mapping[str, str | None], *, strict: bool = True) -> None:
         for pattern, template in names.items():
-            if template is not None and template.count("*") > pattern.count("*"):
-                raise ValueError(
-                    f"{template!r} has more '*' than {pattern!r}, the pattern that it is for"
-                )
-        self._rules = [(_compiled(pattern), template) for pattern, template in names.items()]
+            if template is not None:
+                check_template(pattern, template)
+        self._rules = [(compiled(pattern), template) for pattern, template in names.items()]
         self._strict = strict
 
-    def _regroup(self, layout: Layout) -> dict[str, _Source]:
-        found: dict[str, _Source] = {}
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
+        del strict  # a name without a match is an error in any update
+        found: dict[str, Source] = {}
         sent_as: dict[str, str] = {}
         unmatched: list[str] = []
         for name in layout.names:
             new: str | None = name
             for pattern, template in self._rules:
                 if matched := pattern.fullmatch(name):
-                    new = _filled(template, matched)
+                    new = None if template is None else filled(template, matched.groups())
                     break
             else:
                 unmatched.append(name)
@@ -140,16 +172,16 @@ class Rename(_Regrouping):
                 continue
             if new in found:
                 raise ModelError(f"{sent_as[new]!r} and {name!r} would both be sent as {new!r}")
-            found[new], sent_as[new] = _Source((layout.index[name],)), name
+            found[new], sent_as[new] = Source((layout.index[name],)), name
         if unmatched and self._strict:
             raise ModelError(
-                f"no pattern of the layer Rename matches {_listed(unmatched)}; add one (None "
+                f"no pattern of the layer Rename matches {listed_names(unmatched)}; add one (None "
                 "leaves a tensor out), or give strict=False to send them as they are"
             )
         return found
 
 
-class Fuse(_Regrouping):
+class Fuse(Regrouping):
     """Sends several tensors as one, concatenated along their first dimension.
 
     Inference engines hold the projections of queries, keys and values in one tensor.
@@ -171,7 +203,7 @@ class Fuse(_Regrouping):
         self._parts = {whole: tuple(names) for whole, names in parts.items()}
         self._whole = {part: whole for whole, names in self._parts.items() for part in names}
 
-    def _regroup(self, layout: Layout) -> dict[str, _Source]:
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
         found: dict[str, tuple[int, ...]] = {}
         parts: dict[str, dict[str, int]] = {}
         for name in layout.names:
@@ -190,15 +222,27 @@ class Fuse(_Regrouping):
                 )
             wanted = self._parts[self._whole[next(iter(there))]]
             if lacking := [part for part in wanted if part not in there]:
+                remedy = (
+                    "give the names of parts that the model has"
+                    if strict
+                    else "put the layer that leaves tensors out after Fuse"
+                )
                 raise ModelError(
-                    f"the layer Fuse makes {fused!r} of {wanted}, and {lacking} are missing; give "
-                    "the names of parts that the model has"
+                    f"the layer Fuse makes {fused!r} of {wanted}, and {lacking} are missing; "
+                    f"{remedy}"
                 )
             found[fused] = tuple(there[part] for part in wanted)
-        return {name: _Source(positions) for name, positions in found.items()}
+        used = {self._whole[part] for there in parts.values() for part in there}
+        if strict and (unused := self._parts.keys() - used):
+            listed = {name: self._parts[name] for name in sorted(unused)}
+            raise ModelError(
+                f"the layer Fuse finds no part of {listed} among the weights; a part is one "
+                "component of a dotted name, such as 'q_proj'"
+            )
+        return {name: Source(positions) for name, positions in found.items()}
 
 
-class Split(_Regrouping):
+class Split(Regrouping):
     """Sends one tensor as several, cut along its first dimension: the reverse of `Fuse`.
 
     Args:
@@ -218,14 +262,14 @@ class Split(_Regrouping):
     def __init__(self, parts: Mapping[str, Mapping[str, int]]) -> None:
         self._parts = {whole: dict(rows) for whole, rows in parts.items()}
 
-    def _regroup(self, layout: Layout) -> dict[str, _Source]:
-        found: dict[str, _Source] = {}
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
+        found: dict[str, Source] = {}
         used: set[str] = set()
         for name, position in layout.index.items():
             shape = list(layout.specs[position].shape)
             whole = next((each for each in name.split(".") if each in self._parts), None)
             if whole is None:
-                _add(found, name, _Source((position,)))
+                add(found, name, Source((position,)))
                 continue
             used.add(whole)
             rows = self._parts[whole]
@@ -237,18 +281,18 @@ class Split(_Regrouping):
             first = 0
             for part, count in rows.items():
                 part_name, _ = _replaced(name, {whole: part})
-                _add(found, part_name, _Source((position,), (first, count)))
+                add(found, part_name, Source((position,), (first, count)))
                 first += count
-        if unused := self._parts.keys() - used:
+        if strict and (unused := self._parts.keys() - used):
             raise ModelError(f"the layer Split finds no {sorted(unused)} among the weights")
         return found
 
 
-class Transpose(_Regrouping):
-    """Sends matrices with their two dimensions exchanged.
+class Transpose(Regrouping):
+    """Sends matrices, or stacks of matrices, with their last two dimensions exchanged.
 
-    Linear layers of some libraries hold ``(in, out)``, as GPT-2's ``Conv1D`` does, those of others
-    ``(out, in)``.
+    Linear layers of some libraries hold ``(in, out)``, as GPT-2's ``Conv1D`` and the experts of
+    gpt-oss do, those of others ``(out, in)``.
 
     Args:
         name: a pattern of the whole names of matrices; each ``*`` stands for anything.
@@ -264,29 +308,30 @@ class Transpose(_Regrouping):
     """
 
     def __init__(self, name: str, /, *names: str) -> None:
-        self._patterns = {each: _compiled(each) for each in (name, *names)}
+        self._patterns = {each: compiled(each) for each in (name, *names)}
 
-    def _regroup(self, layout: Layout) -> dict[str, _Source]:
-        found: dict[str, _Source] = {}
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
+        found: dict[str, Source] = {}
         unused = set(self._patterns)
         for name, position in layout.index.items():
             shape = list(layout.specs[position].shape)
             matching = {each for each, p in self._patterns.items() if p.fullmatch(name)}
-            if matching and len(shape) != 2:
+            if matching and len(shape) < 2:
                 raise ModelError(
-                    f"the layer Transpose exchanges two dimensions, and {name!r} has "
+                    f"the layer Transpose exchanges the last two dimensions, and {name!r} has "
                     f"{len(shape)}: {shape}"
                 )
-            found[name] = _Source((position,), transposed=bool(matching))
+            found[name] = Source((position,), transposed=bool(matching))
             unused -= matching
-        if unused:
+        if strict and unused:
             raise ModelError(f"the layer Transpose finds no tensor for {sorted(unused)}")
         return found
 
 
-def _regions(name: str, source: _Source, layout: Layout) -> Iterator[RegionSource]:
-    if source.transposed:
-        raise ModelError(f"{name!r} is transposed, which is not possible with ranks=")
+def _regions(name: str, source: Source, layout: Layout) -> Iterator[RegionSource]:
+    if source.transposed or source.stacked or source.index is not None:
+        done = "transposed" if source.transposed else "stacked" if source.stacked else "unstacked"
+        raise ModelError(f"{name!r} is {done}, which is not possible with ranks=")
     row = 0
     for position in source.positions:
         spec = layout.specs[position]
@@ -299,7 +344,8 @@ def _regions(name: str, source: _Source, layout: Layout) -> Iterator[RegionSourc
         row += region[0][1] - region[0][0] if region else 0
 
 
-def _add(found: dict[str, _Source], name: str, source: _Source) -> None:
+def add(found: dict[str, _Found], name: str, source: _Found) -> None:
+    """Add a tensor that is sent, unless another has its name."""
     if name in found:
         raise ModelError(f"two tensors would both be sent as {name!r}")
     found[name] = source
@@ -314,19 +360,24 @@ def _replaced(name: str, components: Mapping[str, str]) -> tuple[str, str | None
     return name, None
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def compiled(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern, with a group for each ``*``."""
     return re.compile("(.*)".join(map(re.escape, pattern.split("*"))))
 
 
-def _filled(template: str | None, matched: re.Match[str]) -> str | None:
-    if template is None:
-        return None
+def filled(template: str, groups: Sequence[str]) -> str:
+    """A template with what each ``*`` of a pattern matched."""
     first, *rest = template.split("*")
-    return first + "".join(
-        group + piece for group, piece in zip(matched.groups(), rest, strict=False)
-    )
+    return first + "".join(group + piece for group, piece in zip(groups, rest, strict=False))
 
 
-def _listed(names: Sequence[str]) -> str:
+def check_template(pattern: str, template: str) -> None:
+    """Raise `ValueError` for a template with a ``*`` that stands for nothing."""
+    if template.count("*") > pattern.count("*"):
+        raise ValueError(f"{template!r} has more '*' than {pattern!r}, the pattern that it is for")
+
+
+def listed_names(names: Sequence[object]) -> str:
+    """The first of some names, and how many follow."""
     shown = ", ".join(map(repr, names[:_SHOWN]))
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
