@@ -7,6 +7,10 @@ TORCHRL_TESTS ?=
 ARGS ?=
 # Processes that run the tests: more than two cores keep busy, as tests also wait for others.
 TESTERS ?= 3
+SEED = $(shell date +%s)
+
+DISTRIBUTIONS := core plugins/std plugins/collector plugins/torchrl plugins/trl plugins/vllm \
+    plugins_ray plugins_dist
 
 BIN := .venv/bin
 ENGINES := .venv-engines/bin
@@ -14,7 +18,7 @@ TORCHRL := .venv-torchrl/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
+.PHONY: help test check tests tests-alone test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
 
 help:
 	@echo "make test                        every check and every test"
@@ -22,6 +26,7 @@ help:
 	@echo "make demo-llm [SCHEME=] [ENGINE=]  GRPO of SmolLM2-135M, sampled by vLLM or by ENGINE=hf"
 	@echo "make check                       linters, types and import contracts"
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
+	@echo "make tests-alone [SEED=]         those of each distribution by themselves, in random order"
 	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
 	@echo "make test-torchrl TORCHRL_TESTS=  TorchRL's own tests of weight sync, with our schemes"
 	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
@@ -42,8 +47,17 @@ check: $(INSTALLED)
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
 
+PYTEST = $(BIN)/python -m pytest -n $(TESTERS) --dist loadscope --no-loadscope-reorder
+
 tests: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(TESTERS) --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
+
+tests-alone: $(INSTALLED)
+	@seed=$(SEED); failed=; \
+	for folder in $(DISTRIBUTIONS); do \
+	    $(PYTEST) --shuffle $$seed $$folder/src tests/$${folder#plugins/} $(ARGS) || failed="$$failed $$folder"; \
+	done; \
+	test -z "$$failed" || { echo "Failed, in the order of SEED=$$seed:$$failed" >&2; exit 1; }
 
 test-engines:
 	@PYTHON=$(PYTHON) tests/engines/make_environment.sh; made=$$?; \

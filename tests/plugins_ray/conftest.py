@@ -45,6 +45,11 @@ def one_ray() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ends_what_it_starts() -> None:
+    """Check no file alone: Ray and its actors serve them all, and end with the last of them."""
+
+
 @pytest.fixture(scope="session")
 def agents() -> list[Any]:
     """Three actors for tests that leave them alive: starting one takes seconds."""

@@ -1,0 +1,133 @@
+"""Sharing of the machine between several test processes, and of a process between its tests."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from sync_core.testing.processes import descendants
+from sync_core.testing.worker_groups import eventually
+
+# What a test has asked to end needs its turn on a busy machine, in seconds.
+_PATIENCE = 10.0
+
+
+def pytest_configure() -> None:
+    """Let what tests start be interrupted, and join no Ray but its own."""
+    # Shells forbid it to what runs in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ray looks for clusters of the whole machine, of which another test may be ending one.
+    os.environ["RAY_ADDRESS"] = "local"
+    # On a busy machine, an example may wait a second for its turn.
+    settings.register_profile("busy", deadline=None)
+    settings.load_profile("busy")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for garbage only in what tests make, and not in all modules and tests each time.
+
+    To collect all garbage, as those do that ask whether something is released, would take most of
+    a second.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add an option for an order in which no test can lean on those before it."""
+    parser.addoption("--shuffle", metavar="SEED", help="the order of files and their tests")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Print the option that repeats a random order."""
+    seed = config.option.shuffle
+    return None if seed is None else f"order: --shuffle {seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with those over Ray: they take longest, and one process runs them meanwhile."""
+    seed = config.option.shuffle
+    if seed is not None:
+        items.sort(key=lambda item: [_digest(seed, part) for part in item.nodeid.split("::")])
+    items.sort(key=lambda item: _over_ray(item.nodeid), reverse=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ends_what_it_starts() -> Iterator[None]:
+    """Fail the last test of a file that leaves threads, processes, or garbage that warns."""
+    threads, processes = _threads(), _processes()
+    yield
+    gc.collect()
+    assert not (left := _outlive(threads)), f"the file has left {left}"
+    eventually(lambda: not _processes() - processes, _PATIENCE)
+    assert not (pids := _processes() - processes), f"the file has left the processes {pids}"
+
+
+@pytest.fixture(autouse=True)
+def ends_its_threads() -> Iterator[None]:
+    """Fail a test that leaves a thread or a timer; wait for those that are ending.
+
+    What they raise meanwhile belongs to this test, and not to one that comes later.
+    """
+    before = _threads()
+    yield
+    # The tests of a file may share workers.
+    left = _outlive(before | {each for each in _threads() if each.name.startswith("sync worker ")})
+    assert not left, f"the test has left {left}"
+
+
+def _outlive(before: set[threading.Thread]) -> set[threading.Thread]:
+    """The threads that were started since, and do not end in time."""
+    deadline = time.monotonic() + _PATIENCE
+    for thread in _threads() - before:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return _threads() - before
+
+
+def _processes() -> set[int]:
+    """The processes that were started, without those that `multiprocessing` keeps to the end."""
+    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    return descendants() - kept
+
+
+def _threads() -> set[threading.Thread]:
+    """The threads of tests and of this project, and not those that other libraries keep."""
+    return {
+        each for each in threading.enumerate() if not each.daemon or each.name.startswith("sync")
+    }
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file together, as its tests share workers; those over Ray share one Ray."""
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if _over_ray(nodeid) else nodeid.split("::", maxsplit=1)[0]
+
+    return Scheduling(config, log)
+
+
+def _digest(seed: str, name: str) -> bytes:
+    # The same in every process, which Python's own hash is not.
+    return hashlib.sha256(f"{seed} {name}".encode()).digest()
+
+
+def _over_ray(nodeid: str) -> bool:
+    return nodeid.startswith("tests/plugins_ray/")
