@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,13 +22,14 @@ from sync_core import (
     Layout,
     Payload,
     ReceiverTransport,
+    SenderLostError,
     SenderTransport,
     TransportContext,
     hookimpl,
 )
 from sync_core.testing import SchemeConformance
 from sync_core.testing.worker_groups import eventually
-from sync_core.transports import Block
+from sync_core.transports import Block, Notice
 from sync_plugin_std.shm import ShmScheme
 from sync_plugin_std.thread import ThreadReceiver, ThreadScheme, ThreadSender
 
@@ -638,6 +640,99 @@ class PromisesToTell(Mutant):
     class Receiver(ThreadReceiver):
         def on_arrival(self, callback: Callable[[], None]) -> bool:
             return True
+
+
+class Listening(ThreadReceiver):
+    """Has a thread that calls back whenever a version may have come."""
+
+    def __init__(self, context: TransportContext) -> None:
+        self._arrived = threading.Event()
+        super().__init__(context)
+        self._listener: threading.Thread | None = None
+        self._ended = False
+
+    def on_arrival(self, callback: Callable[[], None]) -> bool:
+        def listen() -> None:
+            with suppress(SenderLostError):
+                while not self._ended:
+                    self.listen(callback)
+
+        self._listener = threading.Thread(target=listen)
+        self._listener.start()
+        return True
+
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Call back once."""
+
+    def _wake(self) -> None:
+        super()._wake()
+        self._arrived.set()
+
+    def close(self) -> None:
+        self._ended = True
+        self._arrived.set()
+        super().close()
+        if self._listener is not None:
+            self._listener.join()
+
+
+class HoldsItsLockWhileItListens(Mutant):
+    """Receives in its own thread, so that a worker that only looks has to wait for that."""
+
+    caught_by = "test_a_worker_that_steps_gets_versions_between_its_steps"
+
+    class Receiver(Listening):
+        def __init__(self, context: TransportContext) -> None:
+            super().__init__(context)
+            self._turn = threading.Lock()
+            self._found: list[Payload] = []
+
+        def receive(self, timeout: float) -> Payload | None:
+            with self._turn:
+                return self._found.pop() if self._found else super().receive(timeout)
+
+        def listen(self, callback: Callable[[], None]) -> None:
+            with self._turn:
+                payload = None if self._found else ThreadReceiver.receive(self, 0.3)
+                if payload is not None:
+                    self._found.append(payload)
+            callback()
+
+
+class ForgetsWhatTheCallbackLeaves(Mutant):
+    """Takes a version for received once the callback has returned, as an edge-triggered event."""
+
+    caught_by = "test_a_worker_that_steps_gets_versions_between_its_steps"
+    options = {"timeout": 1.0}
+
+    class Receiver(Listening):
+        def listen(self, callback: Callable[[], None]) -> None:
+            self._arrived.wait()
+            self._arrived.clear()
+            callback()
+            self._seen = max(self._seen, self._publisher.newest(self._worker_id))
+
+
+class DropsLateAnswers(Mutant):
+    caught_by = "test_an_answer_after_the_deadline_is_known"
+
+    class Receiver(ThreadReceiver):
+        def acknowledge(self, answer: Answer) -> None:
+            delivery = self._publisher._places[self._worker_id].delivery
+            if delivery is not None and not delivery.ended:
+                super().acknowledge(answer)
+
+
+class NeverSaysThatAWorkerHasConnected(Mutant):
+    caught_by = "test_a_worker_that_has_connected_is_known"
+
+    @staticmethod
+    def Sender(context: TransportContext) -> ThreadSender:  # noqa: N802 - in place of a class
+        def notify(worker_id: int, notice: Notice) -> None:
+            if notice.kind != "connected":
+                context.notify(worker_id, notice)
+
+        return ThreadSender(replace(context, notify=notify))
 
 
 class AcceptsAnyToken(ShmScheme):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Notice:
     """News of a worker, for `TransportContext.notify`.
 
-    A transport need not report any of it: the results of its deliveries are known in any case.
+    A transport reports each of these once; the results of its deliveries are known without it.
 
     Args:
         kind: ``"connected"``, a receiver has taken the worker's place, and has no version yet;
@@ -401,7 +401,8 @@ class ReceiverTransport(ABC):
         """Have a function called whenever a version may have come, from now on.
 
         By a thread of the transport, which may wait for it, and while another is in `receive`. The
-        function calls `receive` itself if it is a good moment, and raises nothing.
+        function calls `receive` itself if it is a good moment, and raises nothing; otherwise
+        another thread does so later, and has to find the version.
 
         Returns:
             Whether this transport does so; if it is False, as here, nothing

@@ -27,7 +27,7 @@ from sync_core.testing.expectations import MEMBERS, RECEIVED, REPORT, VALUES
 from sync_core.testing.faults.fault import gated
 from sync_core.testing.interrupts import interrupted
 from sync_core.testing.schemes.models import fill, make_policy
-from sync_core.testing.schemes.pool import Pool, SchemeCases, Start
+from sync_core.testing.schemes.pool import Pool, SchemeCases, Start, ended
 from sync_core.testing.schemes.worker import Worker
 
 # Sends that are interrupted in one case, spread over all moments of a send.
@@ -187,7 +187,7 @@ class FaultCases(SchemeCases):
             count = send(moment)
             for _ in range(3):
                 send()
-            assert staging.result(30) is not None, RECEIVED
+            assert ended([staging], "stage()") != [None], RECEIVED
             version = workers.pool.call(0, Worker.commit_staged)
             assert workers.values() == [{float(version)}], f"after an interrupt at {moment}"
             return count
@@ -243,7 +243,7 @@ class FaultCases(SchemeCases):
         assert report.seconds < 30, (
             "a lost worker must be noticed when it dies, not at the deadline"
         )
-        assert call.result(30) == 1, RECEIVED
+        assert ended([call], "receive()") == [1], RECEIVED
 
     @pytest.mark.usefixtures("processes")
     @pytest.mark.parametrize("receiving", [False, True], ids=["idle", "receiving"])
@@ -267,7 +267,7 @@ class FaultCases(SchemeCases):
         finally:
             workers.pool.signal(0, signal.SIGCONT)
         if receiving:
-            waiting.result(30)
+            ended([waiting], "receive(20)")
             workers.receive(0, timeout=0.5)
         else:
             # A process that is called may find what was brought to it before the newest.

@@ -26,7 +26,7 @@ from sync_core.errors import AddressError
 from sync_core.testing.expectations import MEMBERS, NO_NEWS, RECEIVED, REPORT, VALUES
 from sync_core.testing.processes import descendants
 from sync_core.testing.schemes.models import fill, make_policy
-from sync_core.testing.schemes.pool import Pool, SchemeCases, Start, Workers
+from sync_core.testing.schemes.pool import Pool, SchemeCases, Start, Workers, ended
 from sync_core.testing.schemes.worker import Worker
 from sync_core.testing.worker_groups import count_threads, eventually
 
@@ -40,9 +40,9 @@ class LifetimeCases(SchemeCases):
         waiting = workers.submit(0, self.slack)
         time.sleep(0.2)
         workers.sender.close()
-        failure = waiting.exception(30)
-        assert failure is not None
-        assert isinstance(failure.__cause__, SenderLostError), (
+        with pytest.raises(RemoteCallError) as failure:
+            ended([waiting], "receive() of a worker whose sender has closed")
+        assert isinstance(failure.value.__cause__, SenderLostError), (
             "a receiver must learn that its sender has closed"
         )
 

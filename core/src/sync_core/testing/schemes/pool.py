@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -23,6 +23,16 @@ _SIZE = 3
 _PATIENCE = 30.0
 # Several worlds may be starting at once, on few cores.
 _STARTING = 120.0
+#: The most that the quickest of some attempts may take where nothing is to be waited for, in
+#: seconds. A busy machine delays one or the other, a protocol that waits for its clock delays all.
+PROMPT = 1.0
+
+
+def ended(calls: Collection[Future[Any]], what: str, seconds: float = _PATIENCE) -> list[Any]:
+    """Return the results of calls; fail with a sentence where one does not end in time."""
+    _, running = wait(calls, seconds)
+    assert not running, f"{what} must end, but had not after {seconds:g} s"
+    return [call.result() for call in calls]
 
 
 class Pool:
@@ -46,8 +56,9 @@ class Pool:
         if group is None or not self._revive(group):
             self.stop()
             group = self._group = self.group_class(Worker, _SIZE, timeout=_STARTING)
-        calls = {i: group.call(i, Worker.reset) for i in group.worker_ids}
-        self._pids = {i: call.result(_PATIENCE) for i, call in calls.items()}
+        calls = [group.call(i, Worker.reset) for i in group.worker_ids]
+        pids = ended(calls, "close() of the receivers of the case before")
+        self._pids = dict(zip(group.worker_ids, pids, strict=True))
 
     def submit(self, worker_id: int, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call a function on a worker."""
@@ -56,7 +67,10 @@ class Pool:
 
     def call(self, worker_id: int, function: Callable[..., Any], *args: Any) -> Any:
         """The result of a function called on a worker."""
-        return self.submit(worker_id, function, *args).result(_PATIENCE)
+        call = self.submit(worker_id, function, *args)
+        return ended([call], f"{getattr(function, '__name__', function)}() in worker {worker_id}")[
+            0
+        ]
 
     def signal(self, worker_id: int, number: signal.Signals) -> int:
         """Send a signal to a worker's process; its id."""
@@ -133,8 +147,7 @@ class Workers:
         calls = [
             self.pool.submit(i, Worker.connect, self.sender.address(i), make) for i in worker_ids
         ]
-        for call in calls:
-            call.result(_PATIENCE)
+        ended(calls, "Receiver(address, model)")
 
     def submit(self, worker_id: int, timeout: float | None = None) -> Future[Any]:
         """Let a worker receive."""
@@ -149,7 +162,8 @@ class Workers:
     def receive(self, worker_id: int, timeout: float | None = None) -> int | None:
         """The version that a worker received."""
         seconds = self.patience if timeout is None else timeout
-        version: int | None = self.submit(worker_id, seconds).result(_PATIENCE)
+        call = self.submit(worker_id, seconds)
+        version: int | None = ended([call], f"receive({seconds:g}) in worker {worker_id}")[0]
         return version
 
     def send(self, weights: Any = None, worker_ids: Iterable[int] | None = None) -> SendReport:
@@ -160,14 +174,16 @@ class Workers:
         try:
             return pending.wait()
         finally:
-            for call in calls:
-                call.exception(_PATIENCE)
+            _, running = wait(calls, _PATIENCE)
+            assert not running, f"receive({self.patience:g}) must end by its timeout"
 
     @staticmethod
     def give_up(pending: PendingSend, *late: int) -> SendReport:
         """End a send that some workers do not answer, once all others have; its report."""
         for worker_id, delivery in pending.unanswered.items():
-            assert worker_id in late or delivery.wait(_PATIENCE)
+            assert worker_id in late or delivery.wait(_PATIENCE), (
+                f"worker {worker_id} receives, and its delivery must end"
+            )
         with pytest.raises(SendError) as failure:
             pending.wait(0.0)
         return failure.value.report

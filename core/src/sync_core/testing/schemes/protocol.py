@@ -33,7 +33,7 @@ from sync_core.testing.expectations import NOTHING_SENT, RECEIVED, REPORT, VALUE
 from sync_core.testing.loopback import Loopback
 from sync_core.testing.negated import Negated
 from sync_core.testing.schemes.models import fill, make_policy
-from sync_core.testing.schemes.pool import Pool, SchemeCases, Start
+from sync_core.testing.schemes.pool import Pool, SchemeCases, Start, ended
 from sync_core.testing.schemes.worker import Worker
 from sync_core.transports import Finding, FindingsContext
 
@@ -247,5 +247,5 @@ class CombinationCases(SchemeCases):
             pending = [sender.send_async() for sender in senders]
             calls = [pool.submit(worker_id, Worker.receive) for worker_id in (0, 1)]
             assert all(send.wait(self.slack).updated == (0,) for send in pending), REPORT
-            assert [call.result(30) for call in calls] == [1, 1], RECEIVED
+            assert ended(calls, "receive()") == [1, 1], RECEIVED
             assert [pool.call(i, Worker.values) for i in (0, 1)] == [{1.0}, {2.0}], VALUES

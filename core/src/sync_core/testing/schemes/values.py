@@ -31,7 +31,7 @@ from sync_core.testing.schemes.models import (
     specimens,
     stateful,
 )
-from sync_core.testing.schemes.pool import Pool, SchemeCases, Start, Workers
+from sync_core.testing.schemes.pool import Pool, SchemeCases, Start, Workers, ended
 from sync_core.testing.schemes.worker import Worker
 
 #: Set it to test a model of more than 2 GiB, of which there are several copies in memory.
@@ -153,7 +153,7 @@ class IsolationCases(SchemeCases):
         fill(policy, 9.0)
         calls = [workers.submit(worker_id) for worker_id in (0, 1)]
         assert pending.wait().updated == (0, 1), REPORT
-        assert [call.result(30) for call in calls] == [1, 1], RECEIVED
+        assert ended(calls, "receive()") == [1, 1], RECEIVED
         assert workers.values() == [{1.0}, {1.0}], VALUES
 
     def test_a_consolidated_model_is_sent_like_any_other(
@@ -167,7 +167,7 @@ class IsolationCases(SchemeCases):
             fill(policy, 9.0)
             calls = [workers.submit(worker_id) for worker_id in (0, 1)]
             assert pending.wait().updated == (0, 1), REPORT
-            assert [call.result(30) for call in calls] == [value, value], RECEIVED
+            assert ended(calls, "receive()") == [value, value], RECEIVED
             assert workers.values() == [{value}, {value}], VALUES
 
     def test_a_step_after_the_commit_changes_no_worker(self, start: Start, zero_copy: bool) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from sync_core import (
     Address,
+    ClosedError,
     LayoutMismatchError,
     PendingSend,
     Receiver,
@@ -35,6 +38,9 @@ class Worker:
         self.model: Any = make_policy()
         self.receiver: Receiver | None = None
         self._sending: list[tuple[Sender, PendingSend]] = []
+        # Held while the model is in use; whether something has come that was not received.
+        self._in_use = threading.RLock()
+        self._arrived = False
 
     def reset(self) -> int:
         """Be as new; the process."""
@@ -43,6 +49,7 @@ class Worker:
         for sender, _ in self._sending:
             sender.close()
         self.model, self.receiver, self._sending = make_policy(), None, []
+        self._arrived = False
         return os.getpid()
 
     def connect(self, address: Address, make: Callable[[], Any] | None = None) -> None:
@@ -68,6 +75,50 @@ class Worker:
             found.receive(0)
 
         return self.receiver.on_arrival(receive)
+
+    def attend_between_steps(self) -> bool:
+        """Receive what the scheme reports while the model is not in use, as collectors do."""
+        assert self.receiver is not None
+        worker = weakref.ref(self)
+
+        def receive() -> None:
+            found = worker()
+            assert found is not None
+            found._arrived = True
+            found._receive_arrived()
+
+        return self.receiver.on_arrival(receive)
+
+    def step_until(self, version: int, seconds: float) -> list[float]:
+        """Use the model, and look for a version after each step; what each look took."""
+        assert self.receiver is not None
+        looks: list[float] = []
+        deadline = time.perf_counter() + seconds
+        with self._in_use:
+            while self.receiver.version < version and time.perf_counter() < deadline:
+                began = time.perf_counter()
+                self.receiver.receive(0)
+                looks.append(time.perf_counter() - began)
+                time.sleep(0.005)
+        self._receive_arrived()
+        return looks
+
+    def step_without_looking(self, seconds: float) -> None:
+        """Use the model, and receive what has arrived in the end."""
+        with self._in_use:
+            time.sleep(seconds)
+        self._receive_arrived()
+
+    def _receive_arrived(self) -> None:
+        # If another thread has the lock, it comes here when it releases that.
+        while self._arrived and self._in_use.acquire(blocking=False):
+            try:
+                self._arrived = False
+                if self.receiver is not None:
+                    with suppress(ClosedError, SenderLostError):
+                        self.receiver.receive(0)
+            finally:
+                self._in_use.release()
 
     def infer(self, function: Callable[[Worker], Any]) -> Any:
         """Run a function in inference mode, as a worker that only acts does."""
