@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sync_core import (
+    ClosedError,
     OptionError,
     Ranks,
     Receiver,
@@ -18,6 +19,7 @@ from sync_core import (
     SendError,
     WorkerState,
 )
+from sync_core.testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -183,9 +185,61 @@ def test_a_worker_that_is_silent_is_removed_and_the_others_are_updated() -> None
         assert report.updated == (good.worker_id,)
         assert report.dropped == (silent.worker_id,)
         assert sender.all_worker_ids() == (good.worker_id,)
-        with pytest.raises(SenderLostError, match="was removed from the sender"):
-            silent.receive()
+        assert silent.receive() == 1
+        assert sender.all_worker_ids() == (good.worker_id, silent.worker_id) == (0, 2)
+        assert sender.workers[2].state is WorkerState.CURRENT
+    with pytest.raises(SenderLostError, match="the sender was closed"):
+        silent.receive()
+    with pytest.raises(ClosedError):
+        silent.receive()
     good.leave()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("thread", {}),
+        ("thread", {"chunk_mb": 1.0}),
+        ("shm", {"partial": True}),
+        ("shm", {"zero_copy": True}),
+        ("dist", {"increments": True}),
+        ("dist", {"topology": "broadcast"}),
+        ("file", {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_worker_that_has_committed_too_late_is_current_when_it_joins_again(
+    scheme: str, options: dict[str, Any], background: bool, tmp_path: Any
+) -> None:
+    policy, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    more: dict[str, Any] = {"directory": str(tmp_path)} if scheme == "file" else {}
+    with Sender(scheme, policy, num_workers=0, **options, **more) as sender:
+        receiver = Receiver(sender.address(), model, background=background)
+        pending = sender.send_async()
+        assert receiver.stage() == 1
+        assert pending.wait(0.0).dropped == (0,)
+        receiver.load()
+        assert receiver.confirm() == 1
+        assert receiver.receive(0.5) is None
+        assert eventually(lambda: sender.workers[1].state is WorkerState.CURRENT, 20)
+        fill(policy, 2)
+        pending = sender.send_async()
+        assert receiver.receive() == 2
+        assert pending.wait().updated == (1,)
+        receiver.close()
+
+
+def test_a_worker_that_is_not_admitted_again_is_closed() -> None:
+    policy = nn.Linear(3, 2)
+    with Sender("thread", policy, num_workers=0) as sender:
+        receiver = Receiver(sender.address(), nn.Linear(3, 2))
+        sender._elastic.close()  # type: ignore[union-attr]
+        sender.remove_worker(receiver.worker_id)
+        with pytest.raises(SenderLostError, match="was removed from the sender"):
+            receiver.receive()
+        with pytest.raises(ClosedError):
+            receiver.receive()
 
 
 def test_senders_that_no_worker_can_join_later_say_so() -> None:

@@ -30,6 +30,8 @@ class IndirectEndpoint(ABC):
 
     #: Whether the receiver's model may be given with ``regions``.
     takes_regions = False
+    #: Whether a receiver that has lost its sender may resolve the address again.
+    readmits = False
 
     @abstractmethod
     def resolve(

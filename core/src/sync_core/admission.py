@@ -55,6 +55,8 @@ class Entrance(IndirectEndpoint):
     token: str
     workers: Any
 
+    readmits = True
+
     def resolve(
         self, address: Address, model: Any, regions: Any, timeout: float
     ) -> tuple[Address, Any]:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("sync_core")
 _IS_CLOSED = "the receiver is closed"
+# The least time in which a worker that was removed joins again, in seconds; an estimate.
+_JOINING = 5.0
 
 
 class Receiver(CollectorReference):
@@ -109,51 +111,28 @@ class Receiver(CollectorReference):
         indirect = endpoint if isinstance(endpoint, IndirectEndpoint) else None
         if regions is not None and not (indirect and indirect.takes_regions):
             raise OptionError("regions= needs an address that join_addresses([…]) has returned")
+        given = address
         if indirect is not None:
             address, model = indirect.resolve(address, model, regions, timeout)
-        self._address = address
+        # What a worker that was removed joins again by.
+        self._shared = given if indirect is not None and indirect.readmits else None
         self._timeout = timeout
         self._on_commit = on_commit
         self._on_arrival: Callable[[], object] = _nothing
         self._first_version = check_count(version, "version", least=0)
         self._version, self._refused = self._first_version, 0
+        # The version with which this worker has joined again; 0 where it has not.
+        self._rejoined = 0
         self._staged: Payload | None = None
         self._load_began = self._load_ended = 0.0
         self._closed = False
         self._process = os.getpid()
         # No other thread may close what a thread waits for.
         self._exclusive = Exclusive()
-        backend = registry.find(registry.SCHEMES, address.scheme)
-        try:
-            self._target = Target(
-                address, backend, context=context, load=load, consolidate=consolidate
-            )
-            if model is not None:
-                self.register_model(model)
-        except Exception as error:
-            _refuse(address, backend, timeout, error)
-            raise
-        transport = self._target.stack.create_receiver_transport(
-            address.transport_context(backend.name, timeout)
-        )
-        if background and "background" in backend.capabilities:
-            from sync_core.receiving.background import BackgroundReceiver
-
-            transport = BackgroundReceiver(transport)
-        self._transport = transport
-        self._increments: IncrementalReceiver | None = None
-        # Where there are several ranks, there is one for each of them inside.
-        if address.increments and not backend.by_parts:
-            from sync_core.increments.receiver import IncrementalReceiver
-
-            # The outer one: what it hands on lies in memory that the next version is made in.
-            self._increments = IncrementalReceiver(self._transport, address.worker_id)
-            self._transport = self._increments
+        self._background = background
         self._reasons: list[str] = []
-        self._leave = weakref.finalize(
-            self, _leave, self._transport, self._target.lease, self._reasons, self._process
-        )
-        self._leave.atexit = False
+        self._make_target = partial(Target, context=context, load=load, consolidate=consolidate)
+        self._connect(address, model)
 
     @classmethod
     def from_getter(
@@ -295,7 +274,10 @@ class Receiver(CollectorReference):
         """Return whether a payload is newer than the model, and brings all that the model lacks."""
         if payload.version <= self._version:
             payload.release()
-            if payload.version <= self._first_version:
+            if payload.version == self._version == self._rejoined:
+                # The sender cannot know that this worker has it.
+                self._answer(Answer(version=payload.version))
+            elif payload.version <= self._first_version:
                 error = SyncError(
                     f"version {payload.version} is not beyond version {self._first_version}, which "
                     "the model had when the receiver was made; type Sender(…, version="
@@ -441,22 +423,79 @@ class Receiver(CollectorReference):
         cause = "" if error is None else f" after {_describe(error)}"
         self._close(f"closed its receiver{cause}")
 
-    def _next(self, deadline: float) -> Payload | None:
+    def _connect(self, address: Address, model: Any) -> None:
+        """Make the ends of an address: what reads it, and what writes into the model."""
+        self._address = address
+        timeout = self._timeout
+        backend = registry.find(registry.SCHEMES, address.scheme)
         try:
-            self._exclusive.waiting = True
-            try:
-                # Memory that a transport allocates may become that of parameters, or of later
-                # versions.
-                return outside_inference_mode(
-                    self._transport.receive, max(0.0, deadline - time.monotonic())
-                )
-            finally:
-                self._exclusive.waiting = False
-        except SenderLostError as error:
-            if self._closed:
-                raise ClosedError(_IS_CLOSED) from error
-            self.close()
+            self._target = self._make_target(address, backend)
+            if model is not None:
+                self.register_model(model)
+        except Exception as error:
+            _refuse(address, backend, timeout, error)
             raise
+        transport = self._target.stack.create_receiver_transport(
+            address.transport_context(backend.name, timeout)
+        )
+        if self._background and "background" in backend.capabilities:
+            from sync_core.receiving.background import BackgroundReceiver
+
+            transport = BackgroundReceiver(transport)
+        self._transport = transport
+        self._increments: IncrementalReceiver | None = None
+        # Where there are several ranks, there is one for each of them inside.
+        if address.increments and not backend.by_parts:
+            from sync_core.increments.receiver import IncrementalReceiver
+
+            # The outer one: what it hands on lies in memory that the next version is made in.
+            self._increments = IncrementalReceiver(self._transport, address.worker_id)
+            self._transport = self._increments
+        self._leave = weakref.finalize(
+            self, _leave, self._transport, self._target.lease, self._reasons, self._process
+        )
+        self._leave.atexit = False
+
+    def _join_again(self, lost: SenderLostError, deadline: float) -> None:
+        """Have the sender admit this worker once more; else close, and raise how it was lost."""
+        before = self.worker_id
+        try:
+            if self._shared is None:
+                raise lost
+            seconds = min(self._timeout, max(deadline - time.monotonic(), _JOINING))
+            address, _ = self._shared.endpoint.resolve(self._shared, None, None, seconds)
+            self._reasons.append("joins again")
+            self._leave()
+            self._reasons.clear()
+            self._rejoined = self._version
+            self._connect(address, self._target.model)
+        except SyncError as error:
+            self.close()
+            raise lost from (None if error is lost else error)
+        if self._on_arrival is not _nothing:
+            self.on_arrival(self._on_arrival)
+        _log.warning("worker %d joins again as worker %d: %s", before, self.worker_id, lost)
+        if self._closed:
+            # By another thread, meanwhile.
+            self._leave()
+            raise ClosedError(_IS_CLOSED) from lost
+
+    def _next(self, deadline: float) -> Payload | None:
+        while True:
+            try:
+                self._exclusive.waiting = True
+                try:
+                    # Memory that a transport allocates may become that of parameters, or of later
+                    # versions.
+                    return outside_inference_mode(
+                        self._transport.receive, max(0.0, deadline - time.monotonic())
+                    )
+                finally:
+                    self._exclusive.waiting = False
+            except SenderLostError as error:
+                if self._closed:
+                    raise ClosedError(_IS_CLOSED) from error
+                self._join_again(error, deadline)
 
     def _check_open(self) -> None:
         if self._closed:

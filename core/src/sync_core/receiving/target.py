@@ -72,6 +72,11 @@ class Target:
         self._refers = False
         self._found: Any = None
 
+    @property
+    def model(self) -> Any:
+        """Return what was registered."""
+        return self._model
+
     def register(self, model: Any) -> None:
         """Write into this model from now on.
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -81,6 +82,33 @@ class LifetimeCases(SchemeCases):
             "send(payload, []) must keep the version for the workers that join later"
         )
         assert workers.pool.call(1, Worker.values) == {8.0}, VALUES
+
+    @pytest.mark.usefixtures("parallel")
+    def test_a_worker_that_shares_its_address_joins_again(
+        self, start: Start, zero_copy: bool
+    ) -> None:
+        self.need("late_join")
+        policy = make_policy(1.0)
+        workers = start(policy, 1, zero_copy=zero_copy)
+        pool, sender = workers.pool, workers.sender
+        try:
+            pool.call(1, Worker.connect, sender.address())
+        except AddressError:
+            pytest.skip("workers cannot share an address")
+        assert workers.send().updated == (0, 1), REPORT
+
+        def is_current(worker_id: int) -> bool:
+            return sender.workers[worker_id].state is WorkerState.CURRENT
+
+        for value, joined in ((2.0, 2), (3.0, 3)):
+            fill(policy, value)
+            sender.remove_worker(joined - 1)
+            assert workers.send(worker_ids=[0]).updated == (0,), REPORT
+            assert pool.call(1, Worker.receive, self.slack) == value, (
+                "a worker that was removed must be admitted again when it receives"
+            )
+            assert pool.call(1, Worker.values) == {value}, VALUES
+            assert eventually(partial(is_current, joined), self.slack), MEMBERS
 
     def test_a_worker_that_is_removed(self, start: Start) -> None:
         workers = start(make_policy(1.0))
