@@ -126,7 +126,10 @@ def test_two_distributions_for_one_name(install: Install) -> None:
     [
         (
             "sync-core>=7",
-            f"owl 1.0: needs sync-core>=7, and {sync_core.__version__} is .*: pip install -U owl",
+            (
+                f"owl 1.0: needs sync-core>=7, and {sync_core.__version__} is .*: "
+                "pip install -U 'sync-core>=7'"
+            ),
         ),
         ("pluggy>=99", r"needs pluggy>=99, and [\d.]+ is installed; type: pip install 'pluggy>=99"),
         ("no-such-thing-here", "and none is installed; type: pip install 'no-such-thing-here'"),

@@ -179,16 +179,27 @@ def test_a_plugin_that_does_not_import(site: Site) -> None:
     assert isinstance(failure.value.__cause__, ModuleNotFoundError)
 
 
-@pytest.mark.parametrize("core", ["sync-core<0.1", "Sync_Core>=0.0.5,!=0.1.*", "sync-core>7"])
+@pytest.mark.parametrize(
+    ("core", "remedy"),
+    [
+        ("sync-core<0.1", "-U pigeon-plugin"),
+        ("Sync_Core>=0.0.5,!=0.1.*", "-U pigeon-plugin"),
+        ("sync-core==0.0.5", "-U pigeon-plugin"),
+        ("sync-core>7", "-U 'sync-core>7'"),
+        ("sync-core>=7,<9", "-U 'sync-core<9,>=7'"),
+        ("sync-core~=7.1", "-U 'sync-core~=7.1'"),
+        ("sync-core==7.*", "-U 'sync-core==7.*'"),
+    ],
+)
 def test_a_plugin_made_for_another_core_is_refused_before_it_is_imported(
-    site: Site, core: str
+    site: Site, core: str, remedy: str
 ) -> None:
     site.install("pigeon-plugin", "raise SystemError", requires=["torch", core])
     with pytest.raises(PluginVersionError) as refusal:
         registry.find(registry.SCHEMES, "carrier-pigeon")
     assert str(refusal.value) == (
         f"scheme 'carrier-pigeon' (pigeon-plugin 1.2) was made for {Requirement(core)}, and this "
-        f"is sync-core {sync_core.__version__}; type: pip install -U pigeon-plugin"
+        f"is sync-core {sync_core.__version__}; type: pip install {remedy}"
     )
 
 
@@ -220,6 +231,36 @@ def test_a_plugin_made_for_this_core_is_loaded(site: Site, requires: list[str]) 
 def test_what_is_no_plugin(site: Site, group: str, source: str, message: str) -> None:
     site.install("pigeon-plugin", source, group=group)
     with pytest.raises(NotAPluginError, match=message):
+        registry.find(group, "carrier-pigeon")
+
+
+LAYER = """
+from sync_core import hookimpl
+capabilities = frozenset({"cst", "partial", "mine"})
+@hookimpl
+def skip_update(context): return False
+"""
+GROUP = """
+from sync_plugin_std.thread_group import ThreadGroup
+class Group(ThreadGroup):
+    capabilities = ThreadGroup.capabilities | {"cross-process"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("group", "source", "attribute", "message"),
+    [
+        (registry.SCHEMES, SCHEME.replace("pull", "late-join"), "", "'late-join'.*'late_join'"),
+        (registry.SCHEMES, SCHEME.replace("pull", "zerocopy"), "", "'zerocopy'.*'zero_copy'"),
+        (registry.LAYERS, LAYER, "", "'cst', .* did you mean 'cast'"),
+        (registry.WORKERS, GROUP, "Group", "'cross-process'.*'cross_process'"),
+    ],
+)
+def test_a_misspelt_capability_is_refused(
+    site: Site, group: str, source: str, attribute: str, message: str
+) -> None:
+    site.install("pigeon-plugin", source, group=group, attribute=attribute)
+    with pytest.raises(NotAPluginError, match=f"declares the capability {message}"):
         registry.find(group, "carrier-pigeon")
 
 

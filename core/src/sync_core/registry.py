@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -35,11 +36,18 @@ from sync_core.errors import (
     PluginVersionError,
     RequirementError,
 )
-from sync_core.hooks import check_hooks
+from sync_core.hooks import (
+    LAYER_CAPABILITIES,
+    SCHEME_CAPABILITIES,
+    WORKER_CAPABILITIES,
+    check_hooks,
+)
 from sync_core.report import Reporter
 from sync_core.workers.worker_group import WorkerGroup
 
 _CORE = "sync-core"
+# Operators of requirements that an older version does not meet.
+_LEAST = frozenset({">=", ">", "~=", "=="})
 
 
 class DistributionInfo(Protocol):
@@ -133,8 +141,25 @@ def check_core(owner: str, distribution: DistributionInfo | None) -> None:
         return
     raise PluginVersionError(
         f"{owner} was made for {requirement}, and this is {_CORE} {sync_core.__version__}; "
-        f"type: pip install -U {distribution.name}"
+        f"type: pip install {core_remedy(distribution.name, requirement)}"
     )
+
+
+def core_remedy(plugin: str, requirement: Requirement) -> str:
+    """Return what pip is to install where a plugin's requirement of the core is not met.
+
+    Example:
+        >>> core_remedy("my-transport", Requirement("sync-core<0.1"))
+        '-U my-transport'
+        >>> core_remedy("my-transport", Requirement("sync-core>=7"))
+        "-U 'sync-core>=7'"
+    """
+    core = Version(sync_core.__version__)
+    least = [each.version for each in requirement.specifier if each.operator in _LEAST]
+    if any(Version(each.removesuffix(".*")) > core for each in least):
+        return f"-U '{requirement}'"
+    # The core has other plugins too, so it is the one that does not fit which changes.
+    return f"-U {plugin}"
 
 
 def entry_points_of(group: str) -> list[EntryPoint]:
@@ -189,6 +214,11 @@ WORKERS = "sync.workers"
 DISABLE = "SYNC_DISABLE"
 
 _KINDS = {SCHEMES: "scheme", LAYERS: "layer", WORKERS: "worker group"}
+_CAPABILITIES = MappingProxyType(
+    {SCHEMES: SCHEME_CAPABILITIES, LAYERS: LAYER_CAPABILITIES, WORKERS: WORKER_CAPABILITIES}
+)
+# How much of a name has to agree for a typing error: "late-join" does, "push" does not.
+_ALIKE = 0.75
 _LAYER_HOOKS = ("prepare_weights", "apply_weights", "skip_update")
 
 _STD, _RAY, _DIST = "sync-plugin-std", "sync-plugin-ray", "sync-plugin-dist"
@@ -393,6 +423,7 @@ def _made(owner: str, group: str, given: Any) -> Any:
                 f"{owner}: {given.__name__}() failed: {type(error).__name__}: {error}"
             ) from error
     _check(owner, group, made)
+    _check_capabilities(owner, group, made)
     return made
 
 
@@ -443,6 +474,20 @@ def _check(owner: str, group: str, plugin: Any) -> None:
         )
     if "findings" in plugin.capabilities and not inspect.isclass(plugin):
         _check_findings(owner, plugin)
+
+
+def _check_capabilities(owner: str, group: str, plugin: Any) -> None:
+    """Refuse a capability that looks like one which the core knows; others are the plugin's."""
+    known = _CAPABILITIES[group]
+    declared = getattr(plugin, "capabilities", None)
+    # A class that needs arguments may have a property.
+    for name in sorted(declared - known.keys()) if isinstance(declared, AbstractSet) else ():
+        near = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
+        if near:
+            raise NotAPluginError(
+                f"{owner} declares the capability {name!r}, which the core does not know; did you "
+                f"mean {near[0]!r}? The core knows: {', '.join(known)}"
+            )
 
 
 def _check_findings(owner: str, plugin: Any) -> None:

@@ -26,6 +26,7 @@ from sync_core.hooks import Finding, FindingsContext
 from sync_core.registry import (
     DistributionInfo,
     Plugin,
+    core_remedy,
     entry_points_of,
     installed_version,
     is_core,
@@ -248,9 +249,8 @@ def unmet_requirements() -> Iterator[Finding]:
 
 
 def _what_to_install(asking: DistributionInfo, requirement: Requirement) -> str:
-    # The core has other plugins too, so it is the one that does not fit which changes.
     if is_core(requirement):
-        return f"-U {asking.name}"
+        return core_remedy(asking.name, requirement)
     return f"'{requirement.name}{requirement.specifier}'"
 
 
