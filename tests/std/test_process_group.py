@@ -98,11 +98,42 @@ class TestDeath:
             return pid
 
         grandchild = group.call(0, fork).result(5)
-        try:
-            with pytest.raises(WorkerLostError, match="killed by SIGTERM"):
-                group.call(0, lambda _: os.kill(os.getpid(), signal.SIGTERM)).result(5)
-        finally:
-            os.kill(grandchild, signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="killed by SIGTERM"):
+            group.call(0, lambda _: os.kill(os.getpid(), signal.SIGTERM)).result(5)
+        # Nor does it outlive the worker.
+        assert eventually(lambda: not is_running(grandchild))
+
+    @pytest.mark.parametrize("stubborn", [False, True])
+    def test_what_a_worker_has_started_ends_with_it(
+        self, group: ProcessGroup, stubborn: bool
+    ) -> None:
+        def start(_: object) -> int:
+            program = "trap '' TERM; sleep 60 & wait; wait" if stubborn else "sleep 60"
+            return subprocess.Popen(["/bin/sh", "-c", program]).pid
+
+        started = group.call(0, start).result(5)
+        os.kill(pids(group)[0], signal.SIGKILL)
+        assert eventually(lambda: not is_running(started))
+        assert group.alive(1)
+
+    def test_sigterm_closes_what_is_hosted(self, tmp_path: Path) -> None:
+        class Host:
+            def __init__(self, worker_id: int) -> None:
+                self.worker_id = worker_id
+
+            def close(self) -> None:
+                (tmp_path / str(self.worker_id)).touch()
+
+        with ProcessGroup(Host, 2) as group:
+            workers = pids(group)
+            busy = group.call(0, sleep, tmp_path / "began")
+            wait_for(tmp_path / "began")
+            for worker in workers:
+                os.kill(worker, signal.SIGTERM)
+            with pytest.raises(WorkerLostError, match="killed by SIGTERM while running sleep"):
+                busy.result(5)
+            assert eventually(lambda: not any(map(is_running, workers)))
+        assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "began"}
 
     def test_a_worker_that_dies_while_it_starts_leaves_nothing(self, tmp_path: Path) -> None:
         def make(worker_id: int) -> None:
@@ -220,6 +251,37 @@ time.sleep(60)
                 assert is_running(fork)
             finally:
                 os.kill(fork, signal.SIGKILL)
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+    @pytest.mark.parametrize("task", ["None", "time.sleep(60)", "stop()"])
+    def test_ended_by_a_signal(self, number: signal.Signals, task: str, tmp_path: Path) -> None:
+        # As an environment does that has a simulator, idle, in a step, or where one hangs.
+        source = f"""
+import pathlib, signal, subprocess
+def stop():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True: pass
+class Simulated(Host):
+    def start(self):
+        self.simulator = subprocess.Popen(["sleep", "60"])
+        return self.simulator.pid
+    def close(self):
+        pathlib.Path({str(tmp_path)!r}, str(self.worker_id)).touch()
+        self.simulator.kill()
+simulated = ProcessGroup(Simulated, 2)
+print(*(simulated.call(i, Simulated.pid).result() for i in range(2)), flush=True)
+simulators = [simulated.call(i, Simulated.start).result() for i in range(2)]
+calls = [simulated.call(i, lambda _: {task}) for i in range(2)]
+print(*simulators, flush=True)
+time.sleep(60)
+"""
+        with start_script(SCRIPT + source) as script:
+            workers = [*first_line(script), *first_line(script), *first_line(script)]
+            script.send_signal(number)
+            script.wait(10)
+        assert eventually(lambda: not any(map(is_running, workers)), 15)
+        closed = set() if task == "stop()" else {"0", "1"}
+        assert {path.name for path in tmp_path.iterdir()} == closed
 
     def test_killed_with_its_workers_says_nothing(self) -> None:
         script = start_script(SCRIPT + "os.kill(os.getpid(), 9)")

@@ -18,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -50,6 +51,9 @@ def run(main: str, given: Sequence[int | str]) -> NoReturn:
 
 # How long the server waits for another request when nothing that it has forked lives, in seconds.
 _LINGER = 30.0
+# How long after SIGTERM the processes that a worker has left behind are killed, in seconds: an
+# estimate of what a simulator takes to end.
+_LEAVING = 2.0
 
 # A request: its length, with the descriptors; then the text.
 _LENGTH = 4
@@ -98,6 +102,9 @@ def receive_reply(control: socket.socket) -> tuple[int, int, int]:
     return int.from_bytes(data, "big"), descriptors[0], descriptors[1]
 
 
+_SURVIVED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def main(control: int, load: str) -> NoReturn:
     """Serve until the other end of ``control`` is closed and nothing that was forked lives.
 
@@ -105,7 +112,10 @@ def main(control: int, load: str) -> NoReturn:
         control: the connection to the process that asks.
         load: the modules that are imported before anything is forked, separated by commas.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # It outlives whatever ends its parent and the workers, to end what these have left behind.
+    os.setpgid(0, 0)
+    for number in _SURVIVED:
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     for module in load.split(","):
         importlib.import_module(module)
@@ -121,6 +131,8 @@ class _Server:
         self._control = control
         self._asked = True
         self._statuses: dict[int, int] = {}
+        # Process groups of workers that have ended, and when those who are left are killed.
+        self._left: dict[int, float] = {}
         self._woken, self._wake_up = os.pipe()
         os.set_blocking(self._wake_up, False)
         os.set_blocking(self._woken, False)
@@ -128,16 +140,29 @@ class _Server:
         signal.set_wakeup_fd(self._wake_up, warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        while self._asked or self._statuses:
+        while self._asked or self._statuses or self._left:
             watched: list[Any] = [self._woken, *([self._control] if self._asked else [])]
-            ready, _, _ = select.select(watched, [], [], None if self._statuses else _LINGER)
-            if not ready:
+            ready, _, _ = select.select(watched, [], [], self._patience())
+            self._kill_left()
+            if not ready and not self._statuses and not self._left:
                 return
             if self._woken in ready:
                 os.read(self._woken, 4096)
                 self._reap()
             if self._control in ready:
                 self._serve_next()
+
+    def _patience(self) -> float | None:
+        """Return for how many seconds there may be nothing to do; None for any number."""
+        if self._left:
+            return max(0.0, min(self._left.values()) - time.monotonic())
+        return None if self._statuses else _LINGER
+
+    def _kill_left(self) -> None:
+        now = time.monotonic()
+        for group in [group for group, due in self._left.items() if due <= now]:
+            del self._left[group]
+            _signal_group(group, signal.SIGKILL)
 
     def _serve_next(self) -> None:
         try:
@@ -169,6 +194,8 @@ class _Server:
         for pid in list(self._statuses):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
+                if _signal_group(pid, signal.SIGTERM):
+                    self._left[pid] = time.monotonic() + _LEAVING
                 end = self._statuses.pop(pid)
                 # The process that asked for it may have died.
                 with suppress(BrokenPipeError):
@@ -178,7 +205,8 @@ class _Server:
     def _become(self, request: ForkRequest, descriptors: list[int]) -> NoReturn:
         try:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
             self._control.close()
             for descriptor in (self._woken, self._wake_up, *self._statuses.values()):
                 os.close(descriptor)
@@ -188,6 +216,15 @@ class _Server:
             traceback.print_exc()
             os._exit(1)
         run(request.main, [*descriptors[3:], *request.args])
+
+
+def _signal_group(group: int, number: signal.Signals) -> bool:
+    """Return whether there is such a process group: a worker that leads one has left processes."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def _receive(control: socket.socket) -> tuple[ForkRequest, list[int]] | None:

@@ -25,9 +25,14 @@ class ProcessGroup(LaunchedGroup[Child]):
     travel by cloudpickle; tensors among them are copied, never shared. Arguments are pickled by
     `call`, so changing them afterwards changes nothing.
 
-    A worker dies with this process, however that ends, even in the middle of a call. It ignores
-    Ctrl-C, which is for this process to act on. Stopping asks first: the call in progress has
-    half of the timeout (at most 5 s) to finish; then SIGTERM, then SIGKILL.
+    A worker ends with this process, however that ends, even in the middle of a call: it leaves the
+    call, closes what it hosts, and is killed after 5 s. It does the same at SIGTERM. It ignores
+    Ctrl-C, which is for this process to act on. On Linux, processes that a worker has started and
+    not ended get SIGTERM when it has ended, and SIGKILL 2 s later; those with a process group of
+    their own, such as daemons, stay.
+
+    Stopping asks first: the call in progress has half of the timeout (at most 5 s) to finish; then
+    SIGTERM, then SIGKILL.
 
     Args:
         factory: see `WorkerGroup`.

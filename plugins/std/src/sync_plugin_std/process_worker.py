@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import current_process
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 
 from sync_core.workers import CallOutcome, close_hosted
-from sync_plugin_std.framing import receive_message, send_message
+from sync_plugin_std.framing import Part, receive_message, send_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,15 @@ class Startup:
     torch_threads: int
 
 
+# How long a worker whose parent has died, or that got SIGTERM, may take to leave its call and to
+# close what it hosts, in seconds; an estimate.
+_CLOSING = 5.0
+
+
+class _Terminated(SystemExit):
+    """SIGTERM came: the call in progress ends, what is hosted is closed, and the process ends."""
+
+
 def main(calls_fd: int, lifeline_fd: int) -> None:
     """Serve the parent until it hangs up.
 
@@ -39,6 +51,8 @@ def main(calls_fd: int, lifeline_fd: int) -> None:
         lifeline_fd: this end of a connection that the parent keeps open as long as it lives, and
             writes to when it is about to hang up.
     """
+    # By its number, what this process starts and does not end can be ended after it.
+    os.setpgid(0, 0)
     calls = socket.socket(fileno=calls_fd)
     lifeline = socket.socket(fileno=lifeline_fd)
     closing = threading.Event()
@@ -46,20 +60,55 @@ def main(calls_fd: int, lifeline_fd: int) -> None:
         # What this process starts must not keep them open: their end means that this one died.
         sock.set_inheritable(False)
         os.register_at_fork(after_in_child=sock.close)
+    os.register_at_fork(after_in_child=_be_terminated_at_once)
+    signal.signal(signal.SIGTERM, _terminate)
     # A thread, so that not even a long call keeps this process alive without its parent.
     threading.Thread(
         target=_watch, args=(lifeline, closing), name="sync lifeline", daemon=True
     ).start()
-    startup = receive_message(calls)
-    if startup is not None:
-        _, (pickled,) = startup
-        _serve(calls, closing, pickle.loads(pickled))
+    try:
+        startup = receive_message(calls)
+        if startup is not None:
+            _, (pickled,) = startup
+            _serve(calls, closing, pickle.loads(pickled))
+    except _Terminated:
+        # With what it has started and not ended; it has a process group of its own.
+        _be_terminated_at_once()
+        os.killpg(0, signal.SIGTERM)
 
 
 def _watch(lifeline: socket.socket, closing: threading.Event) -> None:
     while lifeline.recv(1):
         closing.set()
+    # The parent has died. The main thread leaves its call, also where that waits for something.
+    main_thread = threading.main_thread()
+    assert main_thread.ident is not None
+    signal.pthread_kill(main_thread.ident, signal.SIGTERM)
+    main_thread.join(_CLOSING)
+    os.killpg(0, signal.SIGTERM)
     os._exit(1)
+
+
+# Whether SIGTERM has come; a call may have turned what it raised into something else.
+_terminated = threading.Event()
+
+
+def _terminate(*_: object) -> None:
+    # A second one interrupts nothing.
+    signal.signal(signal.SIGTERM, _pass)
+    # It ends a process that does not end by itself.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, _CLOSING)
+    _terminated.set()
+    raise _Terminated
+
+
+def _pass(*_: object) -> None:
+    """Do nothing; unlike ``SIG_IGN``, it is not inherited by programs that are started."""
+
+
+def _be_terminated_at_once() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _serve(calls: socket.socket, closing: threading.Event, startup: Startup) -> None:
@@ -71,13 +120,20 @@ def _serve(calls: socket.socket, closing: threading.Event, startup: Startup) -> 
     if message is None:
         return
     number, factory = message
-    made = CallOutcome.of_pickled(factory, startup.worker_id)
+    made = _outcome(factory, startup.worker_id)
     _reply(calls, number, made.without_value())
     if made.failed:
         return
-    while _serve_next(calls, closing, made.value):
+    try:
+        while _serve_next(calls, closing, made.value):
+            pass
+        # What is closed is not interrupted.
+        signal.signal(signal.SIGTERM, _pass)
+    except _Terminated:
         pass
     close_hosted(startup.worker_id, made.value)
+    if _terminated.is_set():
+        raise _Terminated
 
 
 def _serve_next(calls: socket.socket, closing: threading.Event, hosted: Any) -> bool:
@@ -85,13 +141,24 @@ def _serve_next(calls: socket.socket, closing: threading.Event, hosted: Any) -> 
     if message is None or closing.is_set():
         return False
     number, call = message
-    _reply(calls, number, CallOutcome.of_pickled(call, hosted))
+    _reply(calls, number, _outcome(call, hosted))
     return True
+
+
+def _outcome(call: Sequence[Part], hosted: object) -> CallOutcome:
+    """Run a call.
+
+    Raises:
+        _Terminated: SIGTERM came meanwhile.
+    """
+    outcome = CallOutcome.of_pickled(call, hosted)
+    if _terminated.is_set():
+        raise _Terminated
+    return outcome
 
 
 def _reply(calls: socket.socket, number: int, outcome: CallOutcome) -> None:
     message = outcome.pickle()
-    try:
+    # Where the parent has died, the other thread notices it.
+    with suppress(OSError):
         send_message(calls, number, message)
-    except OSError:
-        os._exit(1)
