@@ -207,6 +207,49 @@ def test_who_forgets_to_update_is_warned_once(change: str) -> None:
         next(made)
 
 
+def test_the_lag_of_a_policy_that_is_never_sent() -> None:
+    policy, lags = Scale(), []
+    with collector(policy, sync=True) as made:
+        next(made)
+        lags.append(made.stats().lag)
+        for value in (1.0, 2.0, 2.0, 3.0):
+            policy.set(value)
+            with pytest.warns(match="has changed") if value == 1.0 else nullcontext():
+                next(made)
+            lags.append(made.stats().lag)
+        assert lags == [0, 1, 2, 2, 3]
+        assert made.stats().max_lag == 3
+        made.update_policy_weights_()
+        next(made)
+        next(made)
+        assert made.stats().lag == 0
+
+
+@pytest.mark.parametrize(("random", "batches"), [(-1, 5), (12, 6)])
+def test_an_optimizer_without_updates_gives_a_warning(random: int, batches: int) -> None:
+    policy = Scale()
+    optimizer = torch.optim.SGD(policy.parameters())
+    with collector(policy, init_random_frames=random) as made, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(batches):
+            next(made)
+        with pytest.raises(UserWarning, match=r"^an optimizer has .* after 5 batches the workers"):
+            next(made)
+        for _ in range(8):
+            next(made)
+    assert optimizer.param_groups
+
+
+def test_a_policy_that_is_not_trained_gives_no_warning() -> None:
+    policy, other = Scale(), Scale()
+    optimizer = torch.optim.SGD(other.parameters())
+    with collector(policy) as made, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(8):
+            next(made)
+    assert optimizer.param_groups
+
+
 def test_resuming_after_an_update_gives_no_warning() -> None:
     policy, resumed = Scale(), Scale()
     with collector(policy) as made:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 import warnings
@@ -19,6 +20,9 @@ from sync_core import PendingSend, SendError, WorkerLostError
 
 # How many values of a tensor are compared at most. A training step changes nearly all of them.
 _VALUES = 256
+# After how many batches without an update an optimizer of the policy is looked for, which takes
+# tens of milliseconds.
+_BATCHES = 5
 
 
 class StaleWatch:
@@ -26,7 +30,7 @@ class StaleWatch:
 
     Up to 256 values of each tensor are compared, evenly spread, before every batch until the first
     update. So a training step is seen however it writes; a change of a few values in a large tensor
-    may be missed.
+    may be missed. A model that does not change is expected to where an optimizer has it.
 
     Args:
         weights: reports updates.
@@ -37,31 +41,68 @@ class StaleWatch:
         self._models = models
         self._ended = not models
         self._known = None if self._ended else _samples(models)
+        self._batches, self._has_warned = 0, False
+        #: How many batches began with models that had changed and were never sent since.
+        self.changes = 0
         weights.on_update.append(self._updated)
 
-    def look(self) -> None:
-        """Warn if the models have changed and no worker was ever sent weights; once."""
+    def look(self, *, random: bool = False) -> None:
+        """Count a change of the models, as no worker was ever sent weights, and warn; once.
+
+        Args:
+            random: whether the next batch is made without a policy.
+        """
         if self._ended:
             return
         samples = _samples(self._models)
         if self._known is None:
             self._known = samples
         elif self._known != samples:
-            self._ended, self._known = True, None
-            warnings.warn(
-                "the policy has changed and the workers still act with the copies that they began "
-                "with; type collector.update_policy_weights_() after every training step, or "
-                "Collector(…, update_after_each_batch=True)",
-                stacklevel=5,
-            )
+            self._known = samples
+            self.changes += 1
+            self._warn("the policy has changed and")
+        elif self._batches == _BATCHES and not self._has_warned and has_optimizer(self._models):
+            self._warn(f"an optimizer has the policy's parameters, and after {_BATCHES} batches")
+        self._batches += not random
 
     def restart(self) -> None:
         """Begin again, after a state was loaded, with the models as they are at the next look."""
         self._ended, self._known = not self._models, None
+        self._batches = self.changes = 0
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{reason} the workers still act with the copies that they began with; type "
+                "collector.update_policy_weights_() after every training step, or "
+                "Collector(…, update_after_each_batch=True)",
+                stacklevel=6,
+            )
 
     def _updated(self, worker_ids: Sequence[int]) -> None:
         if worker_ids:
             self._ended, self._known = True, None
+            self.changes = 0
+
+
+def has_optimizer(models: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer has a parameter of a model; this visits all objects there are.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> has_optimizer({"policy": model})
+        False
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> has_optimizer({"policy": model})
+        True
+    """
+    modules = [model for model in models.values() if isinstance(model, nn.Module)]
+    own = {id(parameter) for module in modules for parameter in module.parameters()}
+    # Not isinstance(), which asks objects for their class: proxies would act on that.
+    optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return any(id(parameter) in own for group in groups for parameter in group["params"])
 
 
 def _samples(models: Mapping[str, Any]) -> list[bytes]:

@@ -48,7 +48,8 @@ class RandomFrames:
 
     def __init__(self, pool: WorkerPool, frames: int = 0, *, together: bool = False) -> None:
         self.pool = pool
-        self._left = frames
+        #: The frames that are still to be asked for.
+        self.left = frames
         self._together = together
         self._random = frames > 0
 
@@ -57,31 +58,31 @@ class RandomFrames:
         # Workers that are asked together act alike until one of them is asked again.
         asked_again = worker.random_frames is not None
         if not self._together or asked_again:
-            self._random = self._left > 0
+            self._random = self.left > 0
         if self._together and asked_again:
             for other in self.pool.workers.values():
                 other.random_frames = None
         worker.random_frames = worker.frames if self._random else 0
-        self._left -= worker.random_frames
+        self.left -= worker.random_frames
         return self._random
 
     def take_back(self, worker: PoolWorker) -> None:
         """Do not count what a worker was asked for last: it is lost, or dropped."""
-        self._left += worker.random_frames or 0
+        self.left += worker.random_frames or 0
         worker.random_frames = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the frames that are still to be asked for, and those asked for last."""
-        return {"left": self._left, "asked": [w.random_frames or 0 for w in self.pool.joined]}
+        return {"left": self.left, "asked": [w.random_frames or 0 for w in self.pool.joined]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from there."""
-        self._left = state["left"]
+        self.left = state["left"]
         for worker in self.pool.workers.values():
             worker.random_frames = None
         for worker, frames in zip(self.pool.joined, state["asked"], strict=False):
             worker.random_frames = frames or None
-        self._random = self._left > 0 or any(state["asked"])
+        self._random = self.left > 0 or any(state["asked"])
 
 
 class BatchRequests:
@@ -113,6 +114,11 @@ class BatchRequests:
     def __len__(self) -> int:
         """Return how many batches are asked for and not taken, postponed ones included."""
         return len(self._under_way()) + len(self._postponed())
+
+    @property
+    def next_is_random(self) -> bool:
+        """Return whether the next batch that a worker is asked for is random."""
+        return self._random_frames.left > 0
 
     def busy(self, worker_id: int) -> bool:
         """Return whether a worker is at work on a batch."""

@@ -110,7 +110,8 @@ class CollectorStats:
         batches: batches delivered.
         version: the newest version of the policy; 0 before the first update.
         lag: how many versions the oldest policy that acted in the last batch was behind the
-            newest one, when the batch was delivered.
+            newest one, when the batch was delivered. Before the first update, the newest one is
+            the trainer's own: each batch before which that has changed counts as a version.
         mean_lag: the same, on average over the batches delivered.
         max_lag: the largest such number of all batches.
         sync_seconds: how long the last `update_policy_weights_` took, from the call to the last
@@ -297,7 +298,7 @@ class BatchDelivery:
     def _take(self, wanted: int | None, *, end_workers: bool = False) -> Any:
         if not self._close.alive:
             raise StopIteration
-        self._stale.look()
+        self._stale.look(random=self._requests.next_is_random)
         if self._began is None:
             self._began = time.monotonic(), self._counts.frames
         in_hand = self._next(wanted)
@@ -332,7 +333,8 @@ class BatchDelivery:
         old, lag = self._counts, 0
         frames = old.frames + batch.numel()
         if "policy_version" in batch:
-            lag = self._weights.version - int(batch["policy_version"].min())
+            oldest = int(batch["policy_version"].min())
+            lag = self._weights.version - oldest + self._stale.changes
         return replace(
             old,
             frames=frames,
