@@ -42,8 +42,9 @@ class DistOptions:
         _check_one_of("backend", self.backend, ("gloo", "nccl"))
         if _is_any(self.host):
             raise OptionError(
-                f"host={self.host!r} is not an address to connect to; give the one of this machine "
-                "that workers can reach, such as host=socket.gethostbyname(socket.gethostname())"
+                f"host={self.host!r} is not an address to connect to; give the one of this "
+                "machine that workers can reach, such as host='10.0.0.5'; type hostname -I to see "
+                "those of a Linux machine"
             )
         if not 0 <= self.port < 1 << 16:
             raise OptionError(f"port={self.port!r} is not a port; leave it out for a free one")
