@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import peft
@@ -215,6 +217,52 @@ def test_what_cannot_be_driven_is_refused(engines: list[TorchEngine]) -> None:
         pytest.raises(OptionError, match=r"num_workers=target\.num_workers"),
     ):
         target.connect(sender)
+
+
+class Engine(BaseHTTPRequestHandler):
+    """A server of one rank."""
+
+    def do_GET(self) -> None:
+        content = b'{"world_size": 1}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+class Proxy(Engine):
+    def do_GET(self) -> None:
+        self.send_error(503)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[type[Engine]], int]]:
+    """Start a server on the loopback interface, and return its port."""
+    with ExitStack() as ends:
+
+        def start(handler: type[Engine]) -> int:
+            server = ends.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+            thread.start()
+            ends.callback(thread.join)
+            ends.callback(server.shutdown)
+            return server.server_port
+
+        yield start
+
+
+def test_a_proxy_is_asked_for_other_machines_alone(
+    serve: Callable[[type[Engine]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{serve(Proxy)}")
+    for host in ("127.0.0.1", "localhost"):
+        assert VllmTarget(f"http://{host}:{serve(Engine)}", timeout=5).num_workers == 1
+    with pytest.raises(SyncError, match=r"(?s)503.*http_proxy names.*no_proxy=192\.0\.2\.7"):
+        VllmTarget("http://192.0.2.7:8000", timeout=5)
 
 
 @pytest.fixture

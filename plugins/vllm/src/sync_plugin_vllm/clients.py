@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import urllib.error
 import urllib.parse
 import urllib.request
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
 from sync_core import OptionError, SyncError
@@ -130,6 +132,10 @@ class HttpClient(Client):
         if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
             raise OptionError(f"an engine's URL is like 'http://localhost:8000', not {url!r}")
         self.name = url.rstrip("/")
+        self._proxy = _proxy_for(url)
+        # A proxy cannot reach the loopback interface of this machine.
+        handlers = [] if self._proxy else [urllib.request.ProxyHandler({})]
+        self._opener = urllib.request.build_opener(*handlers)
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -141,16 +147,17 @@ class HttpClient(Client):
             f"{self.name}/{path}", data, self._headers, method=method
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as reply:  # noqa: S310
+            with self._opener.open(request, timeout=timeout) as reply:
                 return json.loads(reply.read() or b"null")
         except urllib.error.HTTPError as error:
             text = error.read(4000).decode(errors="replace")
             advice = ""
             if error.code == 404:
                 advice = "; start it with VLLM_SERVER_DEV_MODE=1, which adds the calls for weights"
-            raise EngineError(f"{self.name}/{path}: {error.code} {text}{advice}") from error
+            message = f"{self.name}/{path}: {error.code} {text}{advice}{self._proxy}"
+            raise EngineError(message) from error
         except (OSError, ValueError) as error:
-            raise EngineError(f"{self.name}/{path}: {error}") from error
+            raise EngineError(f"{self.name}/{path}: {error}{self._proxy}") from error
 
     def world_size(self, timeout: float) -> int:
         return int(self.call("get_world_size", timeout, method="GET")["world_size"])
@@ -175,6 +182,22 @@ class HttpClient(Client):
 
     def resume(self, timeout: float) -> None:
         self.call("resume", timeout)
+
+
+def _proxy_for(url: str) -> str:
+    """Return a clause about the proxy by which a URL is reached; empty where there is none."""
+    parts = urllib.parse.urlsplit(url)
+    host = parts.hostname or ""
+    with suppress(ValueError):
+        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
+            return ""
+    proxied = parts.scheme in urllib.request.getproxies()
+    if not proxied or urllib.request.proxy_bypass(host):
+        return ""
+    return (
+        f"; the proxy was asked that {parts.scheme}_proxy names: for a server that is reached "
+        f"without one, type export no_proxy={host}"
+    )
 
 
 def client_for(engine: Any) -> Client:
