@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+import gymnasium
 import psutil  # type: ignore[import-untyped]
 import pytest
 from tensordict import TensorDictBase
@@ -318,3 +319,21 @@ def test_ctrl_c_and_another_leave_nothing_behind() -> None:
         _, errors = process.communicate(timeout=30)
     assert "KeyboardInterrupt" in errors
     assert not psutil.wait_procs(workers, 5)[1]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [("shm", r"exist\. create_env_fn runs .*register\(…\) inside"), ("thread", "NameNotFound")],
+)
+def test_an_id_that_only_the_trainer_has_registered(scheme: str, message: str) -> None:
+    name = "OnlyHere-v0"
+    if scheme == "shm":
+        gymnasium.register(name, entry_point="tests.collector.processes:Pid")
+    try:
+        with pytest.raises(RemoteCallError, match=message) as failure:
+            Collector(
+                lambda: gymnasium.make(name), num_workers=1, frames_per_batch=2, scheme=scheme
+            )
+    finally:
+        gymnasium.registry.pop(name, None)
+    assert ("create_env_fn runs" in str(failure.value)) == (scheme == "shm")

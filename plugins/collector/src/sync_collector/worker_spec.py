@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from sync_collector.options import check_acts
 from sync_collector.policies import check_takes_something
 from sync_collector.policy_module import called_module, is_lazy
 from sync_collector.rollout import Rollout, RolloutOptions
+from sync_core import OptionError
 
 Value = TypeVar("Value")
 
@@ -66,7 +68,7 @@ class WorkerSpec:
         envs: list[Env] = []
         with closed_on_error(envs):
             for _ in range(self.num_envs):
-                made = self.env_fn()
+                made = self._make_one()
                 with closed_on_error([made]):
                     envs.append(self.options.devices.place_env(as_env(made, self.info_keys)))
             return envs[0] if self.num_envs == 1 else stack_envs(envs)
@@ -90,6 +92,19 @@ class WorkerSpec:
             policy = self.policy_fn()
             check_acts(policy, "policy_factory made")
         return place(policy), {name: place(model) for name, model in models.items()}
+
+    def _make_one(self) -> Any:
+        try:
+            return self.env_fn()
+        except Exception as error:
+            unknown = getattr(sys.modules.get("gymnasium.error"), "UnregisteredEnv", ())
+            if not self.options.owns_process or not isinstance(error, unknown):
+                raise
+            raise OptionError(
+                f"{error} create_env_fn runs in the worker's process, in which nothing of this "
+                "script has registered an id: call gymnasium.register(…) inside of create_env_fn, "
+                "or name the module that does, as in gymnasium.make('my_module:MyEnv-v0')"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
