@@ -16,6 +16,7 @@ import pytest
 import ray
 import torch
 from ray import cloudpickle
+from ray.util.client.common import ClientActorHandle
 from tests.plugins_ray.agents import Agent, linear, pair, policy_of, start
 from torch import nn
 
@@ -56,6 +57,15 @@ def test_a_killed_actor_fails_at_once_and_the_others_are_updated(actors: list[An
         added = sender.add_worker(worker=doomed)
         assert eventually(lambda: sender.workers[added].state is WorkerState.LOST, 30)
         assert "the actor is gone" in str(sender.workers[added].error)
+
+
+def test_an_actor_that_has_not_started() -> None:
+    (waiting,) = start(1, resources={"absent": 1})
+    with (
+        Sender("ray", linear(1.0), workers=[waiting]) as sender,
+        pytest.raises(SendError, match="no call of this sender yet: Ray has no place for it"),
+    ):
+        sender.send(timeout=0.5)
 
 
 def test_one_model_of_another_shape(agents: list[Any], actors: list[Any]) -> None:
@@ -161,6 +171,9 @@ def test_an_object_that_cannot_be_put_again_fails_one_send(agents: list[Any], lo
 
 
 def test_what_are_no_actors() -> None:
+    by_client = ClientActorHandle.__new__(ClientActorHandle)
+    with pytest.raises(OptionError, match=r"handle of Ray Client .*sender\.address\(i\)"):
+        Sender("ray", linear(), workers=[by_client])
     with pytest.raises(OptionError, match="is not a Ray actor"):
         Sender("ray", linear(), workers=[Agent()])
     with pytest.raises(OptionError, match=r"the path 'env', and there is no context .* context="):

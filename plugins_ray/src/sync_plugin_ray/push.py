@@ -25,6 +25,11 @@ from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.pull import PullSender
 from sync_plugin_ray.store import LOST, ObjectStore, Publication
 
+_NOT_STARTED = (
+    "its actor has answered no call of this sender yet: Ray has no place for it, or its "
+    "constructor or another call still runs; `ray status` shows what Ray waits for"
+)
+
 
 class PushSender(CallingTransport):
     """Updates a model in each of some actors.
@@ -76,6 +81,10 @@ class PushSender(CallingTransport):
         """Put the payload once, and call every actor that is not busy."""
         self._cluster.check()
         deliveries = super().send(payload, worker_ids)
+        for worker_id, delivery in deliveries.items():
+            worker = self.workers.get(worker_id)
+            if worker is not None and not worker.introduced:
+                delivery.remark = _NOT_STARTED
         published, self._published = self._published, None
         if self._mailbox is not None and published is not None:
             self._mailbox.publish(published, worker_ids)
@@ -166,6 +175,12 @@ class PushSender(CallingTransport):
 
 def _actor_of(worker: Any) -> ActorHandle[Any]:
     """The actor, or the one that an object such as TorchRL's `RayTransform` holds."""
+    if type(worker).__module__.startswith("ray.util.client"):
+        raise OptionError(
+            "workers= has a handle of Ray Client (ray://…), by which no actor can be given "
+            "weights; start the trainer in the cluster, such as with `ray job submit`, or leave "
+            "workers= out and make a Receiver(sender.address(i), …) in each actor"
+        )
     actor = worker if isinstance(worker, ActorHandle) else getattr(worker, "_actor", None)
     if not isinstance(actor, ActorHandle):
         raise OptionError(
