@@ -134,7 +134,7 @@ class Admission:
     def _answer(self, delivery: Delivery) -> None:
         """Act on the outcome of what was sent to a place."""
         place, answer = delivery.worker_id, delivery.latest
-        name = None if answer is None or answer.request is None else bytes.fromhex(answer.request)
+        name = None if answer is None else _name_of(answer)
         known, worker_id = self._named.get(place, (b"", -1))
         if name == known:
             return  # its id is on its way
@@ -161,6 +161,15 @@ class Admission:
         payload = Payload(self._version, _LAYOUT, (tensor,))
         for delivery in self._transport.send(payload, places).values():
             delivery.watch(partial(_put, self._events))
+
+
+def _name_of(answer: Answer) -> bytes | None:
+    """Return the name that a worker gives; None for an answer without one, or with none of ours."""
+    try:
+        name = bytes.fromhex(answer.request or "")
+    except ValueError:
+        return None
+    return name if len(name) == _NAME_NBYTES else None
 
 
 def _put(

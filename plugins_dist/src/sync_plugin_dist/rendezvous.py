@@ -21,6 +21,18 @@ from sync_core.transports import Message
 _MAX_VALUE = 1 << 16
 
 
+def read_key(message: Message) -> tuple[str, bytes]:
+    """Return the key that a message tells, and its value.
+
+    Raises:
+        ValueError, LookupError, TypeError: no end tells such a thing.
+    """
+    key, value = message["key"], b64decode(message["value"], validate=True)
+    if type(key) is not str or len(key) > _MAX_VALUE or len(value) > _MAX_VALUE:
+        raise ValueError(f"{message!r:.200} is not a key")
+    return key, value
+
+
 class BrokenGroupError(Exception):
     """A transfer did not begin, or did not come to its end; the wire is of no use any more."""
 
@@ -58,11 +70,11 @@ class Rendezvous(Store):
         """Take a key that another end has told.
 
         Raises:
-            ValueError: no end tells such a thing.
+            ValueError, LookupError, TypeError: no end tells such a thing.
         """
-        key, value = message["key"], b64decode(message["value"], validate=True)
-        if type(key) is not str or key in self._values or len(value) > _MAX_VALUE:
-            raise ValueError(f"{message!r:.200} is not a key, or the key has a value")
+        key, value = read_key(message)
+        if key in self._values:
+            raise ValueError(f"the key {key!r:.80} has a value already")
         self._values[key] = value
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]

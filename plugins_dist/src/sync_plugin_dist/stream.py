@@ -17,7 +17,7 @@ from sync_core.transports import Message, Slot
 from sync_plugin_dist.chunks import cut
 from sync_plugin_dist.descriptors import advice, enough_descriptors
 from sync_plugin_dist.process_group import TensorGroup
-from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous
+from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous, read_key
 from sync_plugin_dist.stream_owner import DistPeer, StreamOwner
 
 
@@ -130,6 +130,8 @@ class StreamConnection:
         self._opened = opened
         self._rendezvous: Rendezvous | None = None
         self._told: Counter[DistPeer] = Counter()
+        self._keys: set[str] = set()
+        self._ranks: dict[DistPeer, int] = {}
         #: The number of the wire that is there, or is being made; 0 for none.
         self.number = 0
         #: The workers at its other ends.
@@ -154,8 +156,9 @@ class StreamConnection:
             lock=self._office.publisher.lock,
         )
         self.number, self.members, self._rendezvous = number, members, rendezvous
+        self._ranks = {peer: rank for rank, peer in enumerate(members, 1)}
         size = len(members) + 1
-        for rank, peer in enumerate(members, 1):
+        for peer, rank in self._ranks.items():
             invitation = {"type": "wire", "number": number, "rank": rank, "size": size}
             self._office.tell(peer, invitation)
             if self.number != number:
@@ -175,10 +178,17 @@ class StreamConnection:
         self._told[peer] += 1
         if self._told[peer] > _MAX_KEYS:
             raise ValueError("it tells more keys than any wire has")
+        key, _ = read_key(message)
+        # gloo names a key after the rank of the end that tells it.
+        end = key.rpartition("/")[2]
+        if key in self._keys or (end.isdecimal() and int(end) != self._ranks[peer]):
+            raise ValueError(f"the key {key!r:.80} is another end's")
+        self._keys.add(key)
         if self._rendezvous is not None:
             self._rendezvous.put(message)
             self._office.publisher.changed.notify_all()
-        self._tell(message, peer)
+        told = {"type": "key", "number": self.number, "key": key, "value": message["value"]}
+        self._tell(told, peer)
 
     def drop(self, peer: DistPeer) -> None:
         """The worker is gone, and the wire of no use to the others."""
@@ -188,6 +198,7 @@ class StreamConnection:
         """Close the wire, or give up making it."""
         self.number, self.members, self._rendezvous = 0, (), None
         self._told.clear()
+        self._keys.clear()
         self._office.publisher.changed.notify_all()
         if self.wire is not None:
             self.wire.close()

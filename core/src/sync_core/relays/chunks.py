@@ -7,6 +7,7 @@ before it is answered.
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -37,6 +38,7 @@ from sync_core.weights.block import Block
 from sync_core.weights.layout import CHUNK, CHUNK_HEAD, Layout
 from sync_core.weights.payload import Payload
 
+_log = logging.getLogger("sync_core")
 _LANES = 2
 _KEPT_CAPABILITIES = frozenset({"background", "cross_host", "cross_process", "late_join", "pull"})
 #: The request of a worker that lacks the chunks before the one it got.
@@ -275,7 +277,12 @@ class ChunkedSender(SenderTransport):
                 if progress is not None:
                     index, sent = progress.sent.get(lane, (0, None))
                     if sent is delivery:
-                        self._act(progress, lane, index, delivery, error)
+                        try:
+                            self._act(progress, lane, index, delivery, error)
+                        except Exception as failure:
+                            _log.exception("worker %d is sent no more", delivery.worker_id)
+                            message = f"could not be sent the next chunk: {failure!r}"
+                            progress.delivery.fail(WorkerError(delivery.worker_id, message))
 
     def _act(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import os
 import secrets
 import socket
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from sync_core.report import SendReport, WorkerResult
 from sync_core.sending.worker_state import WorkerStatus
 
+_log = logging.getLogger("sync_core")
 # A request, and then its answer, may take this long, in seconds; others wait in the meantime.
 _DEADLINE = 1.0
 # Before another connection is accepted, in seconds, where the process has no descriptor left.
@@ -186,8 +188,11 @@ class StatusEndpoint:
                         break
                     selector.register(self._listener, EVENT_READ)
                     continue
-                with connection, suppress(OSError):
-                    self._answer(connection)
+                with connection:
+                    try:
+                        self._answer(connection)
+                    except Exception as error:
+                        _log.debug("a request for the status was not answered: %r", error)
             # As with the other socket; macOS has no such call for listeners.
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)

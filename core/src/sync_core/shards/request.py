@@ -15,13 +15,17 @@ from torch import Tensor
 
 from sync_core.errors import LayoutMismatchError, PayloadError
 from sync_core.shards.local import Ranks
-from sync_core.shards.plan import Region, intersect, shape_of, write_region
+from sync_core.shards.plan import Region, intersect, shape_of, size_of, write_region
 from sync_core.verify import checksum, from_tensor, to_tensor
 from sync_core.weights.layout import CHECKSUMS, SHARD_VERSION, Layout
 
 # A worker's answer has to fit into the buffer of a socket, with what else it says.
 _LONGEST = 120_000
-_LARGEST = 1 << 26
+# A request unpacked, in characters: so many, and so many for each tensor that a rank holds. A layer
+# that splits a tensor of 512 experts asks for as many regions, of 30 characters each.
+_LARGEST, _LARGEST_OF_TENSOR = 1 << 16, 1 << 14
+# The most that may be asked for, in times of what the rank holds: regions may overlap.
+_TIMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +135,8 @@ class Request:
             PayloadError: it is not a request, or for something that the rank does not hold.
         """
         try:
-            unpacker = zlib.decompressobj()
-            content = json.loads(unpacker.decompress(base64.b85decode(text), _LARGEST))
+            unpacker, limit = zlib.decompressobj(), _LARGEST + _LARGEST_OF_TENSOR * len(tensors)
+            content = json.loads(unpacker.decompress(base64.b85decode(text), limit))
             regions = [
                 (int(position), tuple((int(start), int(stop)) for start, stop in region))
                 for region, positions in content
@@ -141,9 +145,14 @@ class Request:
             for position, region in regions:
                 if position < 0 or intersect(region, tensors[position].region) != region:
                     raise ValueError(f"{write_region(region)} of tensor {position} is not held")
-        except (ValueError, TypeError, IndexError, zlib.error) as error:
+            request = cls.of(regions)
+            held = sum(size_of(tensor.region) for tensor in tensors)
+            if sum(size_of(region) for _, region in request.regions) > _TIMES * held:
+                raise ValueError(f"it is for more than {_TIMES} times what the rank holds")
+        except Exception as error:
+            # Numbers without end, lists without end: whatever a worker has written.
             raise PayloadError(f"not a request for shards: {error!r:.300}") from error
-        return cls.of(regions)
+        return request
 
     def layout(self, tensors: Sequence[HeldTensor], *, verified: bool = False) -> Layout:
         """The layout of the payloads that bring these regions, and the version after them.

@@ -476,6 +476,9 @@ class ShardedSender(SenderTransport):
     ) -> dict[int, Delivery]:
         layout = self._layouts.get(request)
         if layout is None:
+            if len(self._layouts) > 2 * len(self._members):
+                # Workers that come and go may each ask for something else.
+                self._layouts.clear()
             layout = request.layout(self._holding.tensors, verified=self._verified)
             self._layouts[request] = layout
         tensors, held = payload.tensors, self._holding.tensors

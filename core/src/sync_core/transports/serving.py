@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -136,7 +136,9 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         """Return why a worker was lost whose connection has ended."""
         if isinstance(cause, _LeftError):
             return str(cause)
-        return f"its process {peer.pid} is gone: {cause}"
+        if isinstance(cause, ConnectionError):
+            return f"its process {peer.pid} is gone: {cause}"
+        return f"its process {peer.pid} does not keep to the protocol: {cause!r:.300}"
 
     def connect(self, connection: socket.socket, worker_id: int | None = None) -> PeerT:
         """Serve one more connection; only ``worker_id`` may say hello on it, if that is given."""
@@ -198,8 +200,18 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
                     elif isinstance(key.data, socket.socket):
                         self._accept(key.data)
                     elif key.data in self._connections:
-                        self._listen_to(key.data)
+                        self.guard(key.data, self._listen_to, key.data)
         self._tear_down()
+
+    def guard(self, peer: PeerT, act: Callable[..., object], *arguments: Any) -> None:
+        """Act on what a peer has sent, or left in shared memory: an error ends its connection.
+
+        Whatever it is, the peer loses its place, and the others and the thread do not notice.
+        """
+        try:
+            act(*arguments)
+        except Exception as error:
+            self._lose(peer, self.describe_loss(peer, _cause(peer, error)))
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -235,23 +247,22 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def _listen_to(self, peer: PeerT) -> None:
-        try:
-            peer.channel.read()
-            while (message := peer.channel.pop_message()) is not None:
-                if peer.worker_id is None:
-                    self._admit(peer, message)
-                elif message["type"] == "leave":
-                    raise _left(peer, message)
-                else:
-                    self.handle(peer, message)
-        except Exception as error:
-            # Whatever it has sent: the thread lives for the other workers.
-            self._lose(peer, self.describe_loss(peer, _cause(peer, error)))
+        peer.channel.read()
+        while (message := peer.channel.pop_message()) is not None:
+            if peer.worker_id is None:
+                self._admit(peer, message)
+            elif message["type"] == "leave":
+                raise _left(peer, message)
+            else:
+                self.handle(peer, message)
 
     def _admit(self, peer: PeerT, message: Message) -> None:
         if message["type"] != "hello":
             raise ConnectionError("it does not say hello")
-        worker_id = int(message["worker"])
+        worker_id, pid = message["worker"], message["pid"]
+        # Before anything of the worker that may have the place already is touched.
+        if type(worker_id) is not int or type(pid) is not int:
+            raise TypeError(f"worker {worker_id!r:.80} and process {pid!r:.80} must be integers")
         if not hmac.compare_digest(str(message["token"]).encode(), self._token.encode()):
             # A stranger may fail no send; should the send fail, this is likely to be why.
             self._publisher.remark(
@@ -263,7 +274,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             return
         peer.worker_id = worker_id
         peer.channel.limit = MAX_MESSAGE
-        peer.pid = int(message["pid"])
+        peer.pid = pid
         peer.name = f"worker {worker_id} (process {peer.pid})"
         replaced = self._peers.get(worker_id)
         if replaced is not None:
@@ -291,7 +302,10 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         peer.channel.close()
         if peer.worker_id is not None and self._peers.get(peer.worker_id) is peer:
             del self._peers[peer.worker_id]
-        self.left(peer)
+        try:
+            self.left(peer)
+        except Exception as error:
+            _log.warning("what %s has left cannot be used: %r", peer.name, error)
         if self._paused:
             self._resume_listening()
         if peer.worker_id is not None:
@@ -312,7 +326,8 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
 
 def _left(peer: Peer, message: Message) -> _LeftError:
-    return _LeftError(f"{message['reason']} (process {peer.pid})")
+    reason = str(message.get("reason", "left without a reason"))[:_LONGEST_REASON]
+    return _LeftError(f"{reason} (process {peer.pid})")
 
 
 def _cause(peer: Peer, error: Exception) -> Exception:

@@ -38,7 +38,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -254,10 +254,11 @@ class SharedMemorySender(ServingTransport[PeerT]):
     def left(self, peer: PeerT) -> None:
         """Take its last answer, and release what was shared with it."""
         if peer.control is not None:
-            with suppress(ValueError):
+            try:
                 self._collect_from(peer)
-            peer.control.close()
-            peer.control = None
+            finally:
+                peer.control.close()
+                peer.control = None
 
     def revoke(self) -> None:
         """Take back what was offered, and was not accepted yet."""
@@ -310,11 +311,8 @@ class SharedMemorySender(ServingTransport[PeerT]):
             for peer in tuple(self._peers.values()):
                 if peer.offered is None and not peer.unanswered and peer is not polled:
                     continue
-                try:
-                    with uninterrupted():
-                        self._collect_from(peer)
-                except ValueError as error:
-                    self._lose(peer, f"does not answer as agreed: {error}")
+                with uninterrupted():
+                    self.guard(peer, self._collect_from, peer)
 
     def _collect_from(self, peer: PeerT) -> None:
         if peer.control is None or not peer.control.answers.take():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import traceback
@@ -159,8 +158,12 @@ class Answer:
         return _FAILURES[self.failure](worker_id, f"{outcome}\n{self.error}")
 
 
+# No version, and no number of seconds, is as large.
+_BEYOND = 1 << 63
+
+
 def _is_version(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < _BEYOND
 
 
 def _is_text(value: object) -> bool:
@@ -172,7 +175,8 @@ def _is_failure(value: object) -> bool:
 
 
 def _is_duration(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
+    # Compared and not converted, as an integer may have more digits than any float.
+    return type(value) in (int, float) and 0 <= value < _BEYOND  # type: ignore[operator]
 
 
 def _is_moment(value: object) -> bool:

@@ -132,8 +132,11 @@ class Records:
         seal, _, text = data.partition(b"\n")
         if not hmac.compare_digest(seal, self._seal(name, text)):
             return None
-        record: dict[str, Any] = json.loads(text)
-        return record
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        return record if isinstance(record, dict) else None
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         """Put a record in place of the one that is there."""

@@ -126,14 +126,19 @@ class StoreReceiver(ReceiverTransport):
             record = self._records.read(SENDER)
             if record is None:
                 raise SenderLostError("the sender was closed")
-            if not self._sender.lives(record["beats"]):
+            if not self._sender.lives(record.get("beats")):
                 raise SenderLostError("the sender gives no sign of life")
         if self._replaced:
             raise SenderLostError("another receiver was given the same address")
-        wanted: dict[str, int] = record["wanted"]
+        wanted = record.get("wanted")
+        if not isinstance(wanted, dict):
+            raise SenderLostError(f"the sender names no versions, but wanted={wanted!r:.80}")
         if str(self._worker_id) not in wanted:
             raise SenderLostError(f"worker {self._worker_id} was removed from the sender")
-        return wanted[str(self._worker_id)]
+        version = wanted[str(self._worker_id)]
+        if type(version) is not int:
+            raise SenderLostError(f"the sender names no version, but {version!r:.80}")
+        return version
 
     def _beat(self) -> None:
         with self._lock:
@@ -142,12 +147,12 @@ class StoreReceiver(ReceiverTransport):
                 # Between two calls of receive() too, so that the next knows how long it is dead.
                 record = self._records.read(SENDER)
                 if record is not None:
-                    self._sender.lives(record["beats"])
+                    self._sender.lives(record.get("beats"))
 
     def _rewrite(self) -> bool:
         """Write, unless another has taken the place or the sender has closed; whether it did."""
         standing = self._records.read(self._record)
-        if standing is None or standing["owner"] != self._owner:
+        if standing is None or standing.get("owner") != self._owner:
             self._replaced = True
             return False
         self._write()
@@ -319,12 +324,11 @@ class StoreSender(SenderTransport):
             return
         if record is None and place.owner is None:
             return  # it has not come yet
-        reason = self._reason(place, record)
-        if record is not None and reason is None and record["owner"] != place.owner:
-            place.owner, place.answer = record["owner"], None
-            self._notify(worker_id, Notice("connected"))
-        if record is not None:
-            self._hear(worker_id, place, record["answer"])
+        try:
+            reason = self._hear(worker_id, place, record)
+        except Exception as error:
+            # Whatever a worker has written there costs its own place at most.
+            reason = f"has written no record of ours: {error!r:.300}"
         if reason is None:
             place.lost = False
             return
@@ -345,14 +349,25 @@ class StoreSender(SenderTransport):
             return f"{who} has given no sign of life for {self._options.lost_after:g} s"
         return None
 
-    def _hear(self, worker_id: int, place: _WorkerRecord, answer: dict[str, Any] | None) -> None:
-        if answer is None or answer == place.answer:
-            return
-        place.answer = answer
-        if place.delivery is not None and place.delivery.version == answer["version"]:
-            place.delivery.settle(answer)
-        elif answer["error"] is None:
-            self._notify(worker_id, Notice("acknowledged", answer["version"]))
+    def _hear(
+        self, worker_id: int, place: _WorkerRecord, record: dict[str, Any] | None
+    ) -> str | None:
+        """Act on a worker's record; why the worker counts as lost, or None where it does not."""
+        reason = self._reason(place, record)
+        if record is None:
+            return reason
+        if reason is None and record["owner"] != place.owner:
+            place.owner, place.answer = record["owner"], None
+            self._notify(worker_id, Notice("connected"))
+        if record["answer"] is None or record["answer"] == place.answer:
+            return reason
+        answer = Answer.from_message(record["answer"])
+        place.answer = record["answer"]
+        if place.delivery is not None and place.delivery.version == answer.version:
+            place.delivery.acknowledge(answer)
+        elif answer.error is None:
+            self._notify(worker_id, Notice("acknowledged", answer.version))
+        return reason
 
 
 def store_transport(

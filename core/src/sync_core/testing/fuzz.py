@@ -1,0 +1,240 @@
+"""Hostile messages: what a peer that knows the protocol, and keeps to none of it, may send.
+
+`Mutator` changes messages and bytes by a seed, so that a failure can be repeated. `hostile` makes
+the connection of a real receiver send what a mutator makes of its messages: whatever comes before,
+such as the proof that the peer knows the token, is done by the receiver's own code.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from sync_core import Receiver, Sender, SenderLostError, SendError
+from sync_core.transports.channel import Channel, Message
+
+Found = TypeVar("Found")
+
+#: Values of every kind that JSON has, and the edges of each.
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    1,
+    7,
+    2**31,
+    2**63,
+    2**64,
+    10**400,
+    0.5,
+    -0.0,
+    1e308,
+    float("inf"),
+    float("nan"),
+    "",
+    "0",
+    "answer",
+    "\ud800",
+    "\0",
+    "x" * 5000,
+    [],
+    [0],
+    [None],
+    [[[[]]]],
+    {},
+    {"type": "answer"},
+    {"version": 1},
+    {"": {"": {}}},
+)
+
+
+class Mutator:
+    """Makes wrong messages of right ones, the same for the same seed.
+
+    Args:
+        seed: which.
+        vocabulary: messages of the protocol, whose types and fields are mixed.
+
+    Example:
+        >>> mutator = Mutator(1, [{"type": "answer", "version": 3}])
+        >>> mutator.frame(mutator.message()) == Mutator(1, mutator.vocabulary).frame({})
+        False
+    """
+
+    def __init__(self, seed: int, vocabulary: Sequence[Message] = ()) -> None:
+        self.random = random.Random(seed)  # noqa: S311
+        self.vocabulary = list(vocabulary)
+
+    def value(self) -> Any:
+        """Return a value that belongs nowhere in particular."""
+        return self.random.choice(VALUES)
+
+    def message(self, message: Message | None = None) -> Any:
+        """Return a message that is like another one, or like one of the vocabulary."""
+        if message is None:
+            message = self.random.choice(self.vocabulary)
+        elif message not in self.vocabulary and len(self.vocabulary) < 100:
+            self.vocabulary.append(message)
+        changed = json.loads(json.dumps(message))
+        for _ in range(self.random.choice((0, 1, 1, 2, 4))):
+            changed = self._change(changed)
+        return changed
+
+    def data(self, data: bytes) -> bytes:
+        """Return bytes that are like others."""
+        changed = bytearray(data)
+        for _ in range(self.random.choice((1, 1, 2, 8))):
+            place = self.random.randrange(len(changed) + 1)
+            how = self.random.randrange(4)
+            if how == 0:
+                changed[place:place] = self.random.randbytes(self.random.choice((1, 4, 64)))
+            elif how == 1:
+                del changed[place : place + self.random.choice((1, 4, 64))]
+            elif how == 2:
+                changed[place : place + 1] = self.random.choice((b"\0", b"\xff", b"{", b'"'))
+            else:
+                changed[place : place + 8] = (2 ** self.random.randrange(64)).to_bytes(8, "little")
+        return bytes(changed)
+
+    def frame(self, message: Any) -> bytes:
+        """Return a message as it travels over a `Channel`; now and then, not even that."""
+        text = json.dumps(message).encode()
+        how = self.random.randrange(12)
+        if how == 0:
+            text = self.data(text)
+        elif how == 1:
+            text = b"[" * 100_000
+        size = self.value() if how == 2 else len(text)
+        number = size if type(size) is int and 0 <= size < 2**32 else len(text)
+        return number.to_bytes(4, "little") + text
+
+    def _change(self, value: Any) -> Any:
+        if self.random.random() < 0.2:
+            return self.value()
+        if isinstance(value, Mapping) and value:
+            name = self.random.choice(list(value))
+            how = self.random.randrange(4)
+            if how == 0:
+                return {k: v for k, v in value.items() if k != name}
+            if how == 1 and self.vocabulary:
+                return {**value, **self.random.choice(self.vocabulary), "type": value.get("type")}
+            return {**value, name: self._change(value[name])}
+        if isinstance(value, list) and value:
+            place = self.random.randrange(len(value))
+            return [*value[:place], self._change(value[place]), *value[place + 1 :]]
+        return self.value()
+
+
+def hostile(channel: Channel, mutator: Mutator, *, share: float = 1.0) -> Callable[..., None]:
+    """Have a connection send mutated messages from now on; return what sends one more.
+
+    Args:
+        channel: of a receiver that is connected.
+        mutator: makes the messages.
+        share: of the messages that are mutated.
+    """
+    connection: socket.socket = channel._socket
+
+    def send(message: Message | None = None, descriptors: Sequence[int] = ()) -> None:
+        kept = message is not None and mutator.random.random() >= share
+        frame = mutator.frame(message if kept else mutator.message(message))
+        # The sender hangs up on what it does not understand.
+        with suppress(OSError):
+            if mutator.random.random() < 0.05:
+                descriptors = [connection.fileno()] * mutator.random.randrange(1, 6)
+            socket.send_fds(connection, [frame], descriptors)
+
+    channel.send = send  # type: ignore[method-assign]
+    return send
+
+
+def find(holder: Any, kind: type[Found]) -> Iterator[Found]:
+    """Yield what of a kind the transports of an end are made of."""
+    seen: set[int] = set()
+    left = [holder]
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, kind):
+            yield each
+        elif isinstance(each, list | tuple):
+            left += each
+        elif type(each).__module__.startswith("sync_"):
+            left += getattr(each, "__dict__", {}).values()
+
+
+def besiege(
+    sender: Sender,
+    model: nn.Module,
+    attack: Callable[[Receiver], object],
+    *,
+    rounds: int,
+    patience: float = 5.0,
+) -> int:
+    """Send versions to worker 0 while worker 1 attacks; worker 0 must get every one of them.
+
+    Args:
+        sender: of a scheme whose workers connect, with these two; closed in the end.
+        model: what it sends.
+        attack: does something hostile as worker 1, by the receiver that it is given.
+        rounds: how many versions are sent.
+        patience: how long worker 0 may take to get one, in seconds.
+
+    Returns:
+        How many connections the attacker has lost.
+
+    Raises:
+        AssertionError: worker 0 lacks a version, a thread has ended by an exception, or worker 1
+            cannot be served any more.
+    """
+    ended: list[threading.ExceptHookArgs] = []
+    hook, threading.excepthook = threading.excepthook, ended.append
+    attacker, lost = Receiver(sender.address(1), deepcopy(model)), 0
+    try:
+        with Receiver(sender.address(0), deepcopy(model)) as honest:
+            for value in range(1, rounds + 1):
+                with suppress(SenderLostError):
+                    attack(attacker)
+                _send(sender, model, float(value), honest, patience)
+                if sender.workers[1].state == "lost":
+                    attacker.close()
+                    attacker, lost = Receiver(sender.address(1), deepcopy(model)), lost + 1
+        attacker.close()
+        with Receiver(sender.address(1), deepcopy(model)) as successor:
+            _send(sender, model, 0.0, successor, patience)
+    finally:
+        attacker.close()
+        sender.close()
+        threading.excepthook = hook
+    assert not ended, f"{ended[0].thread} has ended by {ended[0].exc_value!r}"
+    return lost
+
+
+def _send(
+    sender: Sender, model: nn.Module, value: float, receiver: Receiver, patience: float
+) -> None:
+    """Send a version, of which a receiver must get all in time, whatever the others do."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    pending = sender.send_async()
+    deadline = time.monotonic() + patience
+    while receiver.version < pending.version:
+        left = deadline - time.monotonic()
+        assert left > 0, f"worker {receiver.worker_id} has no version {pending.version}"
+        receiver.receive(left)
+    with suppress(SendError):
+        pending.wait(0.02)
