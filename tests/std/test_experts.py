@@ -147,7 +147,7 @@ def test_an_engine_loads_the_names_of_the_checkpoint_and_they_lead_back(
     def load(weights: Any) -> None:
         held.update((name, tensor.clone()) for name, tensor in weights)
 
-    options = {"num_workers": 1, "strategy": "checkpoint"}
+    options: dict[str, Any] = {"num_workers": 1, "strategy": "checkpoint"}
     with Sender(Loopback(), source, layers=there, **options) as sender:
         push(sender, Receiver(sender.address(0), load=load))
     assert held.keys() == written.keys()

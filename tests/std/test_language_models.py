@@ -148,14 +148,13 @@ def test_values_are_those_of_peft() -> None:
     assert all(torch.equal(tensor, merged[name]) for name, tensor in target.state_dict().items())
 
 
-@pytest.mark.parametrize("layers", [[Lora("merged"), "bf16"], ["bf16", Lora("merged")]])
-def test_merged_for_a_worker_of_16_bits(layers: list[Any]) -> None:
+def test_merged_for_a_worker_of_16_bits() -> None:
     source, target = adapted(llama(0)), llama(1, torch.bfloat16)
+    layers = [Lora("merged"), "bf16"]
     with Sender(Loopback(), source, num_workers=1, layers=layers) as sender:
         push(sender, Receiver(sender.address(0), target))
     merged = source.merge_and_unload().bfloat16().state_dict()
-    for name, tensor in target.state_dict().items():
-        torch.testing.assert_close(tensor, merged[name], rtol=0.02, atol=0.02)
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in target.state_dict().items())
 
 
 def test_modules_that_are_trained_whole_take_the_place_of_the_original() -> None:

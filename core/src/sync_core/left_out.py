@@ -4,12 +4,15 @@ A layer such as ``Select`` leaves out tensors that the workers have already. `Le
 after the layers that stay with the sender, so it is given the tensors as they travel: under the
 workers' names, and cast. It keeps a digest of each tensor of a whole version. With an update that
 lacks some, the digest of those travels next to the base, and each worker compares its model's.
+
+Where workers never get the rest, the settings of PEFT's modules are compared, too: which adapters
+act, and with what scale. Then the second half of the digest is that of the settings.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -19,11 +22,16 @@ from sync_core.hooks import ApplyContext, SendContext, hookimpl
 from sync_core.models.extra_state import is_extra_state
 from sync_core.models.extract import Strategy
 from sync_core.models.finder import finder
+from sync_core.models.multi_model import modules_in
 from sync_core.verify import bytes_of
 from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.payload import Update
 
 _NAMES_SHOWN = 4
+#: Of a digest of 32 bytes, those that are left to the tensors where settings are compared.
+_HALF = 16
+#: The attributes of PEFT's modules that decide, beside their tensors and properties, what they do.
+_SETTINGS = ("merged_adapters", "scaling", "token_indices")
 
 
 class LeftOut:
@@ -49,7 +57,7 @@ class LeftOut:
         self._digests: dict[str, bytes] = {}
         self._last: tuple[Layout, bytes] | None = None
         # At the receiver: what was found to be equal last.
-        self._checked: tuple[bytes, list[object]] | None = None
+        self._checked: tuple[bytes, bytes, list[object]] | None = None
         self._find: Any = None
         self._model: Any = None
 
@@ -68,6 +76,8 @@ class LeftOut:
                 rest = {n: d for n, d in self._digests.items() if n in missing}
                 self._last = update.layout, _combined(rest)
             update.left_out = self._last[1]
+            if self._from_start and (settings := _settings(context.model)):
+                update.left_out = update.left_out[:_HALF] + settings
         return update
 
     @hookimpl(wrapper=True)
@@ -84,6 +94,7 @@ class LeftOut:
         if self._find is None or self._model is not model:
             self._model, self._find = model, finder(model, self._strategy)
         held: Mapping[str, Tensor] = self._find()
+        settings = _settings(model)
         assert context.layout is not None
         dtypes = {
             name: context.layout.specs[position].dtype
@@ -92,13 +103,16 @@ class LeftOut:
         }
         there = [held[name] for name in dtypes if name in held]
         state: list[object] = [(place_of(t), _changes(t)) for t in there]
-        if self._checked == (update.left_out, state):
+        if self._checked == (update.left_out, settings, state):
             return
-        found = {n: _digest(held[n].to(dtype)) for n, dtype in dtypes.items() if n in held}
-        if _combined(found) != update.left_out:
+        found = _combined({n: _digest(held[n].to(d)) for n, d in dtypes.items() if n in held})
+        if found[:_HALF] != update.left_out[:_HALF]:
             raise ReadbackError(context.worker_id, _describe(update, list(dtypes), context.version))
+        # A model that is read by names alone has no settings to compare.
+        if update.left_out[_HALF:] not in (found[_HALF:], settings or update.left_out[_HALF:]):
+            raise ReadbackError(context.worker_id, _describe_settings(context.version))
         if None not in map(_changes, there):
-            self._checked = update.left_out, state
+            self._checked = update.left_out, settings, state
 
 
 def _describe(update: Update, names: list[str], version: int) -> str:
@@ -114,6 +128,27 @@ def _describe(update: Update, names: list[str], version: int) -> str:
         f"version {version} leaves out tensors that this worker does not hold as the sender does, "
         f"by the digest of {listed}; {remedy}"
     )
+
+
+def _describe_settings(version: int) -> str:
+    return (
+        f"version {version} is for adapters that act otherwise than this worker's: their scaling "
+        "(lora_alpha, r, use_rslora), the active ones, or the merged or disabled ones differ; give "
+        "both ends the same LoraConfig, and call set_adapter() and the like at both ends"
+    )
+
+
+def _settings(model: Any) -> bytes:
+    """The digest of the settings of PEFT's modules; empty for a model without any."""
+    modules: Iterator[Any] = (m for _, owner in modules_in(model) for m in owner.modules())
+    found = []
+    for module in modules:
+        # Those of PEFT's types are properties; models of transformers have methods of these names.
+        if isinstance(getattr(type(module), "disable_adapters", None), property):
+            values = [vars(module).get(name) for name in _SETTINGS]
+            settings = [sorted(v.items()) if isinstance(v, dict) else v for v in values]
+            found.append([module.active_adapters, module.disable_adapters, *settings])
+    return hashlib.sha256(repr(found).encode()).digest()[:_HALF] if found else b""
 
 
 def _changes(tensor: Tensor) -> int | None:

@@ -2,59 +2,40 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from sync_core import BindContext, Layout, ModelError, SendContext, Update, hookimpl
+from sync_core.models import plain_name
 from sync_plugin_std.selection import Select
 
 _PREFIX = "base_model.model."
 #: What PEFT trains: adapters, and modules that it trains whole.
 _ADAPTERS = ("*.lora_*", "*.modules_to_save.*")
-_ADAPTER = re.compile(r"\.lora_[A-Za-z_]+\.")
-_ORIGINAL = ".original_module."
-_SAVED = re.compile(r"\.modules_to_save\.([^.]+)\.")
-
-
-@dataclass(frozen=True, slots=True)
-class _Merge:
-    """One weight, the positions of its adapters' matrices, and the module that has them."""
-
-    weight: int
-    adapters: tuple[tuple[str, int, int], ...]
-    module: Any
-
-    def result(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """The weight with its adapters: in float32, cast once."""
-        weight = tensors[self.weight].detach()
-        if self.module.merged:
-            return weight  # they are in it
-        merged = weight.float()
-        for adapter, a, b in self.adapters:
-            delta = tensors[b].detach().float() @ tensors[a].detach().float()
-            if self.module.fan_in_fan_out:
-                delta = delta.T
-            merged = merged + delta * self.module.scaling[adapter]
-        return merged.to(weight.dtype)
 
 
 class Lora:
     """Sends a PEFT model's LoRA adapters: alone, or merged into the weights. Also named ``lora``.
 
     ``Lora("adapter")`` sends the adapters, and the modules that PEFT trains whole, under PEFT's
-    names. Workers have a PEFT model of the same configuration on the same base model, which never
-    travels: a digest proves at each worker that it is the trainer's. For workers that may have
-    another base, use ``Select("*.lora_*", "*.modules_to_save.*")``, which sends all of it once.
+    names, and the other parameters that PEFT trains, such as biases. Workers have a PEFT model of
+    the same configuration on the same base model, which never travels: digests prove at each worker
+    that it is the trainer's, and that the same adapters act with the same scale. For workers that
+    may have another base, use ``Select("*.lora_*", "*.modules_to_save.*")``, which sends all of it
+    once.
 
-    ``Lora("merged")`` sends the plain model that the PEFT model stands for, to workers without
-    PEFT: ``W + scale * B @ A`` of the active adapters is computed in float32 and cast to the dtype
-    of ``W`` once; PEFT's prefixes and the adapters are left out of the names. Each send takes the
-    memory of the weights that have adapters, and their products.
+    ``Lora("merged")`` sends the plain model that the PEFT model stands for at that send, to workers
+    without PEFT: ``W + scale * B @ A`` of the active adapters is computed in float32 and cast to
+    the dtype of ``W`` once; PEFT's prefixes and the adapters are left out of the names. Adapters of
+    linear layers (with ``lora_bias``, too) and of ``target_parameters`` are merged; for an active
+    adapter of another kind there is an error, unless the model has it merged already. Each send
+    takes the memory of the weights that have adapters, and their products. Give it before layers
+    that change tensors.
 
     The trainer's model is not changed. The layer stays with the sender.
 
@@ -99,22 +80,57 @@ class _Adapters(Select):
 
     def __init__(self) -> None:
         super().__init__(*_ADAPTERS, send_rest=False)
+        self._trained: frozenset[str] | None = None
 
     def bind(self, context: BindContext) -> _Adapters:
         """A layer for one sender."""
         del context
         return _Adapters()
 
+    @hookimpl(wrapper=True)
+    def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
+        """Leave the base model out."""
+        if self._trained is None:
+            model = context.model
+            self._trained = frozenset(_trained(model) if isinstance(model, nn.Module) else ())
+        return (yield from super().prepare_weights(context))
+
+    def _is_chosen(self, layout: Layout, tensors: Sequence[Tensor], position: int) -> bool:
+        assert self._trained is not None
+        named = layout.specs[position].name in self._trained
+        return named or super()._is_chosen(layout, tensors, position)
+
     def _describe_none(self, layout: Layout, model: Any) -> str:
         del layout
         return _describe_no_adapters(model)
+
+    def _describe_changed(self, name: str) -> str:
+        return (
+            f"{name!r} of the base model was changed after the sender was made, and "
+            'lora("adapter") does not send the base model; make a new sender, or send it all: '
+            f"layers=[select{_ADAPTERS}]"
+        )
+
+
+def _trained(model: nn.Module) -> Iterator[str]:
+    """The names of the tensors of adapters, and of what else PEFT trains."""
+    if not any(_is_tuner(module) or _is_wrapper(module) for module in model.modules()):
+        return
+    plain = plain_name(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if _is_tuner(module) or _is_wrapper(module):
+            around = "base_layer." if _is_tuner(module) else "original_module."
+            for tensors in (module.named_parameters(), module.named_buffers()):
+                yield from (plain(f"{path}.{n}") for n, _ in tensors if not n.startswith(around))
+    # Such as biases.
+    yield from (plain(name) for name, p in model.named_parameters() if p.requires_grad)
 
 
 class _Merged:
     """The layer of ``Lora("merged")``, with its plan."""
 
     def __init__(self) -> None:
-        self._plan: tuple[Layout, Any, dict[str, int | _Merge], Layout] | None = None
+        self._plan: tuple[Layout, list[object], dict[str, int | _Merge], Layout] | None = None
 
     def bind(self, context: BindContext) -> _Merged:
         """A layer for one sender."""
@@ -126,45 +142,239 @@ class _Merged:
         """Merge, and rename."""
         update = yield
         tensors, model = update.tensors, context.model
-        if self._plan is None or self._plan[:2] != (update.layout, model):
-            made_of = _find(update.layout, model)
-            named = {name: _made(source, tensors) for name, source in made_of.items()}
-            self._plan = update.layout, model, made_of, Layout.of(named)
+        if not isinstance(model, nn.Module):
+            raise ModelError("the layer Lora needs the PEFT model itself: sender.send(model)")
+        # Adapters are switched, merged and disabled between sends.
+        state: list[object] = [
+            (
+                m,
+                list(m.active_adapters),
+                m.disable_adapters,
+                list(getattr(m, "merged_adapters", ())),
+            )
+            for m in model.modules()
+            if _is_tuner(m) or _is_wrapper(m)
+        ]
+        if self._plan is None or self._plan[:2] != (update.layout, state):
+            made_of = _Plan(update, model).made_of
+            layout = Layout.of(_make(made_of, tensors))
+            self._plan = update.layout, state, made_of, layout
         _, _, made_of, layout = self._plan
-        update.become(layout, [_made(made_of[spec.name], tensors) for spec in layout.specs])
+        made = _make(made_of, tensors)
+        update.become(layout, [made[spec.name] for spec in layout.specs])
         return update
 
 
-def _made(source: int | _Merge, tensors: tuple[Tensor, ...]) -> Tensor:
-    return tensors[source] if isinstance(source, int) else source.result(tensors)
+@dataclass(frozen=True, slots=True)
+class _Merge:
+    """A tensor of the base model, and the adapters that are added to it.
+
+    Args:
+        base: the position of the tensor.
+        adapters: the names of adapters, and the positions of their B and A; no A for a bias.
+        module: the module of the adapters, which has their scale.
+    """
+
+    base: int
+    adapters: tuple[tuple[str, int, int | None], ...]
+    module: Any
+
+    def result(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """The tensor with its adapters: in float32 or wider, cast once."""
+        base = tensors[self.base].detach()
+        dtype = torch.promote_types(base.dtype, torch.float32)
+        merged = base.to(dtype)
+        for adapter, b, a in self.adapters:
+            delta = tensors[b].detach().to(dtype)
+            if a is not None:
+                delta = self._product(delta, tensors[a].detach().to(dtype), merged.dim())
+            merged = merged + delta * self.module.scaling[adapter]
+        return merged.to(base.dtype)
+
+    def _product(self, b: Tensor, a: Tensor, dimensions: int) -> Tensor:
+        """B @ A, as ``get_delta_weight`` of PEFT's ``Linear`` and ``ParamWrapper`` have it."""
+        if dimensions == 2:
+            return (b @ a).T if self.module.fan_in_fan_out else b @ a
+        # The experts alternate in the columns of B, and follow each other in the rows of A.
+        experts = self.module.num_experts
+        b, a = b.reshape(len(b), -1, experts), a.reshape(experts, -1, a.shape[-1])
+        delta = torch.einsum("ore,eri->eoi", b, a)
+        transposed = getattr(self.module.get_base_layer(), "is_transposed", False)
+        return delta.transpose(1, 2) if transposed else delta
 
 
-def _find(layout: Layout, model: Any) -> dict[str, int | _Merge]:
-    """For each name that travels, the position of a tensor, or the merge that makes it."""
-    if not isinstance(model, nn.Module):
-        raise ModelError("the layer Lora needs the PEFT model itself: sender.send(model)")
-    kind = getattr(sys.modules.get("peft.tuners.lora"), "LoraLayer", ())
-    found: dict[str, int | _Merge] = {}
-    merges = 0
-    adapted = {
-        _plain(f"{name}."): module
-        for name, module in model.named_modules()
-        if isinstance(module, kind)
-    }
-    for name in layout.names:
-        if _ADAPTER.search(name) or _ORIGINAL in name:
-            continue
-        position = layout.index[name]
-        owner, _, rest = name.partition("base_layer.")
-        module = adapted.get(_plain(owner)) if rest == "weight" else None
-        if module is None:
-            found[_plain(name)] = position
-        else:
-            found[_plain(name)] = _merge(layout, owner, position, module)
-            merges += 1
-    if not merges:
-        raise ModelError(_describe_no_adapters(model))
-    return found
+def _make(made_of: dict[str, int | _Merge], tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The tensors that travel; tied ones are made once, and stay tied."""
+    merged = {s: s.result(tensors) for s in made_of.values() if isinstance(s, _Merge)}
+    return {n: tensors[s] if isinstance(s, int) else merged[s] for n, s in made_of.items()}
+
+
+class _Plan:
+    """Finds, for each name that travels, the position of a tensor, or the merge that makes it.
+
+    Every tensor of an adapter is used by a merge, or belongs to an adapter that does not act, or is
+    named in an error.
+
+    Args:
+        update: the tensors of the PEFT model.
+        model: the model.
+
+    Raises:
+        ModelError: the model has no adapters, or some that cannot be merged, or a layer before this
+            one has changed the tensors.
+    """
+
+    def __init__(self, update: Update, model: nn.Module) -> None:
+        self._layout = layout = update.layout
+        # By the prefix of their tensors' names, the modules that PEFT puts around others.
+        self._modules: dict[str, Any] = {}
+        plain = plain_name(model)
+        for path, module in model.named_modules(remove_duplicate=False):
+            if _is_tuner(module) or _is_wrapper(module):
+                raw = f"{path}." if path else ""
+                self._modules[plain(raw)] = module
+                for name, parameter in module.named_parameters():
+                    self._check_unchanged(update, plain(raw + name), parameter)
+        if not any(map(_is_tuner, self._modules.values())):
+            raise ModelError(_describe_no_adapters(model))
+        # By the prefix of its module, and its own name, the tensors of an adapter.
+        self._adapters: dict[tuple[str, str], set[str]] = {}
+        names = {name: self._name_sent(name) for name in layout.index}
+        merges: dict[str, _Merge] = {}
+        for prefix, module in self._modules.items():
+            if _is_tuner(module):
+                for name, merge in self._merges(prefix, module):
+                    if name in merges:
+                        raise self._cannot_merge(prefix, module, merge.adapters[0][0])
+                    merges[name] = merge
+        self.made_of: dict[str, int | _Merge] = {
+            sent: merges.get(name, layout.index[name])
+            for name, sent in names.items()
+            if sent is not None
+        }
+
+    def _check_unchanged(self, update: Update, name: str, parameter: Tensor) -> None:
+        """Refuse what a layer before this one has cast, renamed, joined, turned or left out."""
+        position = self._layout.index.get(name)
+        kind = f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+        found = "missing"
+        if position is not None:
+            spec, tensor = self._layout.specs[position], update.tensors[position]
+            found = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}"
+            shared = tensor.data_ptr() == parameter.data_ptr()
+            if shared and tensor.stride() != parameter.stride():
+                found += " in another order"
+        if found != kind:
+            raise ModelError(
+                'the layer lora("merged") cannot follow one that changes tensors of the model: '
+                f"{name!r} is {kind} in the model, and {found} after that layer; put it first: "
+                'layers=[lora("merged"), …]'
+            )
+
+    def _name_sent(self, name: str) -> str | None:
+        """The name without what PEFT adds to it; None for what is no part of the plain model."""
+        parts, kept, i = name.split("."), [], 0
+        while i < len(parts):
+            prefix = "".join(f"{part}." for part in parts[:i])
+            if prefix not in self._modules:
+                kept.append(parts[i])
+                i += 1
+                continue
+            module = self._modules[prefix]
+            inner = _inner(prefix, module)
+            if parts[i : i + len(inner)] != inner:
+                if _is_tuner(module) and i + 1 < len(parts):
+                    tensors = self._adapters.setdefault((prefix, parts[i + 1]), set())
+                    tensors.add(".".join(parts[i:]))
+                return None
+            i += len(inner)
+        return ".".join(kept).removeprefix(_PREFIX)
+
+    def _merges(self, prefix: str, module: Any) -> Iterator[tuple[str, _Merge]]:
+        """Yield the names of the tensors that adapters of a module change, and how."""
+        if module.merged and module.disable_adapters:
+            raise ModelError(
+                f"the adapters {list(module.merged_adapters)} of {prefix.rstrip('.')!r} are merged "
+                "and disabled; type model.unmerge_adapter() before the send"
+            )
+        acting = [a for a in module.active_adapters if (prefix, a) in self._adapters]
+        if module.merged or module.disable_adapters or not acting:
+            return
+        base = f"{prefix}base_layer."
+        inner = module.base_layer
+        while _is_tuner(inner):
+            base, inner = f"{base}base_layer.", inner.base_layer
+        weight = base + getattr(module, "parameter_name", "weight")
+        index = self._layout.index
+        matrices, biases = [], []
+        for adapter in acting:
+            a, b, bias = (f"lora_{part}.{adapter}.{of}" for part, of in _PARTS)
+            tensors = self._adapters[prefix, adapter]
+            if not _is_plain(module, adapter) or tensors - {bias} != {a, b} or weight not in index:
+                raise self._cannot_merge(prefix, module, adapter)
+            matrices.append((adapter, index[prefix + b], index[prefix + a]))
+            if bias in tensors:
+                if f"{base}bias" not in index:
+                    raise self._cannot_merge(prefix, module, adapter)
+                biases.append((adapter, index[prefix + bias], None))
+        yield weight, _Merge(index[weight], tuple(matrices), module)
+        if biases:
+            yield f"{base}bias", _Merge(index[f"{base}bias"], tuple(biases), module)
+
+    def _cannot_merge(self, prefix: str, module: Any, adapter: str) -> ModelError:
+        tensors = ", ".join(sorted(self._adapters[prefix, adapter]))
+        return ModelError(
+            f"the adapter {adapter!r} of {prefix.rstrip('.')!r}, a {type(module).__name__} with "
+            f"{tensors}, is not plain LoRA of a linear layer; merge it yourself: "
+            "model.merge_adapter(), and after the send model.unmerge_adapter(). Send what PEFT "
+            'cannot merge to workers with PEFT: layers=[lora("adapter")]'
+        )
+
+
+#: The tensors of a plain adapter: A, B, and with ``lora_bias`` the bias of B.
+_PARTS = (("A", "weight"), ("B", "weight"), ("B", "bias"))
+
+
+def _is_plain(module: Any, adapter: str) -> bool:
+    """Whether PEFT adds ``scaling * B @ A``: no variant such as DoRA or aLoRA, and no own way."""
+    layers = sys.modules.get("peft.tuners.lora.layer")
+    function = getattr(type(module), "get_delta_weight", None)
+    known = [getattr(layers, name, None) for name in ("Linear", "ParamWrapper")]
+    return (
+        any(kind is not None and function is kind.get_delta_weight for kind in known)
+        and adapter not in getattr(module, "lora_variant", {})
+        and not module.use_dora.get(adapter)
+    )
+
+
+def _inner(prefix: str, module: Any) -> list[str]:
+    """Where the module is that acts, in one that PEFT has put around it."""
+    if _is_tuner(module):
+        return ["base_layer"]
+    children = dict(module.named_children())
+    if "token_adapter" in children:
+        return ["token_adapter"]
+    if "modules_to_save" not in children:
+        raise ModelError(
+            f"{prefix.rstrip('.')!r} is a {type(module).__name__} of PEFT, which the layer Lora "
+            "does not know; merge it yourself: model.merge_and_unload()"
+        )
+    saved, active = children["modules_to_save"], list(module.active_adapters)
+    if module.disable_adapters or not active or any(name not in saved for name in active):
+        return ["original_module"]
+    return ["modules_to_save", active[0]]
+
+
+def _is_tuner(module: object) -> bool:
+    """Whether the module is one of PEFT's with adapters, around a ``base_layer``."""
+    utils = sys.modules.get("peft.tuners.tuners_utils")
+    return isinstance(module, getattr(utils, "BaseTunerLayer", ()))
+
+
+def _is_wrapper(module: object) -> bool:
+    """Whether the module is one of PEFT's around an ``original_module`` that is trained whole."""
+    utils = sys.modules.get("peft.utils.other")
+    return isinstance(module, getattr(utils, "AuxiliaryTrainingWrapper", ()))
 
 
 def _describe_no_adapters(model: Any) -> str:
@@ -172,23 +382,3 @@ def _describe_no_adapters(model: Any) -> str:
         f"the layer Lora found no LoRA adapters in a {type(model).__name__}; give the "
         "model that peft.get_peft_model returned, or leave the layer out"
     )
-
-
-def _merge(layout: Layout, owner: str, weight: int, module: Any) -> _Merge:
-    adapters = []
-    for adapter in module.active_adapters if not module.disable_adapters else ():
-        names = [f"{owner}lora_{part}.{adapter}.weight" for part in "AB"]
-        if any(module.use_dora.values()) or any(name not in layout.index for name in names):
-            raise ModelError(
-                f"the adapter {adapter!r} of {owner.rstrip('.')!r} is not plain LoRA (DoRA, or "
-                "that of an embedding); merge it yourself: model.merge_adapter(), and after the "
-                "send model.unmerge_adapter()"
-            )
-        adapters.append((adapter, layout.index[names[0]], layout.index[names[1]]))
-    return _Merge(weight, tuple(adapters), module)
-
-
-def _plain(name: str) -> str:
-    """A name without what PEFT adds to it."""
-    name = _SAVED.sub(".", name.removeprefix(_PREFIX))
-    return name.replace(".base_layer.", ".")

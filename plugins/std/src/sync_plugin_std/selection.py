@@ -89,10 +89,9 @@ class Select:
         elif self._send_rest:
             self._known = context.version, layout, changes
         else:
-            raise ModelError(
-                "a tensor that the layer Select leaves out was changed after the sender was made, "
-                "and send_rest=False does not send it; make a new sender, or leave that out"
-            )
+            known = self._known[2]
+            changed = min(name for name in changes if changes[name] != known.get(name))
+            raise ModelError(self._describe_changed(changed))
         return update
 
     def _describe_none(self, layout: Layout, model: Any) -> str:
@@ -102,6 +101,13 @@ class Select:
         return (
             f"the layer Select chooses none of {len(layout.names)} tensors: {reason}; give "
             f"patterns of their names, such as select({layout.names[0]!r})"
+        )
+
+    def _describe_changed(self, name: str) -> str:
+        """Return what is wrong where a tensor was changed that is never sent."""
+        return (
+            f"{name!r}, which the layer Select leaves out, was changed after the sender was made, "
+            "and send_rest=False does not send it; make a new sender, or leave that out"
         )
 
     def _is_chosen(self, layout: Layout, tensors: Sequence[Tensor], position: int) -> bool:
