@@ -86,9 +86,9 @@ def ends_its_threads() -> Iterator[None]:
     """
     before = _threads()
     yield
-    # The tests of a file may share workers.
-    left = _outlive(before | {each for each in _threads() if each.name.startswith("sync worker ")})
-    assert not left, f"the test has left {left}"
+    # The tests of a file may share receivers and workers, which have daemons, and executors.
+    shared = {each for each in _threads() if each.daemon or each.name.startswith("ThreadPool")}
+    assert not (left := _outlive(before | shared)), f"the test has left {left}"
 
 
 def _outlive(before: set[threading.Thread]) -> set[threading.Thread]:
@@ -99,17 +99,17 @@ def _outlive(before: set[threading.Thread]) -> set[threading.Thread]:
     return _threads() - before
 
 
-def _processes() -> set[int]:
-    """The processes that were started, without those that `multiprocessing` keeps to the end."""
-    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
-    return descendants() - kept
-
-
 def _threads() -> set[threading.Thread]:
     """The threads of tests and of this project, and not those that other libraries keep."""
     return {
         each for each in threading.enumerate() if not each.daemon or each.name.startswith("sync")
     }
+
+
+def _processes() -> set[int]:
+    """The processes that were started, without those that `multiprocessing` keeps to the end."""
+    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    return descendants() - kept
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -48,10 +48,10 @@ class Agent:
         self.requests: list[DeliveryRequest] = []
         self.fails: list[Exception] = []
         self._receivers = CalledReceivers()
-        self._thread = ThreadPoolExecutor(1)
+        self.thread = ThreadPoolExecutor(1)
 
     def call(self, request: DeliveryRequest, content: Any) -> Future[DeliveryOutcome]:
-        return self._thread.submit(self._deliver, request, content)
+        return self.thread.submit(self._deliver, request, content)
 
     def begin_again(self) -> None:
         """Be as another process would be."""
@@ -102,8 +102,11 @@ def linear(value: float) -> nn.Linear:
 
 
 @pytest.fixture
-def agents() -> list[Agent]:
-    return [Agent(), Agent()]
+def agents() -> Iterator[list[Agent]]:
+    made = [Agent(), Agent()]
+    yield made
+    for agent in made:
+        agent.thread.shutdown()
 
 
 def to(agents: list[Agent], value: float = 1.0) -> Sender:
