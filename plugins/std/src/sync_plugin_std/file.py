@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -66,13 +67,17 @@ class DirectoryStore(Store):
         self._directory = directory
 
     def put(self, name: str, data: bytes) -> None:
+        """Put a file in its place."""
+        self.put_parts(name, (memoryview(data),))
+
+    def put_parts(self, name: str, parts: Iterable[memoryview]) -> None:
         """Put a file in its place by a rename, so that no reader sees half of it."""
         path = self._directory / name
         path.parent.mkdir(exist_ok=True)
         part = path.with_name(f".{secrets.token_hex(8)}")
         try:
             with open(part, "xb", opener=_open_private) as file:
-                file.write(data)
+                file.writelines(parts)
             part.replace(path)
         except BaseException:
             # The disk is full, or Ctrl-C: what was written would stay there for good.
@@ -80,11 +85,24 @@ class DirectoryStore(Store):
             raise
 
     def get(self, name: str) -> bytes | None:
-        """Return what is in a file."""
+        """Return the bytes of a file."""
         try:
             return (self._directory / name).read_bytes()
         except FileNotFoundError:
             return None
+
+    def get_into(self, name: str, allocate: Callable[[int], memoryview]) -> bool:
+        """Read a file into memory, without a copy between."""
+        try:
+            with (self._directory / name).open("rb", buffering=0) as file:
+                memory = allocate(os.fstat(file.fileno()).st_size)
+                while memory and (count := file.readinto(memory)):
+                    memory = memory[count:]
+        except FileNotFoundError:
+            return False
+        if memory:
+            raise OSError(f"{name} ended {len(memory)} bytes before its size")
+        return True
 
     def delete(self, name: str) -> None:
         """Remove a file, and the sender's own directory with the last of them."""

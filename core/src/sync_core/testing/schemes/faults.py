@@ -167,6 +167,8 @@ class FaultCases(SchemeCases):
         )
         os.close(reading)
 
+    # An interrupt may come when a file was opened, and before `with` has it.
+    @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
     @pytest.mark.usefixtures("asking", "parallel")
     def test_an_interrupted_send_tears_no_version(self, start: Start) -> None:
         policy = make_policy()

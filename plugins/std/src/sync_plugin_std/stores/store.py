@@ -9,12 +9,13 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from sync_core import OptionError
 from sync_core.errors import HookResultError
+from sync_core.transports import Block
 
 # How long the end of a pulse waits for a call of the store, in seconds.
 _CLOSING = 10.0
@@ -51,6 +52,29 @@ class Store(ABC):
     @abstractmethod
     def get(self, name: str) -> bytes | None:
         """All the bytes that were put last under a name; None where there are none."""
+
+    def put_parts(self, name: str, parts: Iterable[memoryview]) -> None:
+        """Keep bytes that are given in parts, which are good until this returns.
+
+        Versions are put so. A store that can write the parts one after the other overrides this.
+        """
+        self.put(name, b"".join(parts))
+
+    def get_into(self, name: str, allocate: Callable[[int], memoryview]) -> bool:
+        """Read all the bytes of a name into memory; return whether there are any.
+
+        Versions are read so. A store that can read into memory overrides this.
+
+        Args:
+            name: the name.
+            allocate: makes the memory for a number of bytes; called once at most.
+        """
+        data = self.get(name)
+        if data is None:
+            return False
+        check_bytes(self, name, data)
+        allocate(len(data))[:] = data
+        return True
 
     @abstractmethod
     def delete(self, name: str) -> None:
@@ -95,6 +119,15 @@ class StoreOptions:
             )
         if self.keep < 1:
             raise OptionError(f"keep={self.keep} leaves no version; it is 1 or more")
+
+
+def check_bytes(store: Store, name: str, data: object) -> None:
+    """Raise `HookResultError` where a store has returned something else than bytes."""
+    if not isinstance(data, bytes):
+        raise HookResultError(
+            f"{type(store).__name__}.get({name!r}) returned a {type(data).__name__}, not bytes or "
+            "None"
+        )
 
 
 #: The record of the sender: the version that each worker should have.
@@ -147,25 +180,29 @@ class Records:
         """Remove a record."""
         self._store.delete(self._path(name))
 
-    def read_version(self, version: int) -> bytes | None:
-        """The bytes of a version; None where it has been removed."""
-        return self._get(self._version(version))
+    def read_version(self, version: int) -> Block | None:
+        """A block with the bytes of a version; None where it has been removed."""
+        blocks: list[Block] = []
 
-    def write_version(self, version: int, data: bytes) -> None:
+        def allocate(nbytes: int) -> memoryview:
+            blocks.append(Block.allocate(nbytes))
+            return blocks[-1].memory.numpy().data
+
+        found = self._store.get_into(self._path(self._version(version)), allocate)
+        return blocks[-1] if found else None
+
+    def write_version(self, version: int, parts: Iterable[memoryview]) -> None:
         """Put the bytes of a version there."""
-        self._store.put(self._path(self._version(version)), data)
+        self._store.put_parts(self._path(self._version(version)), parts)
 
     def delete_version(self, version: int) -> None:
         """Remove a version."""
         self.delete(self._version(version))
 
     def _get(self, name: str) -> bytes | None:
-        data: object = self._store.get(self._path(name))
-        if data is not None and not isinstance(data, bytes):
-            raise HookResultError(
-                f"{type(self._store).__name__}.get({self._path(name)!r}) returned a "
-                f"{type(data).__name__}, not bytes or None"
-            )
+        data = self._store.get(self._path(name))
+        if data is not None:
+            check_bytes(self._store, self._path(name), data)
         return data
 
     def _path(self, name: str) -> str:

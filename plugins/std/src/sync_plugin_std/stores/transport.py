@@ -24,7 +24,8 @@ from sync_core import (
     WorkerError,
     WorkerLostError,
 )
-from sync_core.transports import Block, Notice
+from sync_core.transports import Notice
+from sync_plugin_std.stores.parts import parts_of
 from sync_plugin_std.stores.store import (
     SENDER,
     SIGNS,
@@ -115,11 +116,11 @@ class StoreReceiver(ReceiverTransport):
         if wanted <= self._seen:
             return None
         began = time.perf_counter()
-        data = self._records.read_version(wanted)
-        if data is None:
+        block = self._records.read_version(wanted)
+        if block is None:
             return None  # a newer one has just taken its place
         self._seen = wanted
-        return Payload.unpack(Block.of_bytes(data), wanted, since=began)
+        return Payload.unpack(block, wanted, since=began)
 
     def _wanted(self) -> int:
         with self._lock:
@@ -218,7 +219,7 @@ class StoreSender(SenderTransport):
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Put the weights once, then name the workers that they are for."""
-        self._records.write_version(payload.version, payload.to_bytes())
+        self._records.write_version(payload.version, parts_of(payload))
         deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
         with self._lock:
             if self._closed:
