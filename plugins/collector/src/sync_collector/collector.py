@@ -33,6 +33,7 @@ from sync_collector.options import (
     options_of_workers,
     refresh_interval,
 )
+from sync_collector.policy_module import unwrapped
 from sync_collector.relay import PolicyRelay
 from sync_collector.reporting import StatsLogger
 from sync_collector.rollout import RolloutOptions
@@ -104,7 +105,8 @@ class Collector:
             single or vector); or a list, one for each worker.
         policy: takes a TensorDict or observations (`sync_collector.policies.adapt`); None
             for random actions. One of observations returns the action, ``(action, log_prob)`` or a
-            dict with ``"action"``. Workers begin with a copy of it as it is now.
+            dict with ``"action"``. Workers begin with a copy of it as it is now. If its class
+            has a method ``on_commit(version)``, a worker calls that of its copy after each commit.
         policy_factory: makes a worker's policy in the worker; or a list, one for each worker. Only
             policies whose weights have the same names and shapes in every worker can be updated.
         scheme: how weights travel: the name of a scheme, or a plugin object; ``"shm"`` by default.
@@ -214,7 +216,8 @@ class Collector:
         if postproc is not None:
             check_function(postproc, "postproc")
         arguments = {"layers": layers, "zero_copy": zero_copy, **(scheme_options or {})}
-        known = models or {}
+        # Workers have no process group of torch's, and act with the module inside.
+        policy, known = unwrapped(policy), {n: unwrapped(one) for n, one in (models or {}).items()}
         all_schemes = schemes_of(scheme, arguments, weight_sync_schemes, known)
         schemes, held = own(all_schemes), elsewhere(all_schemes)
         own_models = {name: model for name, model in known.items() if name not in held}

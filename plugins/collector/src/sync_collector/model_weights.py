@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_core.models import resolve
 from sync_core.workers import gather, normalize, shares_policy
 
 #: The weights of models, by their names.
@@ -110,6 +112,10 @@ class ModelWeights:
             module = module_of(policy)
             if module is not None:
                 self.models[POLICY] = module
+        for name in schemes.keys() - self.models.keys():
+            # A part of the policy, named by its path in a worker.
+            if _is_part(name) and policy is not None:
+                self.models[name] = resolve(SimpleNamespace(policy=policy), name)
         for name, model in self.models.items():
             self._connect(name, model)
         if not shared:
@@ -299,7 +305,12 @@ class ModelWeights:
             return
         self._of_all |= sent
         self._of_some -= sent.keys()
-        self._unsent = {name: w for name, w in self._unsent.items() if name not in sent}
+        # What was sent of the policy is newer than what a worker began with of its parts.
+        self._unsent = {
+            name: weights
+            for name, weights in self._unsent.items()
+            if name not in sent and not (POLICY in sent and _is_part(name))
+        }
         self._common_version = sent.get(POLICY, self._common_version)
 
     def _request_commits(self, pending: PendingSend, call: _Call) -> None:
@@ -449,7 +460,9 @@ class ModelWeights:
                 self._common_version,
                 joins=True,
             )
-            if self._of_some or not reached:
+            # The policy to begin with has older weights of a part than were sent of that.
+            parts = any(map(_is_part, self._last))
+            if self._of_some or not reached or parts:
                 self._send_last(worker_id)
 
     def _send_last(self, worker_id: int) -> None:
@@ -472,6 +485,11 @@ class ModelWeights:
                 # One that could not join may not be there.
                 if worker_id in sender.all_worker_ids():
                     sender.remove_worker(worker_id)
+
+
+def _is_part(name: str) -> bool:
+    """Return whether a model is a part of the policy, named by its path."""
+    return name.startswith(f"{POLICY}.")
 
 
 def _end(delivery: Delivery, reached: Future[bool]) -> None:

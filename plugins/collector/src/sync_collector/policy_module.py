@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy as is_lazy_tensor
 
 from sync_collector.envs.protocol import Env
@@ -28,6 +29,19 @@ def called_module(policy: Any) -> nn.Module | None:
     if isinstance(policy, MethodType):
         return called_module(policy.__self__)
     return policy if isinstance(policy, nn.Module) else None
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the module inside `DistributedDataParallel` or `DataParallel`, which only trains.
+
+    Example:
+        >>> policy = nn.Linear(2, 1)
+        >>> unwrapped(nn.DataParallel(policy)) is unwrapped(policy) is policy
+        True
+    """
+    while isinstance(model, (DataParallel, DistributedDataParallel)):
+        model = model.module
+    return model
 
 
 def module_of(policy: Any) -> nn.Module | None:

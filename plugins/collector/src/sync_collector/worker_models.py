@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -85,7 +85,7 @@ class WorkerModels:
             self._receivers.pop(name).close()
         self._check_shared(name, views=address.zero_copy)
         model = self._found(name) if name == POLICY else name
-        receiver = Receiver(address, model, context=self._parts)
+        receiver = Receiver(address, model, context=self._parts, on_commit=self._on_commit(name))
         self._receivers[name], self._views[name] = receiver, address.zero_copy
         self._single = receiver if single else None
         self._lost = self._error = None
@@ -221,6 +221,9 @@ class WorkerModels:
                 self._receivers[name].apply_weights(saved[name])
             else:
                 Binding(models[name]).write(Update.of(saved[name]))
+        for name in saved:
+            if (on_commit := self._on_commit(name)) is not None:
+                on_commit(self.version)
 
     def check(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Raise unless `write` can write these weights.
@@ -265,6 +268,12 @@ class WorkerModels:
     def _found(self, name: str) -> Any:
         found = resolve(self._parts, name)
         return module_of(found) if name == POLICY else found
+
+    def _on_commit(self, name: str) -> Callable[[int], object] | None:
+        """Return the method of a model, or of the policy that it is a part of."""
+        names = [name, POLICY] if name.startswith(f"{POLICY}.") else [name]
+        hooks = (getattr(self._found(each), "on_commit", None) for each in names)
+        return next(filter(callable, hooks), None)
 
     def _check_shared(self, name: str, *, views: bool) -> None:
         # Values copied into a parameter that views a version would be in the memory of other
