@@ -340,5 +340,5 @@ def test_a_worker_that_dies_while_all_are_at_rest(when: str, tmp_path: Path) -> 
 
 
 def test_what_can_be_done_about_a_dead_worker() -> None:
-    with pytest.raises(ValueError, match="give 'raise' or 'restart'"):
+    with pytest.raises(ValueError, match="give 'raise', 'restart', 'drop' or 'quarantine'"):
         collector(on_worker_failure="ignore")

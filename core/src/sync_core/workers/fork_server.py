@@ -131,7 +131,7 @@ class _Server:
         self._control = control
         self._asked = True
         self._statuses: dict[int, int] = {}
-        # Process groups of workers that have ended, and when those who are left are killed.
+        # Process groups of workers that have ended, and when what is left of each is killed.
         self._left: dict[int, float] = {}
         self._woken, self._wake_up = os.pipe()
         os.set_blocking(self._wake_up, False)

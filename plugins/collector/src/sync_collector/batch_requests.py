@@ -16,10 +16,10 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from sync_collector.collector_worker import CollectorWorker
-from sync_collector.policies import policy_errors
+from sync_collector.policies import PolicyError, policy_errors
 from sync_collector.rollout import BatchRequest
 from sync_collector.worker_pool import PoolWorker, WorkerPool
-from sync_core import WorkerLostError, WorkerTimeoutError
+from sync_core import WorkerError, WorkerLostError, WorkerTimeoutError
 from sync_core.transports import uninterrupted
 
 
@@ -110,10 +110,11 @@ class BatchRequests:
         self.on_stale: list[Callable[[int], None]] = []
         # One thread may iterate while another holds workers back.
         self._lock = RLock()
+        pool.on_leave.append(self.drop)
 
     def __len__(self) -> int:
-        """Return how many batches are asked for and not taken, postponed ones included."""
-        return len(self._under_way()) + len(self._postponed())
+        """Return how many batches are waited for, postponed ones included."""
+        return len(self._awaited()) + len(self._postponed())
 
     @property
     def next_is_random(self) -> bool:
@@ -137,7 +138,7 @@ class BatchRequests:
         """Ask a worker for a batch, unless one is under way; later, if it is held back."""
         worker = self._pool.workers[worker_id]
         with self._lock:
-            if worker.batch is not None or worker.is_removed:
+            if worker.batch is not None or worker.is_removed or worker.is_quarantined:
                 return
             if worker.holders:
                 worker.is_postponed = True
@@ -181,7 +182,7 @@ class BatchRequests:
                 self.hold(worker_id)
             batches = self._under_way()
             _, late = wait(batches.values(), self._timeout)
-            if late:
+            if late and not self._see_to_overdue():
                 raise self._late(min(i for i, batch in batches.items() if batch in late))
             yield
         finally:
@@ -233,10 +234,13 @@ class BatchRequests:
                 if batch is not None:
                     return self.take((worker.worker_id,), TakenBatch(worker.worker_id, batch))
                 deadline = time.monotonic() + self._timeout
+            self._see_to_overdue()
             if not len(self):
                 return None
             if not self._wait_for_news(deadline - time.monotonic()):
-                raise self._late(min({*self._under_way(), *self._postponed()}))
+                if not self._see_to_overdue():
+                    raise self._late(min({*self._awaited(), *self._postponed()}))
+                deadline = time.monotonic() + self._timeout
 
     def wait_all(self) -> dict[int, TensorDictBase]:
         """Wait for the batches of all workers asked; they stay here until they are dropped.
@@ -252,7 +256,7 @@ class BatchRequests:
                 # Another thread holds them back, and may let others continue before these.
                 self._wait_for_news(left)
                 continue
-            futures = self._under_way()
+            futures = self._awaited()
             done, late = wait(futures.values(), left, return_when=FIRST_EXCEPTION)
             made = {
                 i: self._made_by(self._pool.workers[i], future)
@@ -264,6 +268,9 @@ class BatchRequests:
                 deadline = time.monotonic() + self._timeout
                 continue
             waiting = [*(i for i, batch in futures.items() if batch in late), *self._postponed()]
+            if waiting and self._see_to_overdue():
+                deadline = time.monotonic() + self._timeout
+                continue
             if waiting:
                 raise self._late(min(waiting))
             return batches
@@ -300,6 +307,12 @@ class BatchRequests:
         workers = self._pool.workers.values()
         return {w.worker_id: batch for w in workers if (batch := w.batch) is not None}
 
+    def _awaited(self) -> dict[int, Future[TensorDictBase | None]]:
+        """Return the batches under way, without those that workers in quarantine do not make."""
+        workers = self._pool.workers
+        under_way = self._under_way().items()
+        return {i: b for i, b in under_way if b.done() or not workers[i].is_quarantined}
+
     def _postponed(self) -> list[int]:
         return [w.worker_id for w in self._pool.workers.values() if w.is_postponed]
 
@@ -331,7 +344,7 @@ class BatchRequests:
     def _expect(self, worker: PoolWorker, batch: Future[TensorDictBase | None]) -> None:
         # A request that is expected and never recorded would be waited for.
         with uninterrupted():
-            worker.batch = batch
+            worker.batch, worker.asked_at = batch, time.monotonic()
             worker.number += 1
             batch.add_done_callback(partial(_note, self._ended, self._news, worker))
 
@@ -354,16 +367,44 @@ class BatchRequests:
                     callback(worker.worker_id)
                 self.ask(worker.worker_id)
             else:
-                worker.lost_in_a_row = 0
+                worker.lost_in_a_row = worker.failures = 0
+                worker.retry_at = 0.0
             return batch
-        if not isinstance(error, WorkerLostError):
+        if not isinstance(error, WorkerError) or self._pool.on_worker_failure == "raise":
+            if isinstance(error, WorkerLostError) and worker.is_removed:
+                self.drop(worker.worker_id)
+                return None
             with policy_errors():
                 raise error
-        if not worker.is_removed:
-            self._pool.replace(error)
+        # Another worker's policy would fit no better.
+        with policy_errors():
+            if isinstance(error.__cause__, PolicyError):
+                raise error
+        self._pool.remedy(error)
         self.drop(worker.worker_id)
         self.ask(worker.worker_id)
         return None
+
+    def _see_to_overdue(self) -> bool:
+        """Do what is to be done about workers that have made no batch in time; if any was done."""
+        if self._pool.on_worker_failure == "raise" or not self._pool.parallel:
+            return False
+        now = time.monotonic()
+        overdue = [
+            worker
+            for worker_id, batch in self._awaited().items()
+            if not batch.done()
+            and not (worker := self._pool.workers[worker_id]).is_restarting
+            and now - worker.asked_at >= self._timeout
+        ]
+        for worker in overdue:
+            late = self._late(worker.worker_id)
+            self._pool.remedy(late)
+            # One in quarantine may make its batch after all.
+            if not worker.is_quarantined:
+                self.drop(worker.worker_id)
+                self.ask(worker.worker_id)
+        return bool(overdue)
 
     def _late(self, worker_id: int) -> WorkerTimeoutError:
         return WorkerTimeoutError(

@@ -147,8 +147,12 @@ class Collector:
         extend_in_workers: let workers write, for a buffer that is the same wherever it travels.
         init_random_frames: act at random for at least that many frames of all workers together.
         num_workers_per_collector: how many environments each worker makes and steps together.
-        on_worker_failure: when a worker dies: ``"raise"`` an error that names it, and shut down; or
-            ``"restart"``: another begins new episodes in its place, with the newest weights.
+        on_worker_failure: what is done about a worker that dies, whose environment or policy
+            raises, or that gives neither a batch nor an answer to an update within ``timeout``:
+            ``"raise"`` an error that names it, and shut down, unless it is only late;
+            ``"restart"``: another begins new episodes in its place, with the newest weights;
+            ``"drop"``: remove it; ``"quarantine"``: do not wait for it for one ``timeout``, after
+            each further failure for twice as long, up to 16; one that is dead is removed.
         collector_kwargs: options of single workers: a `WorkerOptions`, or one for each.
         log_to: logs `stats` with each batch, at the number of frames: a TensorBoard
             ``SummaryWriter``, a run of W&B, or a function ``log(values, step)``. It implies

@@ -274,7 +274,7 @@ class ModelWeights:
         try:
             # What belongs together is sent whole, or skipped whole.
             asked = [self.senders[name].count_push(ids) for name in weights]
-            due = [i for i in ids if all(i in one for one in asked)]
+            due = [i for i in ids if all(i in one for one in asked) and self._pool.waits_for(i)]
             for name, given in weights.items():
                 sends[name] = self.senders[name].send_counted(given, due)
             deliveries = self._announce(sends, due, call)
@@ -401,6 +401,8 @@ class ModelWeights:
             model_id=name,
             timeout=self._timeout,
             version=self._version if name == POLICY else 0,
+            # Of several models, none is waited for by its own sender.
+            on_failure="quarantine" if self._single and self._pool.quarantines else "raise",
             **chosen.arguments,
         )
         try:

@@ -134,8 +134,10 @@ def count_frames(frames_per_batch: int, num_workers: int, *, sync: bool) -> int:
 
 def check_on_worker_failure(value: str, group: type[WorkerGroup]) -> None:
     """Raise unless a worker group can do what ``on_worker_failure`` asks for."""
-    if value not in ("raise", "restart"):
-        raise ValueError(f"on_worker_failure is {value!r}; give 'raise' or 'restart'")
+    if value not in ("raise", "restart", "drop", "quarantine"):
+        raise ValueError(
+            f"on_worker_failure is {value!r}; give 'raise', 'restart', 'drop' or 'quarantine'"
+        )
     if value == "restart" and "restart" not in group.capabilities:
         raise OptionError(
             f"{group.__name__} cannot put a worker in place of another; leave "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
@@ -20,16 +22,22 @@ from sync_core import (
     SendError,
     SendReport,
     UnknownWorkerError,
+    WorkerError,
     WorkerLostError,
+    WorkerTimeoutError,
 )
 from sync_core.workers import WorkerGroup, gather
 
+_log = logging.getLogger("sync_core")
+
 Result = TypeVar("Result")
 Sent = TypeVar("Sent")
-OnWorkerFailure = Literal["raise", "restart"]
+OnWorkerFailure = Literal["raise", "restart", "drop", "quarantine"]
 
 # A worker that dies again and again before it has made one batch will not do better.
 _IN_A_ROW = 3
+# A worker that has failed so many times in a row is not waited for as many timeouts, at most.
+_LONGEST_QUARANTINE = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +64,9 @@ class PoolWorker:
         batches: the batches that it has made since it was last sent weights.
         is_due: whether automatic updates hold it back.
         random_frames: the frames of random actions that it was asked for last.
+        asked_at: when it was asked for its batch (`time.monotonic`).
+        failures: how often it has failed since its last batch, in quarantine.
+        retry_at: when it is waited for again, where it is in quarantine.
     """
 
     worker_id: int
@@ -76,6 +87,14 @@ class PoolWorker:
     batches: int = 0
     is_due: bool = False
     random_frames: int | None = None
+    asked_at: float = 0.0
+    failures: int = 0
+    retry_at: float = 0.0
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Return whether nothing waits for it."""
+        return time.monotonic() < self.retry_at
 
 
 class WorkerPool:
@@ -87,7 +106,7 @@ class WorkerPool:
         num_workers: how many there are at first; their ids are ``0 … num_workers - 1``.
         timeout: deadline of starting a worker, of building and of stopping, in seconds.
         worker_options: options of the group.
-        on_worker_failure: ``"restart"`` to replace workers that die.
+        on_worker_failure: what is done about workers that fail; see `Collector`.
 
     Raises:
         RemoteCallError: an environment or a policy could not be made; it has the traceback. Every
@@ -108,7 +127,8 @@ class WorkerPool:
     ) -> None:
         self._make_spec = make_spec
         self._timeout = timeout
-        self._restarts = on_worker_failure == "restart"
+        #: What is done about workers that fail.
+        self.on_worker_failure = on_worker_failure
         #: The number of the next worker's seat; no seat is given twice.
         self.next_seat = 0
         #: Each worker by its id, also those that were removed.
@@ -157,6 +177,15 @@ class WorkerPool:
     def parallel(self) -> bool:
         """Return whether workers run at once, and without the driver."""
         return "parallel" in self._group.capabilities
+
+    @property
+    def quarantines(self) -> bool:
+        """Return whether workers that fail are not waited for, for a time."""
+        return self.on_worker_failure == "quarantine"
+
+    def waits_for(self, worker_id: int) -> bool:
+        """Return whether a worker is not in quarantine."""
+        return not self.workers[worker_id].is_quarantined
 
     def alive(self, worker_id: int) -> bool:
         """Return whether a worker can still be called."""
@@ -264,6 +293,7 @@ class WorkerPool:
         """
         worker = self.workers[worker_id]
         worker.refusal, worker.is_restarting = "", True
+        worker.failures, worker.retry_at = 0, 0.0
         try:
             self._group.restart(worker_id)
             try:
@@ -302,55 +332,83 @@ class WorkerPool:
         self.next_seat += 1
         return self.next_seat - 1
 
-    def replace(self, lost: WorkerLostError) -> None:
-        """Put another worker in place of one; it has the newest weights when this returns.
+    def remedy(self, failure: WorkerError, joins: int | None = None) -> None:
+        """Do what is to be done about a worker that has failed, dead or alive.
+
+        Args:
+            failure: how it has failed.
+            joins: how often a worker had joined under its id by then: one that has joined since
+                did not fail. None where it failed just now.
 
         Raises:
-            WorkerLostError: workers are not to be replaced, or this one's place is lost again
-                and again.
-            RemoteCallError: the other worker's environment or policy could not be made.
+            WorkerError: the failure, where nothing is done about it, or no other worker is left
+                that could work; or the place of a worker is lost again and again.
+            RemoteCallError: the environment or policy of one that replaces it could not be made.
         """
-        if not self._restarts:
-            raise lost
-        worker = self.workers[lost.worker_id]
+        worker = self.workers[failure.worker_id]
+        if self.on_worker_failure == "raise":
+            raise failure
+        if worker.is_removed:
+            return
+        if self.on_worker_failure == "restart":
+            self._replace(worker, failure, joins)
+            return
+        others = [one for one in self.joined if one is not worker and not one.is_quarantined]
+        if not others:
+            raise failure
+        if self.quarantines and self.alive(worker.worker_id):
+            timeouts = min(2**worker.failures, _LONGEST_QUARANTINE)
+            worker.failures += 1
+            worker.retry_at = time.monotonic() + timeouts * self._timeout
+            _log.warning("worker in quarantine for %g s: %s", timeouts * self._timeout, failure)
+            return
+        _log.warning("worker removed: %s", failure)
+        self.remove(worker.worker_id)
+
+    def _replace(self, worker: PoolWorker, failure: WorkerError, joins: int | None) -> None:
+        """Put another worker in place of one; it has the newest weights when this returns."""
         with self._replacing:
-            while not (self.alive(worker.worker_id) or worker.is_removed):
+            # A dead one may have been replaced by another thread; one that lives has failed.
+            fails = not isinstance(failure, WorkerLostError) and joins in (None, worker.joins)
+            while (fails or not self.alive(worker.worker_id)) and not worker.is_removed:
+                fails = False
                 worker.lost_in_a_row += 1
                 if worker.lost_in_a_row > _IN_A_ROW:
+                    died = "died" if isinstance(failure, WorkerLostError) else "failed"
                     raise WorkerLostError(
                         worker.worker_id,
-                        f"died, and so did the {_IN_A_ROW} that took its place one after the "
+                        f"{died}, and so did the {_IN_A_ROW} that took its place one after the "
                         "other, before any of them had made a batch; the last one "
-                        f"{lost.message}",
-                    ) from lost
+                        f"{failure.message}",
+                    ) from failure
                 try:
                     self.restart(worker.worker_id)
                 except WorkerLostError as error:
-                    lost = error
+                    failure = error
 
     def repeat(self, function: Callable[[], Result]) -> Result:
-        """Do something with all workers; again, if one has died in it and was replaced.
+        """Do something with all workers; again, if one has died in it and was replaced or removed.
 
-        Raises as `replace` does.
+        Raises as `remedy` does.
         """
         for worker_id in self.ids:
             if not self.alive(worker_id):
-                self.replace(WorkerLostError(worker_id, "died"))
+                self.remedy(WorkerLostError(worker_id, "died"))
         while True:
             try:
                 return function()
             except WorkerLostError as lost:
-                self.replace(lost)
+                self.remedy(lost)
 
     def see_through(self, update: Callable[[], Sent]) -> Sent | SendReport:
-        """Send weights, and replace the workers that do not get them because they have died.
+        """Send weights, and do what is to be done about workers that have died or do not answer.
 
         Returns:
-            The update's result; or the report: the new workers have the version.
+            The update's result; or the report: workers that replace others have the version.
 
         Raises:
-            SendError: others did not get them either, or the dead are not replaced.
-            WorkerLostError: one cannot be connected to a sender, and is not replaced.
+            SendError: others did not get them either, or nothing is done about failures.
+            WorkerLostError: one cannot be connected to a sender, and nothing is done about it.
         """
         while True:
             # No worker joins between these two lines: one that joined since then has the newest.
@@ -364,19 +422,31 @@ class WorkerPool:
                 return self._make_up_for(failure, joins)
             if not self._has_died(failure.worker_id, failure, joins):
                 raise failure
-            self.replace(failure)
+            self.remedy(failure)
 
     def _make_up_for(self, error: SendError, joins: Mapping[int, int]) -> SendReport:
-        failed = error.report.failed
-        if not self._restarts or not all(
-            self._has_died(i, r.error, joins) for i, r in failed.items()
-        ):
+        if self.on_worker_failure == "raise":
             raise error
+        failures: list[WorkerError] = []
+        for worker_id, result in error.report.failed.items():
+            if self._has_died(worker_id, result.error, joins):
+                failures.append(WorkerLostError(worker_id, "died"))
+            elif isinstance(result.error, WorkerTimeoutError):
+                failures.append(result.error)
+            else:
+                # It refused the weights, as another one would.
+                raise error
         results = dict(error.report.workers)
-        for worker_id in failed:
-            self.replace(WorkerLostError(worker_id, "died"))
+        for failure in failures:
+            worker_id = failure.worker_id
+            try:
+                self.remedy(failure, joins[worker_id])
+            except WorkerError as unsolved:
+                raise error from (None if unsolved is failure else unsolved)
             if self.removed(worker_id):
                 del results[worker_id]
+            elif self.quarantines:
+                results[worker_id] = replace(results[worker_id], remedy="quarantine")
             else:
                 version = error.report.version
                 results[worker_id] = replace(results[worker_id], version=version, error=None)

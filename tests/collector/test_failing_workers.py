@@ -1,0 +1,132 @@
+"""Workers that die, raise or hang, and what ``on_worker_failure`` does about them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import pytest
+from tensordict import TensorDictBase
+from torch import nn
+
+from sync_collector import Collector
+from sync_collector.envs import CountingEnv
+from sync_collector.policies import PolicyError
+from sync_collector.testing import Scale
+from sync_core import RemoteCallError, WorkerLostError
+from sync_core.testing.processes import descendants
+from sync_plugin_std.process_group import ProcessGroup
+
+pytestmark = [pytest.mark.timeout(110), pytest.mark.filterwarnings("ignore:the policy has")]
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+TIMEOUT = 4.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    """Load torch in the process that forks workers, which may take longer than a timeout."""
+    ProcessGroup(lambda worker_id: worker_id, 1).stop()
+
+
+class Flaky(CountingEnv):
+    """Fails in step 13, where no other one has before."""
+
+    def __init__(self, flag: Path, how: str) -> None:
+        super().__init__(100_000)
+        self._flag, self._how, self._made = flag, how, 0
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        self._made += 1
+        if self._made == 13:
+            try:
+                self._flag.touch(exist_ok=False)
+            except FileExistsError:
+                return super().step(tensordict)
+            if self._how == "raise":
+                raise RuntimeError("the simulator is not reachable")
+            if self._how == "hang":
+                time.sleep(1e4)
+            os._exit(3)
+        return super().step(tensordict)
+
+
+def collector(make: Any, policy: Any, remedy: Any, **options: Any) -> Collector:
+    options = {"num_workers": 2, "frames_per_batch": 20, "timeout": TIMEOUT, **options}
+    return Collector(make, policy, scheme="shm", on_worker_failure=remedy, **options)
+
+
+@pytest.mark.parametrize("remedy", ["restart", "drop", "quarantine"])
+@pytest.mark.parametrize("how", ["exit", "raise", "hang"])
+@pytest.mark.parametrize("sync", [False, True])
+def test_collection_continues(how: str, remedy: str, sync: bool, tmp_path: Path) -> None:
+    policy, flag, slow = Scale(), tmp_path / "flag", 0
+    with collector(lambda: Flaky(flag, how), policy, remedy, total_frames=600, sync=sync) as made:
+        frames = 0
+        for batch in made:
+            frames += batch.numel()
+            nn.init.constant_(policy.weight, frames)
+            began = time.monotonic()
+            made.update_policy_weights_()
+            slow += time.monotonic() - began > TIMEOUT / 2
+            if frames < 600:
+                workers = len(made.worker_ids)
+        assert 600 <= frames < 620
+        assert flag.exists()
+        left = remedy == "restart" or (remedy == "quarantine" and how != "exit")
+        assert workers == (2 if left else 1)
+        # A worker that hangs costs one deadline, or in quarantine one after longer and longer ones.
+        assert slow <= 2
+    assert not descendants()
+
+
+def test_a_hung_worker_is_replaced_without_an_update(tmp_path: Path) -> None:
+    policy = Scale()
+    make = [lambda: CountingEnv(100_000), lambda: Flaky(tmp_path / "flag", "hang")]
+    with collector(make, policy, "restart") as made:
+        end, seen = time.monotonic() + 60, set()
+        # Seats 0 and 1 are the first workers', and 2 that of the one which replaces the second.
+        while 2 not in seen and time.monotonic() < end:
+            seen |= {int(i) >> 32 for i in next(made)["collector", "traj_ids"].unique()}
+        assert 2 in seen
+
+
+def fails() -> CountingEnv:
+    class Fails(CountingEnv):
+        def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+            raise RuntimeError("the simulator is not reachable")
+
+    return Fails()
+
+
+def test_an_environment_that_always_raises_ends_the_collector() -> None:
+    with (
+        collector(fails, Scale(), "restart", num_workers=1) as made,
+        pytest.raises(WorkerLostError, match=r"(?s)failed, and so did the 3 .* not reachable"),
+    ):
+        next(made)
+
+
+@pytest.mark.parametrize("remedy", ["drop", "quarantine"])
+def test_the_last_worker_is_not_removed(remedy: str) -> None:
+    with (
+        collector(fails, Scale(), remedy) as made,
+        pytest.raises(RemoteCallError, match="the simulator is not reachable"),
+    ):
+        next(made)
+
+
+def test_a_policy_that_does_not_fit_is_not_replaced() -> None:
+    class Silent(Scale):
+        def forward(self, observation: Any) -> Any:
+            return None
+
+    with (
+        collector(CountingEnv, Silent(), "restart") as made,
+        pytest.raises(PolicyError, match="the policy returned a NoneType"),
+    ):
+        next(made)
