@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from sync_core import Payload, Receiver, Sender, SenderLostError, SyncError, TransportContext
+from sync_core import (
+    Layout,
+    Payload,
+    Receiver,
+    Sender,
+    SenderLostError,
+    SyncError,
+    TransportContext,
+)
 from sync_core.errors import PayloadError
 from sync_core.testing.faults import few_descriptors
 from sync_core.transports import (
@@ -189,11 +197,19 @@ class FalseSender:
         self.page.close()
         self.event.close()
 
-    def receiver(self, first: bytes = b"", *descriptors: int) -> SharedMemoryReceiver:
+    def receiver(
+        self, first: bytes = b"", *descriptors: int, layout: Layout | None = None
+    ) -> SharedMemoryReceiver:
         given = descriptors or (self.page.descriptor, self.event.reader, self.event.writer)
         socket.send_fds(self.mine, [first or framed({"type": "welcome"})], given)
         context = TransportContext(
-            side="receiver", scheme="mp", model_id="policy", token="", timeout=0.2, worker_id=0
+            side="receiver",
+            scheme="mp",
+            model_id="policy",
+            token="",
+            timeout=0.2,
+            worker_id=0,
+            layout=layout,
         )
         return SharedMemoryReceiver(context, Channel(self.theirs))
 
@@ -226,6 +242,18 @@ def test_a_receiver_refuses_a_sender_that_is_none(false_sender: FalseSender, fir
 def test_a_receiver_refuses_what_is_not_a_page(false_sender: FalseSender) -> None:
     with pytest.raises(SenderLostError):
         false_sender.receiver(b"", *[false_sender.event.reader] * 3)
+
+
+def test_a_receiver_maps_no_more_memory_than_its_model_gives_reason_for(
+    false_sender: FalseSender,
+) -> None:
+    receiver = false_sender.receiver(layout=Layout.of({"w": torch.ones(4)}))
+    memory = SharedMemory.create(1 << 34, sparse=True)
+    message = framed({"type": "slot", "index": 1, "live": [1]})
+    socket.send_fds(false_sender.mine, [message], [memory.descriptor])
+    with pytest.raises(SenderLostError, match="17179869184 bytes"):
+        receiver.receive(5.0)
+    receiver.close()
 
 
 def test_a_receiver_refuses_an_offer_that_is_torn(false_sender: FalseSender) -> None:

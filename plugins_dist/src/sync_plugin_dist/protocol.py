@@ -36,9 +36,6 @@ from typing import Self
 
 from sync_core.transports import Message
 
-# What layers may add to the model's own size: wider dtypes, and their own tensors.
-_TIMES, _MORE = 16, 1 << 26
-
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
@@ -59,8 +56,12 @@ class Transfer:
     part: int
 
     @classmethod
-    def from_message(cls, message: Message, model_nbytes: int) -> Self:
-        """The transfer that a message announces, for a model of so many bytes.
+    def from_message(cls, message: Message, most: int) -> Self:
+        """The transfer that a message announces.
+
+        Args:
+            message: what the sender says.
+            most: the size of the largest version that there may be, in bytes.
 
         Raises:
             ValueError: it announces none, or more bytes than there is any reason for.
@@ -69,9 +70,9 @@ class Transfer:
         numbers = (transfer.number, transfer.version, transfer.nbytes, transfer.part)
         if any(type(n) is not int or n <= 0 for n in numbers) or type(transfer.digest) is not str:
             raise ValueError(f"{message!r:.200} announces no version")
-        if transfer.nbytes > model_nbytes * _TIMES + _MORE:
+        if transfer.nbytes > most:
             raise ValueError(
-                f"it announces {transfer.nbytes} bytes for a model of {model_nbytes} bytes"
+                f"it announces {transfer.nbytes} bytes, and no version has over {most}"
             )
         return transfer
 

@@ -11,6 +11,7 @@ from functools import partial
 from sync_core import (
     Answer,
     CapacityError,
+    Layout,
     Payload,
     ReceiverTransport,
     SenderLostError,
@@ -87,7 +88,8 @@ class StreamReceiver(ReceiverTransport):
         self._farewell: Farewell | None = context.endpoint.farewell
         self._blocks: list[Block] = []
         self._layout = context.layout
-        self._model_nbytes = 0 if context.layout is None else context.layout.nbytes
+        layout = Layout(()) if context.layout is None else context.layout
+        self._most_nbytes = layout.most_nbytes
         self._wire: TensorGroup | None = None
         self._rendezvous: Rendezvous | None = None
         self._offered = 0
@@ -214,7 +216,7 @@ class StreamReceiver(ReceiverTransport):
             self._rendezvous.put(message)
 
     def _read(self, message: Message) -> Payload | None:
-        transfer = Transfer.from_message(message, self._model_nbytes)
+        transfer = Transfer.from_message(message, self._most_nbytes)
         wire, version = self._wire, transfer.version
         if wire is None or wire.number != transfer.number:
             return None

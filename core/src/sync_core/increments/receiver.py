@@ -111,12 +111,14 @@ class IncrementalReceiver(ReceiverTransport):
             raise PayloadError(f"version {payload.version} came without its description")
         if len(specs) == 1:
             try:
-                patch = Patch.from_tensor(payload.tensors[0])
+                held = 0 if self._kept is None else self._kept.body.nbytes
+                patch = Patch.from_tensor(payload.tensors[0], held)
                 kept = self._apply(patch)
             except PayloadError as error:
                 raise IncrementError(self._worker_id, str(error)) from error
         else:
-            patch = Patch.from_tensor(payload.tensors[-1])
+            # It describes what has come, and changes nothing.
+            patch = Patch.from_tensor(payload.tensors[-1], 0)
             if not patch.kept:
                 return self._pass_on(patch, payload)
             kept = self._copy(patch, payload)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sync_core import registry
-from sync_core.errors import OptionError, SenderLostError, SyncError, WorkerError
+from sync_core.errors import OptionError, PayloadError, SenderLostError, SyncError, WorkerError
 from sync_core.hooks import TransportContext, hookimpl
 from sync_core.registry import ComposedScheme
 from sync_core.stack import Defaults, Stack
@@ -40,6 +40,8 @@ from sync_core.weights.payload import Payload
 
 _log = logging.getLogger("sync_core")
 _LANES = 2
+# The numbers of a chunk: version, index, bytes of the version, bytes of a chunk.
+_HEAD = 4
 _KEPT_CAPABILITIES = frozenset({"background", "cross_host", "cross_process", "late_join", "pull"})
 #: The request of a worker that lacks the chunks before the one it got.
 AGAIN = "again"
@@ -106,7 +108,7 @@ _Event: TypeAlias = tuple[int, Delivery, WorkerError | None]
 
 @lru_cache(maxsize=64)
 def _chunk_layout(nbytes: int) -> Layout:
-    return Layout.of_kinds([(CHUNK, torch.uint8, (nbytes,)), (CHUNK_HEAD, torch.int64, (4,))])
+    return Layout.of_kinds([(CHUNK, torch.uint8, (nbytes,)), (CHUNK_HEAD, torch.int64, (_HEAD,))])
 
 
 def _lane_context(context: TransportContext, scheme: ChunkedScheme, lane: int) -> TransportContext:
@@ -382,6 +384,7 @@ class ChunkedReceiver(ReceiverTransport):
 
     def __init__(self, context: TransportContext, scheme: ChunkedScheme) -> None:
         self._layout = context.layout
+        self._chunk_nbytes = scheme.nbytes
         self._version: ChunkedVersion | None = None
         self._next = 0
         # The version that came last, and by which version of which inner transport it ended.
@@ -415,21 +418,46 @@ class ChunkedReceiver(ReceiverTransport):
             payload = self._lanes[lane].receive(max(0.0, deadline - time.monotonic()))
             if payload is None:
                 return None
-            data, head = payload.tensors
-            version, index, nbytes, chunk_nbytes = map(int, head.tolist())
-            chunk = Chunk(version, index, nbytes, chunk_nbytes, data, payload, lane)
-            if index == 0:
+            try:
+                chunk = self._read(payload, lane)
+            except PayloadError as error:
+                self._version, self._next = None, 0
+                payload.release()
+                self._lanes[lane].acknowledge(Answer.refusal(payload.version, error))
+                raise
+            if chunk.index == 0:
                 self._since = payload.known_at or time.perf_counter()
-                self._version = ChunkedVersion(version, nbytes, chunk_nbytes)
+                self._version = ChunkedVersion(chunk.version, chunk.nbytes, chunk.chunk_nbytes)
                 return chunk
             known = self._version
-            if known is not None and (known.version, self._next) == (version, index):
+            expected = None if known is None else (known.version, known.nbytes, self._next)
+            if expected == (chunk.version, chunk.nbytes, chunk.index):
                 return chunk
             self._version, self._next = None, 0
             payload.release()
             error = SyncError("this worker lacks the chunks before this one")
             refusal = Answer.refusal(payload.version, error)
             self._lanes[lane].acknowledge(replace(refusal, request=AGAIN))
+
+    def _read(self, payload: Payload, lane: int) -> Chunk:
+        """Return the chunk in a payload, once it is one that the agreed layout gives reason for."""
+        if payload.layout.names != (CHUNK, CHUNK_HEAD):
+            raise PayloadError(f"expected a chunk, got {', '.join(payload.layout.names)[:200]}")
+        data, head = payload.tensors
+        kinds = [(tensor.dtype, tensor.dim()) for tensor in payload.tensors]
+        if kinds != [(torch.uint8, 1), (torch.int64, 1)] or head.numel() != _HEAD:
+            raise PayloadError(f"a chunk cannot be of {payload.layout.specs}")
+        version, index, nbytes, chunk_nbytes = head.tolist()
+        most = nbytes if self._layout is None else self._layout.most_nbytes
+        if chunk_nbytes != self._chunk_nbytes or not 0 < nbytes <= most:
+            raise PayloadError(
+                f"a version of {nbytes} bytes in chunks of {chunk_nbytes} is announced; chunks "
+                f"have {self._chunk_nbytes} bytes, and no version has more than {most}"
+            )
+        expected = min(chunk_nbytes, nbytes - index * chunk_nbytes)
+        if index < 0 or data.numel() != expected:
+            raise PayloadError(f"chunk {index} of {nbytes} bytes has {data.numel()}")
+        return Chunk(version, index, nbytes, chunk_nbytes, data, payload, lane)
 
     def keep(self, chunk: Chunk) -> ChunkedVersion:
         """Copy a chunk, answer unless it is the last, and return what is there of its version."""

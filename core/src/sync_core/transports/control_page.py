@@ -75,7 +75,7 @@ class ControlPage:
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._attach(SharedMemory(descriptor, writable=True))
+        self._attach(SharedMemory(descriptor, writable=True, most=_NBYTES))
 
     @classmethod
     def create(cls) -> ControlPage:

@@ -50,10 +50,11 @@ class SharedMemory:
         descriptor: of the memory, which another process has made; it may be closed after this.
         populate: whether all its pages are mapped at once.
         writable: whether it is written to here; its creator must have allowed that.
+        most: the most bytes that there is any reason for; None: any number.
 
     Raises:
         CapacityError: there is no room for it here.
-        ValueError: the descriptor is of something else.
+        ValueError: the descriptor is of something else, or of more bytes.
 
     Example:
         >>> memory = SharedMemory.create(4096)
@@ -67,8 +68,18 @@ class SharedMemory:
     _block: Block
     _address: int
 
-    def __init__(self, descriptor: int, *, populate: bool = True, writable: bool = False) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        *,
+        populate: bool = True,
+        writable: bool = False,
+        most: int | None = None,
+    ) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        nbytes = os.fstat(descriptor).st_size
+        if most is not None and nbytes > most:
+            raise ValueError(f"the memory has {nbytes} bytes, and there is reason for {most} only")
         self._map(descriptor, protection, populate=populate)
 
     @classmethod
@@ -281,9 +292,14 @@ class SharedSlots:
 
 
 class MappedSlots:
-    """A worker's side: the slots that were announced, and those that it reads."""
+    """A worker's side: the slots that were announced, and those that it reads.
 
-    def __init__(self) -> None:
+    Args:
+        most: the most bytes that there is reason for in a slot; None: any number.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
         self._mapped: dict[int, SharedMemory] = {}
         self._held: set[int] = set()
 
@@ -308,7 +324,7 @@ class MappedSlots:
             self._mapped.pop(message["index"], None)
             descriptor = channel.pop_descriptor()
             try:
-                self._mapped[message["index"]] = SharedMemory(descriptor)
+                self._mapped[message["index"]] = SharedMemory(descriptor, most=self._most)
             finally:
                 os.close(descriptor)
         self._mapped = {index: slot for index, slot in self._mapped.items() if index in live}

@@ -37,7 +37,7 @@ class SharedMemoryReceiver(ReceiverTransport):
         self._timeout = context.timeout
         self._channel = channel
         self._layout = context.layout
-        self._slots = MappedSlots()
+        self._slots = MappedSlots(None if self._layout is None else self._layout.most_nbytes)
         # Accepted, and not answered about: until that is known, the sender offers nothing more.
         self._unanswered = 0
         # Why slots that were announced could not be opened, by index.

@@ -81,6 +81,8 @@ _RAW_DTYPES = {
 }
 # The format allows no holes, so the bytes between aligned tensors belong to filler tensors.
 _FILLER = "__filler__."
+# What layers may add to the size of a version: wider dtypes, and tensors of their own.
+_TIMES, _MORE = 16, 1 << 26
 # Of what a tensor of torch can have: sizes in 64 bits, also without the dimensions that are 0.
 _TOO_LARGE = 1 << 63
 _MAX_RANK = 64
@@ -310,6 +312,14 @@ class Layout:
     def nbytes(self) -> int:
         """Size of a payload, header and body, in bytes."""
         return len(self.header) + self.body_nbytes
+
+    @property
+    def most_nbytes(self) -> int:
+        """The size of the largest version that layers may make of one of this layout, in bytes.
+
+        Memory for more is never taken, whatever a sender announces.
+        """
+        return self.nbytes * _TIMES + _MORE
 
     @cached_property
     def header(self) -> bytes:

@@ -154,11 +154,16 @@ class Patch:
         return torch.from_numpy(np.concatenate(parts))
 
     @classmethod
-    def from_tensor(cls, tensor: Tensor) -> Patch:
+    def from_tensor(cls, tensor: Tensor, body_nbytes: int | None = None) -> Patch:
         """Return the patch that `to_tensor` made; it may be a view of the tensor.
 
+        Args:
+            tensor: the bytes.
+            body_nbytes: the size of the body that it is for. A compressed patch for a larger one is
+                not expanded. None: any.
+
         Raises:
-            PayloadError: the bytes are not a patch.
+            PayloadError: the bytes are not a patch, or one for a larger body.
         """
         data = tensor.cpu().contiguous().numpy()
         try:
@@ -173,6 +178,12 @@ class Patch:
             if not count <= size < _TOO_LARGE or not count <= steps <= count + size:
                 raise ValueError(f"it has {count} positions and {steps} gaps in {size} units")
             if flags & _COMPRESSED:
+                if body_nbytes is not None and size * unit > body_nbytes:
+                    raise ValueError(
+                        f"it is for {size * unit} bytes, and the body has {body_nbytes}"
+                    )
+                if steps > count + size // _SKIP[gap] + 1:
+                    raise ValueError(f"it has {steps} gaps for {count} positions in {size} units")
                 values, gaps = _expand(values, count * unit), _expand(gaps, steps * gap)
             if (len(values), len(gaps)) != (count * unit, steps * gap):
                 raise ValueError("it is not as long as it says")

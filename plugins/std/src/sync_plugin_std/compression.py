@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import torch
 
-from sync_core import BindContext, Layout, Payload, SendContext, Update, hookimpl
+from sync_core import ApplyContext, BindContext, Layout, Payload, SendContext, Update, hookimpl
 from sync_core.errors import PayloadError, RequirementError
 
 try:
@@ -16,6 +16,8 @@ except ImportError:
 
 # No name of a module's tensor.
 _NAME = "__zstd__"
+# What the core adds to a version: its base, checksums.
+_MORE = 1 << 20
 
 
 class Zstd:
@@ -73,15 +75,26 @@ class Zstd:
         return update
 
     @hookimpl(wrapper=True)
-    def apply_weights(self, update: Update) -> Generator[None, bool, bool]:
+    def apply_weights(self, update: Update, context: ApplyContext) -> Generator[None, bool, bool]:
         """Restore it.
 
         Raises:
-            PayloadError: what came is not what `prepare_weights` made.
+            PayloadError: what came is not what `prepare_weights` made, or would become larger
+                than there is reason for.
         """
+        if update.layout.names != (_NAME,) or update.layout.specs[0].dtype != torch.uint8:
+            raise PayloadError(f"the weights are not compressed: {update.layout.names!r:.200}")
         (content,) = update.tensors
         try:
-            data = zstandard.ZstdDecompressor().decompress(content.cpu().numpy().data)
+            packed = content.cpu().numpy().data
+            nbytes = zstandard.frame_content_size(packed)
+            if context.layout is not None:
+                most = context.layout.nbytes * 2 + _MORE
+                if not 0 < nbytes <= most:
+                    raise PayloadError(
+                        f"the weights would have {nbytes} bytes, and no version has over {most}"
+                    )
+            data = zstandard.ZstdDecompressor().decompress(packed)
         except zstandard.ZstdError as error:
             raise PayloadError(f"the weights cannot be decompressed: {error}") from error
         payload = Payload.from_bytes(bytearray(data), version=0)
