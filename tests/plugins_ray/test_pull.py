@@ -24,12 +24,14 @@ from tests.plugins_ray.agents import linear, start, values_of
 from sync_core import (
     Address,
     ApplyError,
+    MembershipEvent,
     Payload,
     Receiver,
     Sender,
     SenderLostError,
     SendError,
     WorkerLostError,
+    WorkerState,
     WorkerTimeoutError,
 )
 from sync_core.testing.worker_groups import eventually
@@ -269,6 +271,20 @@ def test_a_killed_actor_is_noticed_long_before_the_deadline() -> None:
         assert isinstance(caught.value.report.failed[0].error, WorkerLostError)
         assert f"its actor, which was process {pid}, is gone" in str(caught.value)
         assert caught.value.report.seconds < 30
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_worker_whose_process_has_ended_is_lost_before_the_next_send(shared: bool) -> None:
+    (doomed,) = start(1)
+    with Sender("ray", linear(1.0), num_workers=0 if shared else 1) as sender:
+        events: list[MembershipEvent] = []
+        sender.subscribe(events.append)
+        address = sender.address() if shared else sender.address(0)
+        os.kill(ray.get(doomed.connect.remote(address)), signal.SIGKILL)
+        assert eventually(lambda: any(e.after is WorkerState.LOST for e in events), 30)
+        assert any("has ended" in event.reason for event in events)
+        if shared:
+            assert eventually(lambda: not sender.all_worker_ids(), 30)
 
 
 def test_one_receiver_for_each_worker_and_only_with_the_token(actors: list[Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sync_core import Address, Layout, Payload, SyncError
 from sync_core.transports import CalledReceiver, CalledReceivers, DeliveryOutcome, DeliveryRequest
-from sync_plugin_ray.liveness import make_token
+from sync_plugin_ray import liveness
 from sync_plugin_ray.store import read
 
 
@@ -28,6 +28,7 @@ class ActorReceiver(CalledReceiver):
     """The receiver for one model of the actor; ``model_getter`` is the place in its requests."""
 
     _layout: Layout | None = None
+    _token: list[Any] | None = None
 
     def find_model(self, request: DeliveryRequest, context: Any) -> tuple[Any, Any]:
         """Return the path of the model, and the actor's instance or what gets the model."""
@@ -37,7 +38,15 @@ class ActorReceiver(CalledReceiver):
 
     def joined(self, address: Address) -> Any:
         """Return a token of this process."""
-        return make_token(address.endpoint)
+        self._token = liveness.make_token(address.endpoint)
+        return self._token
+
+    def close(self) -> None:
+        """Close the receiver, and end the use of its token."""
+        super().close()
+        if self._token is not None:
+            liveness.release(self._token)
+        self._token = None
 
     def unpack(self, request: DeliveryRequest, content: Any) -> Payload:
         """Return the payload in what the sender has published."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import OwnerDiedError
+from ray.exceptions import OwnerDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
@@ -46,11 +47,18 @@ def make_token(actor: Any) -> list[Any]:
     return [actor.waits.remote()]
 
 
+def release(token: list[Any]) -> None:
+    """End the use of a token, in the process that made it."""
+    # The sender may have ended its actor.
+    with suppress(RayError):
+        ray.cancel(token[0])
+
+
 def on_end(token: list[Any], callback: Callable[[], None]) -> None:
     """Call a function, in a thread of Ray's, once the process that made a token has ended."""
 
     def ended(future: Any) -> None:
-        # Another error is that of a LivenessActor which was ended.
+        # Others are those of a token that was released, and of an actor that was ended.
         if isinstance(future.exception(), OwnerDiedError):
             callback()
 

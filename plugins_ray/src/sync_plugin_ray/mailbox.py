@@ -12,6 +12,7 @@ from typing import Any, Literal
 import ray
 
 from sync_core.errors import AddressError
+from sync_plugin_ray.liveness import LivenessActor
 
 # How long a receiver that joins waits for the sender, in seconds.
 _SILENCE = 5.0
@@ -52,6 +53,7 @@ class Event:
         actor: the handle of the actor that it runs in, if it runs in one.
         group: the concurrency group in which that is called; empty if the receiver asks.
         pid: its process.
+        token: of its process; see `sync_plugin_ray.liveness`.
         data: what was published of it, and is lost.
         reason: why it left.
     """
@@ -64,11 +66,12 @@ class Event:
     actor: Any = None
     group: str = ""
     pid: int = 0
+    token: list[Any] = field(default_factory=list, repr=False)
     data: list[Any] = field(default_factory=list)
     reason: str = ""
 
 
-class Mailbox:
+class Mailbox(LivenessActor):
     """Answers every worker with the newest version meant for it; an asynchronous actor.
 
     Ray runs the calls of an asynchronous actor in any order, so the sender gives all that it

@@ -15,7 +15,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, RayActorError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from sync_core import (
     Delivery,
@@ -26,6 +25,7 @@ from sync_core import (
     WorkerLostError,
 )
 from sync_core.transports import Notice
+from sync_plugin_ray import liveness
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.inbox import hand
 from sync_plugin_ray.mailbox import Event, Mailbox, MailboxEndpoint, MailboxOffer
@@ -138,13 +138,7 @@ class PullSender(SenderTransport):
         self._updates = 0
         self._timeout = context.timeout
         self._notify = context.notify
-        # On this node, so that it lives as long as the sender does.
-        node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._mailbox: Any = (
-            ray.remote(Mailbox)
-            .options(num_cpus=0, scheduling_strategy=node, max_concurrency=10_000)
-            .remote(context.token, self._offers())
-        )
+        self._mailbox: Any = liveness.start(Mailbox, context.token, self._offers())
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listen()
         self._thread = threading.Thread(target=self._serve, name="sync-ray-mailbox", daemon=True)
@@ -316,6 +310,7 @@ class PullSender(SenderTransport):
                 return
             if event.kind == "joined":
                 worker.joined(event)
+                self._watch(event)
                 self._hand(event.worker_id, worker, _WAITING)
                 self._notify(event.worker_id, Notice("connected"))
             delivery = worker.delivery
@@ -332,6 +327,26 @@ class PullSender(SenderTransport):
             delivery.settle(event.answer)
         elif event.kind == "answered" and event.answer and event.answer.get("error") is None:
             self._notify(event.worker_id, Notice("acknowledged", event.version))
+
+    def _watch(self, event: Event) -> None:
+        """Note the end of the process of a receiver that has joined."""
+        worker_id, reader = event.worker_id, event.reader
+        liveness.on_end(
+            event.token, lambda: self._events.put(lambda: self._ended(worker_id, reader))
+        )
+
+    def _ended(self, worker_id: int, reader: str) -> None:
+        with self._lock:
+            worker = self._workers.get(worker_id)
+            if worker is None or worker.reader != reader or worker.left:
+                return
+            reason = f"its process {worker.pid} has ended"
+            self._notify(worker_id, Notice("lost", reason=reason))
+            # Another receiver may come where Ray restarts the actor, which a probe tells.
+            if worker.actor is None:
+                worker.left = reason
+                if worker.delivery is not None:
+                    worker.delivery.fail(WorkerLostError(worker_id, reason))
 
     def _left(self, worker: _Worker, event: Event) -> None:
         """Fail what the worker has not answered; its receiver was closed."""

@@ -15,6 +15,7 @@ import ray
 
 from sync_core import Answer, Payload, ReceiverTransport, SenderLostError, TransportContext
 from sync_core.errors import PayloadError
+from sync_plugin_ray import liveness
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.inbox import Inbox
 from sync_plugin_ray.mailbox import Event, Gone, MailboxOffer
@@ -56,6 +57,7 @@ class MailboxReceiver(ReceiverTransport):
         actor = _this_actor()
         self._group = Inbox.group if actor is not None else ""
         self._cluster = Cluster()
+        self._token = liveness.make_token(self._mailbox)
         try:
             came = Event(
                 "joined",
@@ -64,12 +66,13 @@ class MailboxReceiver(ReceiverTransport):
                 actor=actor,
                 group=self._group,
                 pid=os.getpid(),
+                token=self._token,
             )
             refusal = self._get(self._mailbox.join.remote(context.token, came), context.timeout)
             if refusal is not None:
                 raise SenderLostError(f"the sender refuses this receiver: {refusal.reason}")
         except BaseException:
-            self._cluster.leave()
+            self._hang_up()
             raise
 
     def receive(self, timeout: float) -> Payload | None:
@@ -139,6 +142,11 @@ class MailboxReceiver(ReceiverTransport):
     def close(self) -> None:
         """Hang up."""
         self._inbox.wake()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._cluster.connected:
+            liveness.release(self._token)
         self._cluster.leave()
 
     def _next(self, deadline: float, since: float) -> MailboxOffer | None:
