@@ -92,6 +92,17 @@ def test_what_is_not_a_matrix_is_refused(names: tuple[str, ...], message: str) -
         Sender(Loopback(), source, num_workers=1, layers=[Float8Blocks(*names)])
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_is_an_error(value: float) -> None:
+    source = {"a.weight": torch.ones(130, 130), "b.weight": torch.ones(3, 3)}
+    with Sender(Loopback(), source, num_workers=1, layers=[Float8Blocks("*")]) as sender:
+        source["a.weight"][129, 1] = value
+        with pytest.raises(ModelError, match=r"'a.weight' has values that are not finite"):
+            sender.send_async()
+        source["a.weight"][129, 1] = 1.0
+        sender.send_async()
+
+
 def test_projections_are_what_is_meant_without_patterns() -> None:
     source = {"up_proj.weight": torch.ones(3, 3), "embed.weight": torch.ones(3, 3)}
     held = sent(source, ["fp8"])

@@ -5,8 +5,9 @@ after the layers that stay with the sender, so it is given the tensors as they t
 workers' names, and cast. It keeps a digest of each tensor of a whole version. With an update that
 lacks some, the digest of those travels next to the base, and each worker compares its model's.
 
-Where workers never get the rest, the settings of PEFT's modules are compared, too: which adapters
-act, and with what scale. Then the second half of the digest is that of the settings.
+Workers may hold in 16 bits what travels in 32. So the digest has parts of 16 bytes: of the tensors
+as they travel, and cast to each dtype that a worker may have. The last part is that of the settings
+of PEFT's modules where workers never get the rest: which adapters act, and with what scale.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sync_core.errors import ReadbackError
@@ -28,8 +30,8 @@ from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.payload import Update
 
 _NAMES_SHOWN = 4
-#: Of a digest of 32 bytes, those that are left to the tensors where settings are compared.
-_HALF = 16
+_PART = 16
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The attributes of PEFT's modules that decide, beside their tensors and properties, what they do.
 _SETTINGS = ("merged_adapters", "scaling", "token_indices")
 
@@ -45,16 +47,23 @@ class LeftOut:
         from_start: whether workers have what is left out without a whole version, so that the
             sender hashes what it prepares at its start.
         every: whether tensors change in updates that are not whole, too.
+        cast: whether workers may hold tensors in another dtype than that in which they travel.
     """
 
     def __init__(
-        self, strategy: Strategy, *, from_start: bool = False, every: bool = False
+        self,
+        strategy: Strategy,
+        *,
+        from_start: bool = False,
+        every: bool = False,
+        cast: bool = False,
     ) -> None:
         self._strategy = strategy
+        self._cast = cast
         self._from_start = from_start
         self._every = every
-        # At the sender: the digest of each tensor; and of those that a layout leaves out.
-        self._digests: dict[str, bytes] = {}
+        # At the sender: the digests of each tensor; and of those that a layout leaves out.
+        self._digests: dict[str, list[bytes]] = {}
         self._last: tuple[Layout, bytes] | None = None
         # At the receiver: what was found to be equal last.
         self._checked: tuple[bytes, bytes, list[object]] | None = None
@@ -69,15 +78,16 @@ class LeftOut:
             return update
         missing = self._digests.keys() - update.layout.index.keys()
         if not missing or self._every:
-            self._digests.update((name, _digest(tensor)) for name, tensor in update.items())
+            self._digests.update((name, self._digest(tensor)) for name, tensor in update.items())
             self._last = None
         if missing:
             if self._last is None or self._last[0] is not update.layout:
                 rest = {n: d for n, d in self._digests.items() if n in missing}
-                self._last = update.layout, _combined(rest)
-            update.left_out = self._last[1]
-            if self._from_start and (settings := _settings(context.model)):
-                update.left_out = update.left_out[:_HALF] + settings
+                parts = zip(*rest.values(), strict=True)
+                combined = [_combined(dict(zip(rest, part, strict=True))) for part in parts]
+                self._last = update.layout, b"".join(combined)
+            settings = _settings(context.model) if self._from_start else bytes(_PART)
+            update.left_out = self._last[1] + settings
         return update
 
     @hookimpl(wrapper=True)
@@ -89,6 +99,14 @@ class LeftOut:
         if update.left_out and model is not None:
             self._check(update, model, context)
         return (yield)
+
+    def _digest(self, tensor: Tensor) -> list[bytes]:
+        """The digests of a tensor, as it is and in each dtype that is not wider."""
+        exact = _digest(tensor)
+        if not self._cast:
+            return [exact] * (1 + len(_DTYPES))
+        narrowed = [_narrowed(tensor, dtype) for dtype in _DTYPES]
+        return [exact, *(exact if t is tensor else _digest(t) for t in narrowed)]
 
     def _check(self, update: Update, model: Any, context: ApplyContext) -> None:
         if self._find is None or self._model is not model:
@@ -105,14 +123,40 @@ class LeftOut:
         state: list[object] = [(place_of(t), _changes(t)) for t in there]
         if self._checked == (update.left_out, settings, state):
             return
-        found = _combined({n: _digest(held[n].to(d)) for n, d in dtypes.items() if n in held})
-        if found[:_HALF] != update.left_out[:_HALF]:
+        part, narrow = _part_of(held, dtypes)
+        found = {
+            n: _digest(_narrowed(held[n].to(d), narrow)) for n, d in dtypes.items() if n in held
+        }
+        wanted = [update.left_out[i : i + _PART] for i in range(0, len(update.left_out), _PART)]
+        if _combined(found) != wanted[part]:
             raise ReadbackError(context.worker_id, _describe(update, list(dtypes), context.version))
         # A model that is read by names alone has no settings to compare.
-        if update.left_out[_HALF:] not in (found[_HALF:], settings or update.left_out[_HALF:]):
+        if bytes(_PART) not in (settings, wanted[-1]) and settings != wanted[-1]:
             raise ReadbackError(context.worker_id, _describe_settings(context.version))
         if None not in map(_changes, there):
             self._checked = update.left_out, settings, state
+
+
+def _part_of(
+    held: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
+) -> tuple[int, torch.dtype | None]:
+    """The part of the digest that a worker can compare, and the dtype that this is for."""
+    kinds = {
+        held[name].dtype
+        for name, dtype in dtypes.items()
+        if name in held
+        and dtype.is_floating_point
+        and held[name].dtype != dtype
+        and held[name].dtype.itemsize <= dtype.itemsize
+    }
+    narrow = kinds.pop() if len(kinds) == 1 else None
+    return (1 + _DTYPES.index(narrow), narrow) if narrow in _DTYPES else (0, None)
+
+
+def _narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or not tensor.is_floating_point() or tensor.dtype.itemsize < dtype.itemsize:
+        return tensor
+    return tensor.to(dtype)  # itself, where it is of that dtype
 
 
 def _describe(update: Update, names: list[str], version: int) -> str:
@@ -139,7 +183,7 @@ def _describe_settings(version: int) -> str:
 
 
 def _settings(model: Any) -> bytes:
-    """The digest of the settings of PEFT's modules; empty for a model without any."""
+    """The digest of the settings of PEFT's modules; zeros for a model without any."""
     modules: Iterator[Any] = (m for _, owner in modules_in(model) for m in owner.modules())
     found = []
     for module in modules:
@@ -148,7 +192,7 @@ def _settings(model: Any) -> bytes:
             values = [vars(module).get(name) for name in _SETTINGS]
             settings = [sorted(v.items()) if isinstance(v, dict) else v for v in values]
             found.append([module.active_adapters, module.disable_adapters, *settings])
-    return hashlib.sha256(repr(found).encode()).digest()[:_HALF] if found else b""
+    return hashlib.sha256(repr(found).encode()).digest()[:_PART] if found else bytes(_PART)
 
 
 def _changes(tensor: Tensor) -> int | None:
@@ -168,4 +212,4 @@ def _combined(digests: Mapping[str, bytes]) -> bytes:
     for name in sorted(digests):
         if not is_extra_state(name):
             found.update(name.encode() + b"\0" + digests[name])
-    return found.digest()
+    return found.digest()[:_PART]

@@ -20,8 +20,8 @@ from sync_core.hooks import hookimpl
 from sync_core.weights.layout import ALIGNMENT, BASE, Layout, TensorSpec
 from sync_core.weights.payload import Payload, Update
 
-# The base, and the 32 bytes of a digest.
-_WORDS = 5
+# The base, and the 80 bytes of a digest.
+_WORDS = 11
 
 
 class BaseLayer:

@@ -263,7 +263,10 @@ class Pipeline:
             from sync_core.left_out import LeftOut
 
             proof = LeftOut(
-                terms.strategy, from_start=declares("held", layers), every=terms.partial
+                terms.strategy,
+                from_start=declares("held", layers),
+                every=terms.partial,
+                cast=self._terms.cast,
             )
             layers = [Plugin(registry.LAYERS, "left out", proof), *layers]
         used = tuple(layers)

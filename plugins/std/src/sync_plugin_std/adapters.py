@@ -145,14 +145,10 @@ class _Merged:
         if not isinstance(model, nn.Module):
             raise ModelError("the layer Lora needs the PEFT model itself: sender.send(model)")
         # Adapters are switched, merged and disabled between sends.
+        modules: Iterator[Any] = model.modules()
         state: list[object] = [
-            (
-                m,
-                list(m.active_adapters),
-                m.disable_adapters,
-                list(getattr(m, "merged_adapters", ())),
-            )
-            for m in model.modules()
+            (m, list(m.active_adapters), m.disable_adapters, _is_tuner(m) and m.merged)
+            for m in modules
             if _is_tuner(m) or _is_wrapper(m)
         ]
         if self._plan is None or self._plan[:2] != (update.layout, state):

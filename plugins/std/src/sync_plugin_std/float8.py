@@ -58,7 +58,7 @@ class Float8Blocks:
 
         Raises:
             ModelError: no pattern matches, or a tensor that one matches is not a matrix of
-                floating-point numbers.
+                floating-point numbers, or has a value that is not finite.
         """
         update = yield
         tensors, names = update.tensors, update.layout.index
@@ -68,6 +68,13 @@ class Float8Blocks:
             chosen = self._known[1]
         # Tied matrices are quantised once, and stay tied.
         made = {position: _quantise(tensors[position]) for position in {names[n] for n in chosen}}
+        for position, (_, scales) in made.items():
+            # Not one value of such a block would arrive.
+            if not scales.isfinite().all():
+                raise ModelError(
+                    f"{update.layout.specs[position].name!r} has values that are not finite, for "
+                    "which the layer Float8Blocks has no scale; look for the step that made them"
+                )
         sent: dict[str, Tensor] = {}
         for name, position in names.items():
             if name in chosen:
