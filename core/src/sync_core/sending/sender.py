@@ -224,6 +224,8 @@ class Sender(Updater):
         # Reentrant, as a layer may add a worker.
         self._starting = threading.RLock()
         self._pending: PendingSend | None = None
+        # A send is being started by the thread that has the lock, to which a signal may come.
+        self._begins = False
         self._close_members = release_with(self, self._members.close)
         self._sharded = ranks is not None
         self._elastic: ElasticWorkers | None = None
@@ -378,11 +380,11 @@ class Sender(Updater):
         """
         if weights_dict is not None:
             weights = either(weights, weights_dict)
-        pending = self._start(weights, worker_ids, timeout, version=version)
+        begun: list[PendingSend] = []
         try:
-            return pending.wait()
+            return self._start(weights, worker_ids, timeout, begun, version=version).wait()
         except BaseException as error:
-            pending.interrupt(error)
+            _interrupt(begun, error)
             raise
 
     def send_async(
@@ -399,7 +401,13 @@ class Sender(Updater):
         Raises:
             SendError: the scheme's transport raised; the error is chained. For others see `send`.
         """
-        return self._start(either(weights, weights_dict), worker_ids, timeout, version=version)
+        begun: list[PendingSend] = []
+        try:
+            weights = either(weights, weights_dict)
+            return self._start(weights, worker_ids, timeout, begun, version=version)
+        except BaseException as error:
+            _interrupt(begun, error)
+            raise
 
     def count_push(self, worker_ids: int | Iterable[int] | None = None) -> tuple[int, ...]:
         """Count a push to workers, and return those that no `skip_update` hook holds back.
@@ -411,75 +419,102 @@ class Sender(Updater):
 
     def send_counted(self, weights: Any, worker_ids: Iterable[int]) -> PendingSend:
         """Like `send_async`, for workers that `count_push` has returned: skip none of them."""
-        return self._start(weights, worker_ids, None, counted=True)
+        begun: list[PendingSend] = []
+        try:
+            return self._start(weights, worker_ids, None, begun, counted=True)
+        except BaseException as error:
+            _interrupt(begun, error)
+            raise
 
     def _start(
         self,
         given: Any,
         worker_ids: int | Iterable[int] | None,
         timeout: float | None,
+        begun: list[PendingSend],
         *,
         counted: bool = False,
         version: int | None = None,
     ) -> PendingSend:
+        # The caller ends what is in ``begun``, whenever this is interrupted.
         started = time.perf_counter()
         seconds = self._terms.timeout if timeout is None else check_seconds(timeout)
         with self._starting:
             self._check_ready()
-            addressed = self._members.ids
-            if worker_ids is not None:
-                addressed = normalize(worker_ids, addressed)
-            version = self._next_version(version)
-            update = self._source.read(given)
-            transport = self._pipeline.transport or self._open(update, given)
-            due = addressed
-            if self._pipeline.skips and not counted:
-                due = self._cadence.due(addressed, self._version)
-            # The first worker that comes to an address that all share gets this version.
-            shared = self._elastic is not None and worker_ids is None
-            to_none = shared and not self._members.ids
-            if self._partial is not None:
-                # A transport that packs increments leaves out what each worker has.
-                whole = self._pipeline.packs_increments
-                held = () if whole else self._members.acknowledged(due).values()
-                update = self._partial.complete(given, update, version, held)
-            if due or to_none:
-                if self._pipeline.prepares:
-                    update = self._pipeline.prepare(
-                        update,
-                        version,
-                        due,
-                        self._source.found,
-                        bind(self._members.acknowledged, due),
-                    )
-                self._version = version
-            prepared = time.perf_counter()
-            packing = Stopwatch()
-            deliveries = {}
-            if due or to_none:
-                deliveries = self._pipeline.send(update, self._version, due, packing)
-            skipped = () if due is addressed else [i for i in addressed if i not in due]
-            self._pending = pending = PendingSend(
-                self._version,
-                deliveries,
-                skipped,
-                started=started,
-                timeout=seconds,
-                wait=transport.wait,
-                scheme=self._pipeline.scheme,
-                model_id=self.model_id,
-                finish=self._end,
-                unwaited=self._members.sent(self._version, deliveries),
-                prepare_seconds=prepared - started,
-                publish_seconds=time.perf_counter() - prepared,
-                packing=packing,
-            )
+            self._begins = True
+            try:
+                pending = self._begin(
+                    given, worker_ids, seconds, started, counted=counted, version=version
+                )
+                begun.append(pending)
+                self._pending = pending
+            finally:
+                self._begins = False
             if self._closed:
                 # By another thread, which did not see it yet.
                 pending.abandon(_CLOSED)
         if pending.undelivered:
             pending.wait()
         return pending
+
+    def _begin(
+        self,
+        given: Any,
+        worker_ids: int | Iterable[int] | None,
+        seconds: float,
+        started: float,
+        *,
+        counted: bool,
+        version: int | None,
+    ) -> PendingSend:
+        addressed = self._members.ids
+        if worker_ids is not None:
+            addressed = normalize(worker_ids, addressed)
+        version = self._next_version(version)
+        update = self._source.read(given)
+        transport = self._pipeline.transport or self._open(update, given)
+        due = addressed
+        if self._pipeline.skips and not counted:
+            due = self._cadence.due(addressed, self._version)
+        # The first worker that comes to an address that all share gets this version.
+        shared = self._elastic is not None and worker_ids is None
+        to_none = shared and not self._members.ids
+        if self._partial is not None:
+            # A transport that packs increments leaves out what each worker has.
+            whole = self._pipeline.packs_increments
+            held = () if whole else self._members.acknowledged(due).values()
+            update = self._partial.complete(given, update, version, held)
+        if due or to_none:
+            if self._pipeline.prepares:
+                update = self._pipeline.prepare(
+                    update,
+                    version,
+                    due,
+                    self._source.found,
+                    bind(self._members.acknowledged, due),
+                )
+            self._version = version
+        prepared = time.perf_counter()
+        packing = Stopwatch()
+        deliveries = {}
+        if due or to_none:
+            deliveries = self._pipeline.send(update, self._version, due, packing)
+        skipped = () if due is addressed else [i for i in addressed if i not in due]
+        return PendingSend(
+            self._version,
+            deliveries,
+            skipped,
+            started=started,
+            timeout=seconds,
+            wait=transport.wait,
+            scheme=self._pipeline.scheme,
+            model_id=self.model_id,
+            finish=self._end,
+            unwaited=self._members.sent(self._version, deliveries),
+            prepare_seconds=prepared - started,
+            publish_seconds=time.perf_counter() - prepared,
+            packing=packing,
+        )
 
     def check(self, weights: Any = None) -> None:
         """Raise what `send` would raise about these weights, and send nothing."""
@@ -596,6 +631,11 @@ class Sender(Updater):
     def _check_ready(self) -> None:
         if self._closed or os.getpid() != self._process:
             self._check_open()
+        if self._begins:
+            raise PendingSendError(
+                "this call came while the same thread was starting a send, such as from a signal "
+                "handler or a layer; set a flag there, and send when the first send has returned"
+            )
         # One that has ended may be left here by Ctrl-C.
         if self._pending is not None and not self._pending.ended:
             raise PendingSendError("a send is pending; call wait_async() before the next one")
@@ -647,3 +687,9 @@ class Sender(Updater):
             self._run_post_hooks()
         tell(report, self._reporters)
         return report
+
+
+def _interrupt(begun: Iterable[PendingSend], error: BaseException) -> None:
+    """End a send that an exception has interrupted, so that the next one works."""
+    for pending in begun:
+        pending.interrupt(error)

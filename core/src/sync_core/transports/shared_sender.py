@@ -57,6 +57,11 @@ if TYPE_CHECKING:
     from sync_core.hooks import TransportContext
 
 
+# So long a send is woken by the worker that is likely to answer last, and from then on by each, in
+# seconds. To be woken by each of 8 at once took a send of a small model 1.1 ms instead of 0.9 ms.
+_TOGETHER = 0.005
+
+
 class _Control:
     """The page and the events that a sender shares with one worker.
 
@@ -187,10 +192,16 @@ class SharedMemorySender(ServingTransport[PeerT]):
         try:
             for delivery in deliveries:
                 delivery.on_end(self._notice_end)
-            self._set_waiting(True)
+            with self._publisher.lock:
+                self._waiting = True
+                self._show_waiting(True)
             # That of the worker which was offered its version last is likely to come last.
+            together = min(deadline, time.monotonic() + _TOGETHER)
             for delivery in reversed(deliveries):
-                while not delivery.ended and self._collect_next(delivery.worker_id, deadline):
+                while not delivery.ended and self._collect_next(together, delivery.worker_id):
+                    continue
+            for delivery in deliveries:
+                while not delivery.ended and self._collect_next(deadline):
                     continue
         finally:
             self.collect_answers()
@@ -275,41 +286,58 @@ class SharedMemorySender(ServingTransport[PeerT]):
         peer.offered = None
         return True
 
-    def _set_waiting(self, waits: bool) -> None:
-        with self._publisher.lock:
-            self._waiting = waits
-            for peer in self._peers.values():
-                if peer.control is not None:
-                    peer.control.page.waiting = waits
+    def _show_waiting(self, waits: bool) -> None:
+        for peer in self._peers.values():
+            if peer.control is not None:
+                peer.control.page.waiting = waits
 
-    def _collect_next(self, worker_id: int, deadline: float) -> bool:
-        """Wait until the worker answers or a delivery ends otherwise; False after the deadline."""
+    def _collect_next(self, deadline: float, worker_id: int | None = None) -> bool:
+        """Wait until a worker answers or a delivery ends otherwise; False after the deadline.
+
+        Args:
+            deadline: when the wait ends (`time.monotonic`).
+            worker_id: the only worker whose answer ends the wait; None for any.
+        """
         with self._publisher.lock:
-            peer = self._peers.get(worker_id)
-            control = None if peer is None else peer.control
-        poll = self._poll if control is None else control.poll
+            peer = None if worker_id is None else self._peers.get(worker_id)
+            if peer is not None and peer.control is not None:
+                poll = peer.control.poll
+            else:
+                poll = self._poll if worker_id is not None else self._poll_of_all()
         left = deadline - time.monotonic()
         ready = poll.poll(left * 1000) if left > 0 else []
         if not ready:
             return False
-        if ready[0][0] == self._ended.reader:
+        if any(descriptor == self._ended.reader for descriptor, _ in ready):
             self._ended.take()
-        self._collect(peer)
+        self._collect(peer, everyone=worker_id is None)
         return True
+
+    def _poll_of_all(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self._ended.reader, select.POLLIN)
+        for peer in self._peers.values():
+            if peer.control is not None:
+                poll.register(peer.control.answers.reader, select.POLLIN)
+        return poll
 
     def collect_answers(self) -> None:
         """Act on answers that a wait has left where they are, as it was ended by Ctrl-C."""
         if self._waiting:
-            self._set_waiting(False)
-            # Those that were written before the workers could know.
-            self._collect()
+            with self._publisher.lock:
+                self._show_waiting(False)
+                # Those that were written before the workers could know.
+                self._collect(everyone=True)
+                # Last, so that an interrupt before it leaves all of this to the next send.
+                self._waiting = False
 
-    def _collect(self, polled: PeerT | None = None) -> None:
-        """Act on the answers that have come."""
+    def _collect(self, polled: PeerT | None = None, *, everyone: bool = False) -> None:
+        """Act on the answers that have come, of workers that owe one, of ``polled``, or of all."""
         # One whose event was taken must be acted on.
         with self._publisher.lock:
             for peer in tuple(self._peers.values()):
-                if peer.offered is None and not peer.unanswered and peer is not polled:
+                owes = peer.offered is not None or peer.unanswered or peer is polled
+                if not owes and not everyone:
                     continue
                 with uninterrupted():
                     self.guard(peer, self._collect_from, peer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from statistics import median
 from typing import Any
@@ -285,6 +286,30 @@ class DeliveryCases(SchemeCases):
         )
         assert workers.receive(0) == 1, RECEIVED
         assert pending.wait().updated == (0,), REPORT
+
+    @pytest.mark.usefixtures("asking", "parallel")
+    @pytest.mark.parametrize("silent", [0, 1])
+    def test_an_answer_counts_while_another_worker_is_silent(
+        self, start: Start, silent: int
+    ) -> None:
+        workers = start(make_policy(1.0))
+        pending = workers.sender.send_async()
+        assert workers.pool.call(1 - silent, Worker.stage) == 1, RECEIVED
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(pending.wait)
+            try:
+                assert not eventually(pending.done, 0.2), (
+                    "a send must not end before the worker has answered for this version"
+                )
+                assert workers.pool.call(1 - silent, Worker.commit_staged) == 1, RECEIVED
+                assert pending.deliveries[1 - silent].wait(self.slack), (
+                    "a delivery must end when its worker answers, while others are silent"
+                )
+            finally:
+                pending.abandon()
+            failure = waiting.exception(30)
+        assert isinstance(failure, SendError), REPORT
+        assert failure.report.updated == (1 - silent,), REPORT
 
     @pytest.mark.usefixtures("asking")
     def test_a_sender_waits_no_longer_than_it_was_told(self, start: Start) -> None:
