@@ -171,6 +171,10 @@ def test_several_models_that_workers_make() -> None:
         made.register_scheme_receiver(addresses)
         assert held(made) == [5.0, 5.0]
         assert made.cascade_execute("env.scale.weight.item") == [7.0, 7.0]
+        # As docs/coming-from-torchrl.md has it.
+        assert [list(state) for state in made.cascade_execute("policy.state_dict")] == [
+            ["weight"]
+        ] * 2
 
 
 def test_the_sender_is_told_when_the_workers_have_committed_and_not_before(

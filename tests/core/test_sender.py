@@ -38,6 +38,7 @@ from sync_core import (
 )
 from sync_core.errors import AddressError
 from sync_core.transports import PointToPointTransport
+from sync_plugin_std import Rename
 from sync_plugin_std.interval import Interval
 
 
@@ -381,8 +382,19 @@ def test_layers_change_what_a_getter_gives() -> None:
     assert [receiver.receive() for _ in range(4)] == [1, None, 2, None]
     assert seen == [torch.bfloat16] * 2
     assert torch.equal(local.weight, server.weight.bfloat16().float())
+    given = nn.Linear(2, 1)
+    assert receiver.update_weights(given) == receiver.version == 2
+    assert torch.equal(local.weight, given.weight.bfloat16().float())
     with pytest.raises(OptionError, match="layers is a list"):
         Receiver.from_getter(lambda: server, local, layers="bf16")
+
+
+def test_layers_rename_what_is_given_to_the_receiver_of_a_getter() -> None:
+    inner, local = nn.Linear(2, 1), nn.Linear(2, 1)
+    receiver = Receiver.from_getter(lambda: None, local, layers=[Rename({"0.*": "*"})])
+    receiver.apply_weights(nn.Sequential(inner))
+    assert torch.equal(local.weight, inner.weight)
+    assert receiver.version == 0
 
 
 def test_a_receiver_says_what_to_pickle_instead() -> None:

@@ -47,7 +47,7 @@ class GetterScheme:
         layers = [registry.find(registry.LAYERS, layer) for layer in self.layers]
         sender = BindContext(side="sender", model_id=_MODEL_ID)
         layers = in_order(bind(layer, sender) for layer in layers)
-        return _GetterTransport(self, Stack(Defaults(self.strategy), backend, layers))
+        return GetterTransport(self, Stack(Defaults(self.strategy), backend, layers))
 
 
 def address_of(
@@ -78,7 +78,14 @@ def address_of(
     )
 
 
-class _GetterTransport(ReceiverTransport):
+class GetterTransport(ReceiverTransport):
+    """Asks the function, and lets the layers change what it gives.
+
+    Args:
+        scheme: has the function.
+        stack: the layers on the sender's side.
+    """
+
     def __init__(self, scheme: GetterScheme, stack: Stack) -> None:
         self._scheme = scheme
         self._stack = stack
@@ -91,10 +98,14 @@ class _GetterTransport(ReceiverTransport):
         if weights is None or not self._cadence.due((_WORKER_ID,), self._version):
             return None
         self._version += 1
+        update = self.prepare(weights)
+        return Payload(self._version, update.layout, update.source)
+
+    def prepare(self, weights: Any) -> Update:
+        """The weights as they travel, changed by the layers."""
         context = SendContext(model_id=_MODEL_ID, version=self._version, worker_ids=(_WORKER_ID,))
         update = Update.of(named_tensors(weights, self._scheme.strategy))
-        update = self._stack.prepare_weights(update, context)
-        return Payload(self._version, update.layout, update.source)
+        return self._stack.prepare_weights(update, context)
 
     def acknowledge(self, answer: Answer) -> None:
         """Count a commit, for layers that skip updates; there is no sender to answer."""

@@ -160,10 +160,13 @@ class Receiver(CollectorReference):
             >>> torch.equal(server.weight, local.weight)
             True
         """
-        from sync_core.receiving.getter import address_of
+        from sync_core.receiving.getter import GetterTransport, address_of
 
         check_function(getter, "getter")
-        return cls(address_of(getter, model, layers, strategy), model)
+        receiver = cls(address_of(getter, model, layers, strategy), model)
+        assert isinstance(receiver._transport, GetterTransport)
+        receiver._target.prepare = receiver._transport.prepare
+        return receiver
 
     @property
     def version(self) -> int:

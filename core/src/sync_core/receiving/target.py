@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -71,6 +71,8 @@ class Target:
         self._model: Any = None
         self._refers = False
         self._found: Any = None
+        #: Lets layers change weights that are given by hand, where there is no sender.
+        self.prepare: Callable[[Any], Update] | None = None
 
     @property
     def model(self) -> Any:
@@ -128,14 +130,16 @@ class Target:
             self.loaded = self.stack.applied
 
     def write_by_hand(self, weights: Any) -> None:
-        """Write weights of the caller's, which layers do not change."""
-        update = Update.of(named_tensors(weights, self._address.strategy))
+        """Write weights of the caller's, which layers change only where there is no sender."""
+        if self.prepare is None:
+            stack, named = self._without_layers, named_tensors(weights, self._address.strategy)
+            update = Update.of(named)
+        else:
+            stack, update = self.stack, self.prepare(weights)
         # What zero-copy parameters view is shared and read-only, so they get their own memory.
         if self._address.zero_copy:
             update = update.copied()
-        self._without_layers.apply_weights(
-            update, self._resolve(), self._address.apply_context(version=0)
-        )
+        stack.apply_weights(update, self._resolve(), self._address.apply_context(version=0))
         self.loaded = False
 
     def take_damage(self) -> bool:
