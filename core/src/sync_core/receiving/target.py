@@ -102,9 +102,10 @@ class Target:
 
     def model_was_replaced(self) -> bool:
         """Return whether a reference leads to other modules than those that were written."""
-        several = isinstance(self._found, Mapping)
-        found = self._found.values() if several else (self._found,)
-        if not self._refers or not all(isinstance(model, nn.Module) for model in found):
+        if not self._refers:
+            return False
+        found = self._found.values() if isinstance(self._found, Mapping) else (self._found,)
+        if not all(isinstance(model, nn.Module) for model in found):
             return False
         # A path that leads nowhere is reported by what writes there.
         with suppress(ModelError):
