@@ -386,7 +386,7 @@ class BatchRequests:
         return None
 
     def _see_to_overdue(self) -> bool:
-        """Do what is to be done about workers that have made no batch in time; if any was done."""
+        """Remedy workers that have made no batch in time; return whether there were any."""
         if self._pool.on_worker_failure == "raise" or not self._pool.parallel:
             return False
         now = time.monotonic()

@@ -36,7 +36,7 @@ OnWorkerFailure = Literal["raise", "restart", "drop", "quarantine"]
 
 # A worker that dies again and again before it has made one batch will not do better.
 _IN_A_ROW = 3
-# A worker that has failed so many times in a row is not waited for as many timeouts, at most.
+# The longest quarantine, in timeouts: a silent worker costs a sixteenth of the time, at most.
 _LONGEST_QUARANTINE = 16
 
 
@@ -333,7 +333,7 @@ class WorkerPool:
         return self.next_seat - 1
 
     def remedy(self, failure: WorkerError, joins: int | None = None) -> None:
-        """Do what is to be done about a worker that has failed, dead or alive.
+        """Restart, remove or quarantine a worker that has failed, dead or alive.
 
         Args:
             failure: how it has failed.
@@ -401,7 +401,7 @@ class WorkerPool:
                 self.remedy(lost)
 
     def see_through(self, update: Callable[[], Sent]) -> Sent | SendReport:
-        """Send weights, and do what is to be done about workers that have died or do not answer.
+        """Send weights, and remedy workers that have died or do not answer.
 
         Returns:
             The update's result; or the report: workers that replace others have the version.

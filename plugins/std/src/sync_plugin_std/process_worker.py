@@ -72,7 +72,7 @@ def main(calls_fd: int, lifeline_fd: int) -> None:
             _, (pickled,) = startup
             _serve(calls, closing, pickle.loads(pickled))
     except _Terminated:
-        # With what it has started and not ended; it has a process group of its own.
+        # This ends the process group, which is this process and what it has started and not ended.
         _be_terminated_at_once()
         os.killpg(0, signal.SIGTERM)
 
@@ -96,7 +96,7 @@ _terminated = threading.Event()
 def _terminate(*_: object) -> None:
     # A second one interrupts nothing.
     signal.signal(signal.SIGTERM, _pass)
-    # It ends a process that does not end by itself.
+    # SIGALRM ends this process where closing takes longer.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, _CLOSING)
     _terminated.set()
