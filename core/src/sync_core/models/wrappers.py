@@ -80,7 +80,8 @@ def check_sharded(module: nn.Module) -> None:
     if any(isinstance(submodule, sharded) for submodule in module.modules()):
         raise ModelError(
             "the module is sharded by fully_shard (FSDP2), so that this rank has parts of its "
-            "tensors; give Sender(…, gather=True) on every rank, which gathers them at each send"
+            "tensors; to send it, give Sender(…, gather=True) on every rank, which gathers it at "
+            "each send; for a worker with such a model, give the sender ranks=Ranks(rank, size)"
         )
 
 
