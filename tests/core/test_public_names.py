@@ -62,7 +62,7 @@ with Sender("shm", policy, num_workers=1) as sender:
         pending = sender.send_async()
         assert receiver.receive() == 1 and pending.wait().updated == (0,)
 features = (
-    "admission", "increments", "left_out", "receiving.background", "receiving.getter", "relays",
+    "admission", "increments", "left_out", "transports.background", "receiving.getter", "relays",
     "sending.elastic", "sending.failure_policy", "sending.partial", "sending.status",
     "shards", "verify", "weights.patch",
 )

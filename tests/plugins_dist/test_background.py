@@ -16,12 +16,14 @@ from sync_core import (
     Answer,
     ClosedError,
     Payload,
+    Ranks,
     Receiver,
     ReceiverTransport,
     Sender,
     SenderLostError,
+    join_addresses,
 )
-from sync_core.receiving.background import BackgroundReceiver
+from sync_core.transports.background import BackgroundReceiver
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -81,6 +83,44 @@ def test_it_stages_the_newest_and_commits_when_asked(
             assert pending.wait().updated == (0,)
             committed = version
             assert copy.weight.unique().item() == committed
+
+
+@pytest.mark.parametrize("increments", [False, True])
+def test_a_version_joined_from_ranks_does_not_change_while_it_is_committed(
+    increments: bool,
+) -> None:
+    policy, copy = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    fill(policy, 1.0)
+    with (
+        Sender("dist", policy, num_workers=1, ranks=Ranks(0, 1), increments=increments) as sender,
+        Receiver(join_addresses([sender.address(0)]), copy, background=True) as receiver,
+    ):
+        for _ in range(2):
+            pending = sender.send_async()
+            assert receiver.receive(20) == sender.version
+            pending.wait()
+        with torch.no_grad():
+            policy.weight[0] = 2.0
+        pending = sender.send_async()
+        assert receiver.stage(20) == 3
+        pending.abandon()
+        with torch.no_grad():
+            policy.weight[1] = 3.0
+        pending = sender.send_async()
+        transport: Any = receiver._transport
+        end = transport._ends[0].transport
+        background = end._transport if increments else end
+        deadline = time.monotonic() + 20
+        while background._staged is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        receiver.load()
+        assert receiver.confirm() == 3
+        assert copy.weight.unique().tolist() == [1.0, 2.0]
+        assert not pending.done()
+        assert receiver.receive(20) == 4
+        assert pending.wait().updated == (0,)
+        assert torch.equal(copy.weight, policy.weight)
 
 
 def test_what_it_drops_is_free_for_the_next_version() -> None:

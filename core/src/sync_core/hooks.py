@@ -204,6 +204,8 @@ class TransportContext:
             may be called from any thread, with locks held, or never.
         worker_id: (receiver) which worker this is.
         endpoint: (receiver) what `SenderTransport.address` gave for this worker.
+        background: (receiver) whether a thread is to stage versions. Only a composed scheme that
+            joins parts does that itself; for any other the receiver does it.
     """
 
     side: Literal["sender", "receiver"]
@@ -221,6 +223,7 @@ class TransportContext:
     notify: Callable[[int, Notice], None] = unheard
     worker_id: int = -1
     endpoint: Any = None
+    background: bool = False
 
     def parse_options(self, options_type: type[Options]) -> Options:
         """The options as an instance of a dataclass that declares them.

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -438,11 +439,13 @@ class Receiver(CollectorReference):
         except Exception as error:
             _refuse(address, backend, timeout, error)
             raise
+        background = self._background and "background" in backend.capabilities
         transport = self._target.stack.create_receiver_transport(
-            address.transport_context(backend.name, timeout)
+            replace(address.transport_context(backend.name, timeout), background=background)
         )
-        if self._background and "background" in backend.capabilities:
-            from sync_core.receiving.background import BackgroundReceiver
+        # Where versions come in parts, what joins them stages each part.
+        if background and not backend.by_parts:
+            from sync_core.transports.background import BackgroundReceiver
 
             transport = BackgroundReceiver(transport)
         self._transport = transport

@@ -27,6 +27,7 @@ from sync_core.shards.plan import Region, plan, shape_of, write_region
 from sync_core.shards.request import Holding, Request, ShardEndpoint, broken
 from sync_core.shards.sender import inner_stack
 from sync_core.shards.whole_model import WholeModel, wanted_regions
+from sync_core.transports.background import BackgroundReceiver
 from sync_core.transports.transport import Answer, ReceiverTransport, SenderTransport
 from sync_core.weights.layout import ASK, SHARD_VERSION, Layout
 from sync_core.weights.payload import Payload
@@ -263,7 +264,7 @@ class JoinedReceiver(ReceiverTransport):
         with ExitStack() as opened:
             self._ends = []
             for source in joined.sources:
-                end = _RankReceiver(source, context.timeout)
+                end = _RankReceiver(source, context.timeout, background=context.background)
                 opened.callback(end.close)
                 self._ends.append(end)
             deadline = time.monotonic() + context.timeout
@@ -374,9 +375,10 @@ class _RankReceiver:
     Args:
         source: the rank.
         timeout: the deadline of calls that may block, in seconds.
+        background: whether a thread stages what comes.
     """
 
-    def __init__(self, source: RankSource, timeout: float) -> None:
+    def __init__(self, source: RankSource, timeout: float, *, background: bool) -> None:
         self._source = source
         address = source.address
         self.rank = _rank(address)
@@ -388,6 +390,10 @@ class _RankReceiver:
         self.transport = stack.create_receiver_transport(
             replace(context, endpoint=address.endpoint.inner, layout=source.layout)
         )
+        if background:
+            # The inner one: versions are joined, and made of increments, by the thread that commits
+            # them, so that none changes meanwhile.
+            self.transport = BackgroundReceiver(self.transport)
         if address.increments:
             self.transport = IncrementalReceiver(self.transport, address.worker_id)
         self._request = source.request.to_text()
