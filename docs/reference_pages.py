@@ -137,7 +137,7 @@ _KIT_PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
             "LocalListener",
             "connect_locally",
             "same_user",
-            "hello",
+            "shake_hands",
             "farewell",
         ),
     ),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sync_core import Layout, Payload, TransportContext
 from sync_core.errors import PayloadError
-from sync_core.transports import Block, Channel, Peer, Publisher, ServingTransport, hello
+from sync_core.transports import Block, Channel, Peer, Publisher, ServingTransport, shake_hands
 from sync_core.transports.channel import Message
 
 exploded: list[str] = []
@@ -199,7 +199,7 @@ class Served(ServingTransport[Peer]):
         mine, theirs = socket.socketpair()
         self.connect(theirs)
         channel = Channel(mine)
-        channel.send(hello("the token", 0))
+        shake_hands(channel, "the token", 0, 10.0)
         assert channel.receive(10) == {"type": "welcome"}
         return channel
 
@@ -226,7 +226,7 @@ def framed(message: object) -> bytes:
     return len(text).to_bytes(4, "little") + text
 
 
-HELLO = hello("the token", 0)
+HELLO = {"type": "hello", "worker": 0, "pid": 1, "nonce": "0" * 64}
 STRANGERS: dict[str, bytes] = {
     "a pickle": BOMB,
     "a pickle in a message": framed(BOMB),
@@ -237,12 +237,17 @@ STRANGERS: dict[str, bytes] = {
     "nested": framed(b"[" * 4000),
     "no type": framed({}),
     "no hello": framed({"type": "take"}),
-    "the wrong token": framed(HELLO | {"token": "another"}),
-    "no token": framed({"type": "hello", "worker": 0, "pid": 1}),
-    "a list for a token": framed(HELLO | {"token": ["the token"]}),
-    "half a surrogate pair": framed(b'{"type":"hello","token":"\\ud800"}'),
-    "an infinite worker": framed(b'{"type":"hello","token":"the token","worker":1e999,"pid":1}'),
-    "no process": framed({"type": "hello", "token": "the token", "worker": 0}),
+    "the token itself": framed({"type": "hello", "token": "the token", "worker": 0, "pid": 1}),
+    "no nonce": framed({"type": "hello", "worker": 0, "pid": 1}),
+    "a list for a nonce": framed(HELLO | {"nonce": ["0"]}),
+    "a short nonce": framed(HELLO | {"nonce": "0"}),
+    "half a surrogate pair": framed(HELLO) + framed(b'{"type":"proof","proof":"\\ud800"}'),
+    "a wrong proof": framed(HELLO) + framed({"type": "proof", "proof": "0" * 64}),
+    "no proof": framed(HELLO) + framed({"type": "proof"}),
+    "a second hello": framed(HELLO) * 2,
+    "a message without a proof": framed(HELLO) + framed({"type": "take"}),
+    "an infinite worker": framed(b'{"type":"hello","nonce":"0","worker":1e999,"pid":1}'),
+    "no process": framed({"type": "hello", "worker": 0, "nonce": "0" * 64}),
 }
 
 
@@ -267,11 +272,10 @@ def test_strangers_are_hung_up_on_and_others_served(served: Served, name: str) -
     ids=repr,
 )
 def test_workers_that_do_not_keep_to_the_protocol_are_lost(served: Served, message: Any) -> None:
-    mine, theirs = socket.socketpair()
-    with mine:
-        served.connect(theirs)
-        mine.sendall(framed(HELLO) + framed(message))
-        assert is_hung_up(mine)
+    channel = served.join()
+    channel._socket.sendall(framed(message))
+    assert is_hung_up(channel._socket)
+    channel.close()
     served.join().close()
 
 
@@ -314,7 +318,7 @@ def test_strangers_who_say_nothing_make_room_for_others(listening: tuple[Served,
     try:
         assert is_hung_up(silent[0])
         worker = Channel(dial(name))
-        worker.send(HELLO)
+        shake_hands(worker, "the token", 0, 10.0)
         assert worker.receive(10) == {"type": "welcome"}
         worker.close()
     finally:

@@ -14,7 +14,7 @@ from sync_core.transports import Channel
 pytestmark = pytest.mark.timeout(120)
 
 VOCABULARY: list[dict[str, Any]] = [
-    {"type": "hello", "token": "", "worker": 0, "pid": 1},
+    {"type": "hello", "worker": 0, "pid": 1, "nonce": "0" * 64},
     {"type": "take"},
     {"type": "take"},
     {"type": "key", "number": 1, "key": "0/1", "value": "AAAA"},

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import pickle
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from sync_core import (
+    Address,
     Layout,
     Receiver,
     ReceiverTransport,
@@ -21,7 +24,7 @@ from sync_core import (
     SenderLostError,
     TransportContext,
 )
-from sync_core.transports import Channel, hello
+from sync_core.transports import Channel, shake_hands
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.protocol import Endpoint, Transfer
 from sync_plugin_dist.receiver import create_receiver
@@ -186,7 +189,7 @@ def test_a_worker_that_tells_no_end_of_keys_is_hung_up_on() -> None:
         address = sender.address(0)
         connection = socket.create_connection((address.endpoint.host, address.endpoint.port), 5.0)
         with closing(Channel(connection)) as channel:
-            channel.send(hello(address.token, 0))
+            shake_hands(channel, address.token, 0, 10.0)
             sender.send_async()
             channel.send({"type": "take"})
             number = 0
@@ -204,3 +207,98 @@ def test_a_worker_that_tells_no_end_of_keys_is_hung_up_on() -> None:
 def wait_for_the_end(channel: Channel) -> None:
     while channel.receive(10.0) is not None:
         pass
+
+
+def test_what_listens_where_a_trainer_was_learns_nothing_and_is_refused() -> None:
+    model, copy = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
+    with Sender("dist", model, num_workers=1, shared_memory=False) as sender:
+        address = sender.address(0)
+    port = address.endpoint.port
+    # The same software with another token.
+    with Sender("dist", {"w": torch.full((4,), 9.0)}, num_workers=1, port=port) as other:
+        other.send_async()
+        with pytest.raises(SenderLostError, match="does not know its token"):
+            Receiver(address, copy)
+    assert not copy["w"].any()
+
+
+class Relay:
+    """A process between a worker and its trainer, which records what both say."""
+
+    def __init__(self, address: Address) -> None:
+        endpoint = address.endpoint
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = replace(address, endpoint=replace(endpoint, port=self.port, local=""))
+        self.trainer = socket.create_connection((endpoint.host, endpoint.port))
+        self.heard: dict[str, bytes] = {"worker": b"", "trainer": b""}
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    @property
+    def port(self) -> int:
+        port: int = self.listener.getsockname()[1]
+        return port
+
+    def _run(self) -> None:
+        worker, _ = self.listener.accept()
+        with worker, self.trainer:
+            ends = {worker: ("worker", self.trainer), self.trainer: ("trainer", worker)}
+            while True:
+                for end in select.select(list(ends), [], [])[0]:
+                    name, other = ends[end]
+                    data = end.recv(1 << 16)
+                    if not data:
+                        return
+                    self.heard[name] += data
+                    other.sendall(data)
+
+    def close(self) -> None:
+        self.thread.join(10)
+        self.listener.close()
+
+
+def test_what_a_relay_has_heard_opens_nothing() -> None:
+    model, copy = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
+    with Sender("dist", model, num_workers=1, shared_memory=False, timeout=20.0) as sender:
+        address = sender.address(0)
+        with closing(Relay(address)) as relay, Receiver(relay.address, copy) as receiver:
+            pending = sender.send_async()
+            assert receiver.receive() == 1
+            assert pending.wait().updated == (0,)
+        for heard in relay.heard.values():
+            assert b"proof" in heard
+            assert address.token.encode() not in heard
+        # To the trainer again, as the worker.
+        with socket.create_connection((address.endpoint.host, address.endpoint.port)) as connection:
+            connection.sendall(relay.heard["worker"])
+            with closing(Channel(connection)) as channel, pytest.raises(ConnectionError):
+                wait_for_the_end(channel)
+        with Receiver(address, copy) as receiver:
+            sender.send_async()
+            assert receiver.receive() == 2
+    # To a worker, as the trainer.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = replace(address.endpoint, port=listener.getsockname()[1], local="")
+
+        def replay() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(relay.heard["trainer"])
+                connection.recv(4096)
+
+        thread = threading.Thread(target=replay)
+        thread.start()
+        with pytest.raises(SenderLostError, match="does not know its token"):
+            Receiver(replace(address, endpoint=endpoint), copy)
+        thread.join(10)
+
+
+def test_a_worker_of_an_older_version_is_told_what_to_type() -> None:
+    with Sender("dist", {"w": torch.ones(4)}, num_workers=1) as sender:
+        address = sender.address(0)
+        connection = socket.create_connection((address.endpoint.host, address.endpoint.port))
+        with closing(Channel(connection)) as channel:
+            channel.send({"type": "hello", "token": address.token, "worker": 0, "pid": 1})
+            answer = channel.receive(10.0)
+            assert answer is not None
+            assert "pip install --upgrade sync-core" in answer["reason"]

@@ -56,7 +56,7 @@ def test_what_is_compressed(scheme: str, claimed: bool) -> None:
         data[5:9] = (0xFFFF_FFF0).to_bytes(4, "little")
     content = torch.frombuffer(data, dtype=torch.uint8)
     with Sender(scheme, nn.Linear(3, 2), num_workers=1, layers=["zstd"], timeout=10.0) as sender:
-        transport = next(find(sender, SenderTransport))
+        transport: Any = sender._pipeline.transport
         with pytest.raises(PayloadError, match="no version has over"):
             receive(sender, transport, {"__zstd__": content})
 

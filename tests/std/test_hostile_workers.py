@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 
 ANSWER = Answer(version=1).to_message()
 VOCABULARY: list[dict[str, Any]] = [
-    {"type": "hello", "token": "", "worker": 0, "pid": 1},
+    {"type": "hello", "worker": 0, "pid": 1, "nonce": "0" * 64},
     {"type": "answer", "answer": ANSWER, "held": [1]},
     {"type": "on", "version": 1, "held": [1, 2]},
     {"type": "lacks", "index": 1},

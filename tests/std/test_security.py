@@ -10,8 +10,9 @@ import pickle
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ from sync_core.transports import (
     ProcessEvent,
     SharedMemory,
     SharedMemoryReceiver,
+    shake_hands,
 )
+from sync_core.transports.handshake import Greeting
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory of Linux")
 
@@ -165,17 +168,18 @@ def test_a_worker_for_which_no_descriptor_is_left(
         monkeypatch.setattr(transport, "_accept", accept_and_count)
         address = sender.address(0)
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        stranger.settimeout(0.5)
-        hello = framed({"type": "hello", "token": address.token, "worker": 0, "pid": 1})
         # One descriptor is enough for the connection, and not for what belongs to it.
         with stranger, few_descriptors(left):
             stranger.connect(address.endpoint)
-            stranger.sendall(hello)
-            if left:
-                assert b"ulimit -n" in stranger.recv(4096)
-            else:
-                with pytest.raises(TimeoutError):
-                    stranger.recv(1)
+            with closing(Channel(stranger)) as channel:
+                if left:
+                    shake_hands(channel, address.token, 0, 5.0)
+                    refusal = channel.receive(5.0)
+                    assert refusal is not None
+                    assert "ulimit -n" in refusal["reason"]
+                else:
+                    with pytest.raises(SenderLostError, match=r"within 0\.5 s"):
+                        shake_hands(channel, address.token, 0, 0.5)
         assert len(attempts) == 1  # and not as fast as the thread can
         sender.send_async().abandon()
         with Receiver(address, copy) as receiver:
@@ -201,7 +205,11 @@ class FalseSender:
         self, first: bytes = b"", *descriptors: int, layout: Layout | None = None
     ) -> SharedMemoryReceiver:
         given = descriptors or (self.page.descriptor, self.event.reader, self.event.writer)
-        socket.send_fds(self.mine, [first or framed({"type": "welcome"})], given)
+        if first:
+            self.mine.sendall(first)
+        else:
+            # It knows the token: a trainer that was taken over.
+            self.prove(*given).start()
         context = TransportContext(
             side="receiver",
             scheme="mp",
@@ -212,6 +220,16 @@ class FalseSender:
             layout=layout,
         )
         return SharedMemoryReceiver(context, Channel(self.theirs))
+
+    def prove(self, *descriptors: int) -> threading.Thread:
+        def answer() -> None:
+            data = self.mine.recv(4096)
+            greeting = Greeting.of(json.loads(data[4:]))
+            self.mine.sendall(framed(greeting.challenge("")))
+            self.mine.recv(4096)
+            socket.send_fds(self.mine, [framed({"type": "welcome"})], descriptors)
+
+        return threading.Thread(target=answer)
 
     def slot(self, content: bytes) -> None:
         """Offer a version that is whatever is given."""

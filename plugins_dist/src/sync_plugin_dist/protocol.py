@@ -8,7 +8,7 @@ that the sender opens and names by numbers; it is at rank 0 of each.
 ========  ======================================  ==============================================
 from      message                                 meaning
 ========  ======================================  ==============================================
-worker    ``hello``, token, worker, pid           the first message of a connection
+both      `sync_core.transports.shake_hands`      the beginning: both know the token
 sender    ``welcome``                             accepted
 sender    ``offer``, version                      there is a newer version for this worker
 worker    ``take``                                it waits for the newest version now

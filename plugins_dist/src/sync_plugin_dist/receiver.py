@@ -25,7 +25,7 @@ from sync_core.transports import (
     Message,
     SharedMemoryReceiver,
     farewell,
-    hello,
+    shake_hands,
 )
 from sync_plugin_dist.chunks import cut
 from sync_plugin_dist.control import ControlChannel, connect
@@ -100,7 +100,8 @@ class StreamReceiver(ReceiverTransport):
         self._line = ControlChannel(connection, self._put_key)
         self._link = options.link(context, connection.getsockname()[0])
         try:
-            self._line.send(hello(context.token, context.worker_id))
+            channel = self._line.channel
+            shake_hands(channel, context.token, context.worker_id, context.timeout)
             self._next(context.timeout)
         except BaseException:
             self._line.close()

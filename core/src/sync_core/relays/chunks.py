@@ -420,10 +420,10 @@ class ChunkedReceiver(ReceiverTransport):
                 return None
             try:
                 chunk = self._read(payload, lane)
-            except PayloadError as error:
+            except PayloadError as wrong:
                 self._version, self._next = None, 0
                 payload.release()
-                self._lanes[lane].acknowledge(Answer.refusal(payload.version, error))
+                self._lanes[lane].acknowledge(Answer.refusal(payload.version, wrong))
                 raise
             if chunk.index == 0:
                 self._since = payload.known_at or time.perf_counter()

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
         same_user,
     )
     from sync_core.transports.control_page import ControlPage, Offer, ProcessEvent
+    from sync_core.transports.handshake import shake_hands
     from sync_core.transports.point_to_point import PointToPointTransport
     from sync_core.transports.publisher import Publisher, Slot
-    from sync_core.transports.serving import Peer, ServingTransport, farewell, hello
+    from sync_core.transports.serving import Peer, ServingTransport, farewell
     from sync_core.transports.shared_memory import MappedSlots, SharedMemory, SharedSlots
     from sync_core.transports.shared_receiver import SharedMemoryReceiver
     from sync_core.transports.shared_sender import LocalPeer, SharedMemorySender
@@ -55,9 +56,10 @@ _MODULES = {
         "same_user",
     ),
     "sync_core.transports.control_page": ("ControlPage", "Offer", "ProcessEvent"),
+    "sync_core.transports.handshake": ("shake_hands",),
     "sync_core.transports.point_to_point": ("PointToPointTransport",),
     "sync_core.transports.publisher": ("Publisher", "Slot"),
-    "sync_core.transports.serving": ("Peer", "ServingTransport", "farewell", "hello"),
+    "sync_core.transports.serving": ("Peer", "ServingTransport", "farewell"),
     "sync_core.transports.shared_memory": ("MappedSlots", "SharedMemory", "SharedSlots"),
     "sync_core.transports.shared_receiver": ("SharedMemoryReceiver",),
     "sync_core.transports.shared_sender": ("LocalPeer", "SharedMemorySender"),
@@ -96,8 +98,8 @@ __all__ = [
     "Slot",
     "connect_locally",
     "farewell",
-    "hello",
     "same_user",
+    "shake_hands",
     "uninterrupted",
 ]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
-import os
 import selectors
 import socket
 import threading
@@ -24,12 +22,12 @@ from sync_core.transports.channel import (
     no_more_descriptors,
     same_user,
 )
+from sync_core.transports.handshake import MAX_HELLO, Greeting
 from sync_core.transports.publisher import Publisher
 from sync_core.transports.transport import SenderTransport
 
 _log = logging.getLogger("sync_core")
-# The limits of a connection before its hello.
-_MAX_HELLO = 4096
+# Of connections that have not proved that they know the token.
 _MAX_STRANGERS = 128
 _ROOT = 0
 # How long closing waits for the thread, which continues to release what there is, in seconds.
@@ -40,12 +38,13 @@ _LONGEST_REASON = 60_000
 
 @dataclass(eq=False)
 class Peer:
-    """A connection, of a worker once it has sent its hello.
+    """A connection, of a worker once it has proved that it knows the token.
 
     Args:
         channel: the connection.
         expected: the only worker that may say hello on it; None for any.
-        worker_id: the worker that did.
+        greeting: its hello, until it has proved that it knows the token.
+        worker_id: the worker that has.
         pid: the worker's process.
         seen: the newest version that it has answered about.
         since: when it has connected (`time.monotonic`).
@@ -54,6 +53,7 @@ class Peer:
 
     channel: Channel
     expected: int | None = None
+    greeting: Greeting | None = None
     worker_id: int | None = None
     pid: int | None = None
     seen: int = 0
@@ -71,7 +71,7 @@ PeerT = TypeVar("PeerT", bound=Peer)
 class ServingTransport(SenderTransport, Generic[PeerT]):
     """Serves workers that connect over sockets, in its own thread.
 
-    A connection begins with the worker's `hello`, which shows that it knows the token, and ends
+    A connection begins with `shake_hands`, by which both ends prove to know the token, and ends
     with ``{"type": "gone", "reason": …}`` from the sender, ``{"type": "leave", "reason": …}`` from
     the worker, or by hanging up. A subclass handles what is said between. The publisher's lock is
     held whenever a method of a subclass is called.
@@ -143,7 +143,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
     def connect(self, connection: socket.socket, worker_id: int | None = None) -> PeerT:
         """Serve one more connection; only ``worker_id`` may say hello on it, if that is given."""
         with self._publisher.lock, uninterrupted():
-            peer = self._make_peer(Channel(connection, _MAX_HELLO), worker_id)
+            peer = self._make_peer(Channel(connection, MAX_HELLO), worker_id)
             self._connections.add(peer)
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)
             self._wake_up.send(b"\0")
@@ -257,24 +257,22 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
                 self.handle(peer, message)
 
     def _admit(self, peer: PeerT, message: Message) -> None:
-        if message["type"] != "hello":
-            raise ConnectionError("it does not say hello")
-        worker_id, pid = message["worker"], message["pid"]
-        # Before anything of the worker that may have the place already is touched.
-        if type(worker_id) is not int or type(pid) is not int:
-            raise TypeError(f"worker {worker_id!r:.80} and process {pid!r:.80} must be integers")
-        if not hmac.compare_digest(str(message["token"]).encode(), self._token.encode()):
-            # A stranger may fail no send; should the send fail, this is likely to be why.
-            self._publisher.remark(
-                worker_id, f"a receiver that gave a wrong token for worker {worker_id} was refused"
-            )
+        if peer.greeting is None:
+            try:
+                peer.greeting = Greeting.of(message)
+            except ConnectionError as error:
+                peer.channel.send({"type": "gone", "reason": f"the worker is refused: {error}"})
+                raise
+            peer.channel.send(peer.greeting.challenge(self._token))
+            return
+        if message["type"] != "proof" or not peer.greeting.proves(self._token, "worker", message):
             raise ConnectionError("it does not know the token")
+        worker_id, peer.pid, peer.greeting = peer.greeting.worker_id, peer.greeting.pid, None
         if peer.expected not in (None, worker_id) or not self._publisher.joined(worker_id, peer):
             self._say_gone(peer, f"the sender has no worker {worker_id} any more")
             return
         peer.worker_id = worker_id
         peer.channel.limit = MAX_MESSAGE
-        peer.pid = pid
         peer.name = f"worker {worker_id} (process {peer.pid})"
         replaced = self._peers.get(worker_id)
         if replaced is not None:
@@ -310,6 +308,12 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             self._resume_listening()
         if peer.worker_id is not None:
             self._publisher.lost(peer.worker_id, peer, reason)
+        elif peer.greeting is not None:
+            # A stranger may fail no send; should the send fail, this is likely to be why.
+            worker_id = peer.greeting.worker_id
+            self._publisher.remark(
+                worker_id, f"a receiver that has another token for worker {worker_id} was refused"
+            )
 
     def _tear_down(self) -> None:
         with self._publisher.lock:
@@ -347,8 +351,3 @@ def _cause(peer: Peer, error: Exception) -> Exception:
 def farewell(reason: str) -> Message:
     """The last message of a worker to a `ServingTransport`; see `ReceiverTransport.leave`."""
     return {"type": "leave", "reason": reason[:_LONGEST_REASON]}
-
-
-def hello(token: str, worker_id: int) -> Message:
-    """The first message of a worker to a `ServingTransport`."""
-    return {"type": "hello", "token": token, "worker": worker_id, "pid": os.getpid()}

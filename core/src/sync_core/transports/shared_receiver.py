@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from sync_core.errors import CapacityError, PayloadError, SenderLostError
 from sync_core.transports.channel import Channel, Message
 from sync_core.transports.control_page import ControlPage, Offer, ProcessEvent
-from sync_core.transports.serving import farewell, hello
+from sync_core.transports.handshake import shake_hands
+from sync_core.transports.serving import farewell
 from sync_core.transports.shared_memory import MappedSlots
 from sync_core.transports.transport import Answer, ReceiverTransport
 from sync_core.weights.payload import Payload
@@ -44,7 +45,7 @@ class SharedMemoryReceiver(ReceiverTransport):
         self._unopened: dict[int, CapacityError] = {}
         self._closed = False
         try:
-            self._send(hello(context.token, context.worker_id))
+            shake_hands(channel, context.token, context.worker_id, context.timeout)
             self._handle_next(context.timeout)
             self._take_control()
         except BaseException:

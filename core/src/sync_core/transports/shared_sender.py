@@ -18,7 +18,7 @@ All else goes over the socket:
 ========  =====================================  ===============================================
 from      message                                meaning
 ========  =====================================  ===============================================
-worker    ``hello``, token, worker, pid          the first message of a connection
+both      `shake_hands`                          the beginning: both know the token
 sender    ``welcome`` + 3 descriptors            accepted; the page, and the two events
 sender    ``slot``, index, live + descriptor     a slot that will be offered; those there are
 sender    ``live``, live                         the slots that there are, as some are no more

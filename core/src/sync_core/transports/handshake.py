@@ -1,0 +1,128 @@
+"""The proof of both ends of a connection that they know the token, which they do not send.
+
+Each end sends a nonce, and answers that of the other by an HMAC of both with the token. The sender
+proves it first, so a process that listens where a sender has been learns nothing that is of use
+elsewhere, and is refused.
+
+========  ============================  ==========================================================
+from      message                       meaning
+========  ============================  ==========================================================
+worker    ``hello``, worker, pid,       the first message of a connection
+          nonce
+sender    ``challenge``, nonce, proof   it knows the token; does the worker?
+worker    ``proof``, proof              it does; a message of the scheme, ``welcome``, follows
+========  ============================  ==========================================================
+
+What follows is not authenticated: the connection is, by its beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from dataclasses import dataclass
+
+from sync_core.errors import SenderLostError
+from sync_core.transports.channel import MAX_MESSAGE, Channel, Message
+
+#: The size of the longest message before both ends have proved that they know the token.
+MAX_HELLO = 4096
+_NONCE_NBYTES = 32
+_UPGRADE = (
+    "the worker has an older sync-core than the trainer; type "
+    "pip install --upgrade sync-core there, and the same for its plugins"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """The hello of a worker, and what the sender has answered.
+
+    Args:
+        worker_id: the worker that it says it is.
+        pid: its process.
+        nonces: of the worker and of the sender.
+    """
+
+    worker_id: int
+    pid: int
+    nonces: tuple[str, str]
+
+    @classmethod
+    def of(cls, message: Message) -> Greeting:
+        """Return the greeting that a first message begins.
+
+        Raises:
+            ConnectionError: the message is no hello, or one of an older version.
+            LookupError, TypeError: it lacks something.
+        """
+        if message["type"] != "hello":
+            raise ConnectionError("it does not say hello")
+        if "nonce" not in message:
+            raise ConnectionError(f"it wants to show its token, and not to prove it; {_UPGRADE}")
+        worker_id, pid, nonce = message["worker"], message["pid"], message["nonce"]
+        if type(worker_id) is not int or type(pid) is not int or type(nonce) is not str:
+            raise TypeError(f"{message!r:.200} is not a hello")
+        if len(nonce) != 2 * _NONCE_NBYTES:
+            raise TypeError(f"a nonce has {2 * _NONCE_NBYTES} digits, got {nonce!r:.80}")
+        return cls(worker_id, pid, (nonce, secrets.token_hex(_NONCE_NBYTES)))
+
+    def challenge(self, token: str) -> Message:
+        """Return the sender's answer."""
+        return {"type": "challenge", "nonce": self.nonces[1], "proof": self._prove(token, "sender")}
+
+    def response(self, token: str) -> Message:
+        """Return the worker's answer to that."""
+        return {"type": "proof", "proof": self._prove(token, "worker")}
+
+    def proves(self, token: str, side: str, message: Message) -> bool:
+        """Return whether a message holds the proof of a side."""
+        given = message.get("proof")
+        return type(given) is str and hmac.compare_digest(
+            given.encode(errors="replace"), self._prove(token, side).encode()
+        )
+
+    def _prove(self, token: str, side: str) -> str:
+        text = "\n".join(("sync-core", side, str(self.worker_id), str(self.pid), *self.nonces))
+        return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def shake_hands(channel: Channel, token: str, worker_id: int, timeout: float) -> None:
+    """Prove to a `ServingTransport` that this worker knows the token, once that has proved it.
+
+    Args:
+        channel: the connection, of which nothing was used yet.
+        token: the secret of the address.
+        worker_id: the worker that this is.
+        timeout: for the sender's answer, in seconds.
+
+    Raises:
+        SenderLostError: the sender is gone or silent, or what listens there is not the sender.
+    """
+    nonce, pid = secrets.token_hex(_NONCE_NBYTES), os.getpid()
+    channel.limit = MAX_HELLO
+    try:
+        channel.send({"type": "hello", "worker": worker_id, "pid": pid, "nonce": nonce})
+        message = channel.receive(timeout)
+    except ConnectionError as error:
+        raise SenderLostError(
+            f"the sender is gone: {error}, before it has proved that it knows the token"
+        ) from error
+    if message is None:
+        raise SenderLostError(f"the sender did not answer within {timeout:g} s")
+    if message.get("type") == "gone":
+        raise SenderLostError(str(message.get("reason")))
+    greeting = Greeting(worker_id, pid, (nonce, str(message.get("nonce"))))
+    if message.get("type") != "challenge" or not greeting.proves(token, "sender", message):
+        raise SenderLostError(
+            "what listens at the sender's address does not know its token: another process has "
+            "the place of a sender that is gone, or the address is of another sender; type "
+            "sender.address(worker_id) in the trainer for a new one"
+        )
+    try:
+        channel.send(greeting.response(token))
+    except ConnectionError as error:
+        raise SenderLostError(f"the sender is gone: {error}") from error
+    channel.limit = MAX_MESSAGE
