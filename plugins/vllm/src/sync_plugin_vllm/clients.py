@@ -32,8 +32,8 @@ class Client(ABC):
         """The number of ranks."""
 
     @abstractmethod
-    def init(self, addresses: list[str], timeout: float) -> None:
-        """Connect the ranks to the sender."""
+    def init(self, info: dict[str, Any], timeout: float) -> None:
+        """Connect the ranks to the sender; the fields are those of ``SyncCoreInitInfo``."""
 
     @abstractmethod
     def start(self, timeout: float) -> None:
@@ -41,7 +41,7 @@ class Client(ABC):
 
     @abstractmethod
     def pause(self, mode: Pause, timeout: float) -> None:
-        """Stop scheduling tokens, and forget the cached prompts."""
+        """Stop scheduling tokens, and drop the caches of prompts, images and encoders."""
 
     @abstractmethod
     def update(self, version: int, timeout: float) -> None:
@@ -64,7 +64,7 @@ class LlmClient(Client):
     """An engine in this process: an object with the methods of ``vllm.LLM``.
 
     Its ``generate`` returns when all requests have ended, so there is nothing to pause; only its
-    cached prompts are forgotten. Calls have no timeout: `VllmTarget` makes them in a thread.
+    caches are dropped. Calls have no timeout: `VllmTarget` makes them in a thread.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -79,16 +79,22 @@ class LlmClient(Client):
     def world_size(self, timeout: float) -> int:
         return int(self.call("get_world_size", timeout))
 
-    def init(self, addresses: list[str], timeout: float) -> None:
-        request = {"init_info": {"addresses": addresses}}
-        self.call("init_weight_transfer_engine", timeout, request)
+    def init(self, info: dict[str, Any], timeout: float) -> None:
+        self.call("init_weight_transfer_engine", timeout, {"init_info": info})
 
     def start(self, timeout: float) -> None:
         self.call("start_weight_update", timeout)
 
     def pause(self, mode: Pause, timeout: float) -> None:
         del mode
-        self.call("reset_prefix_cache", timeout)
+        for method in ("reset_prefix_cache", "reset_mm_cache"):
+            self.call(method, timeout)
+        self.reset_encoder_cache(timeout)
+
+    def reset_encoder_cache(self, timeout: float) -> None:
+        """Drop what the old weights have made of images: `LLM` itself has no method for that."""
+        del timeout
+        _reset_encoder_cache(self._llm)
 
     def update(self, version: int, timeout: float) -> None:
         self.call("update_weights", timeout, {"update_info": {"version": version}})
@@ -118,6 +124,9 @@ class RayClient(LlmClient):
             return ray.get(reference, timeout=timeout)
         except ray.exceptions.RayError as error:
             raise EngineError(f"{self.name}: {method} failed: {error}") from error
+
+    def reset_encoder_cache(self, timeout: float) -> None:
+        self.call("__ray_call__", timeout, _reset_encoder_cache)
 
 
 class HttpClient(Client):
@@ -162,8 +171,8 @@ class HttpClient(Client):
     def world_size(self, timeout: float) -> int:
         return int(self.call("get_world_size", timeout, method="GET")["world_size"])
 
-    def init(self, addresses: list[str], timeout: float) -> None:
-        self.call("init_weight_transfer_engine", timeout, {"init_info": {"addresses": addresses}})
+    def init(self, info: dict[str, Any], timeout: float) -> None:
+        self.call("init_weight_transfer_engine", timeout, {"init_info": info})
 
     def start(self, timeout: float) -> None:
         self.call("start_weight_update", timeout)
@@ -198,6 +207,12 @@ def _proxy_for(url: str) -> str:
         f"; the proxy was asked that {parts.scheme}_proxy names: for a server that is reached "
         f"without one, type export no_proxy={host}"
     )
+
+
+def _reset_encoder_cache(llm: Any) -> None:
+    engine = getattr(llm, "llm_engine", None)
+    if engine is not None:
+        engine.reset_encoder_cache()
 
 
 def client_for(engine: Any) -> Client:

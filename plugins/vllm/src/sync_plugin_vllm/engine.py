@@ -27,14 +27,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
 
-from sync_core import Address, OptionError, Receiver, SyncError
+from sync_core import Address, Layout, OptionError, Receiver, SyncError
 from sync_core.errors import AddressError
-from sync_plugin_vllm.names import check_names, is_tied
+from sync_plugin_vllm.names import check_names, check_tied, is_tied, tied_names
+from sync_plugin_vllm.proof import Proof, check_provable
+from sync_plugin_vllm.reload import Kind, rehearse_loading, reload_weights
 
 _logger = init_logger(__name__)
 
@@ -45,9 +43,11 @@ class SyncCoreInitInfo(WeightTransferInitInfo):
 
     Args:
         addresses: one for each rank of the engine, each as `sync_core.Address.to_json` wrote it.
+        verify: whether each version is proved after it was loaded; see `sync_plugin_vllm.proof`.
     """
 
     addresses: list[str]
+    verify: bool = False
 
 
 @dataclass
@@ -70,6 +70,9 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
 
     _receiver: Receiver | None = None
     _staged: int | None = None
+    _verify = False
+    _advice = ""
+    _loads = 0
 
     def init_transfer_engine(self, init_info: SyncCoreInitInfo) -> None:
         """Connect to the sender; the one before, if any, loses this engine.
@@ -91,14 +94,19 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         error: Exception | None = None
         receiver = None
         try:
-            self._check_names(address.layout.names, self._names)
+            if init_info.verify:
+                check_provable(self.model, self.model_config.quantization)
+            advice = _advice(address)
+            self._check_names(address.layout.names, self._names, advice)
+            if self.model_config.quantization is None:
+                rehearse_loading(self.model, _kinds(address.layout, self.model))
             receiver = Receiver(address, load=self._load, background=True)
         except Exception as raised:
             error = raised
         problems = self._gather(None if error is None else f"{type(error).__name__}: {error}")
         if not any(problems):
             self.shutdown()
-            self._receiver = receiver
+            self._receiver, self._verify, self._advice = receiver, init_info.verify, advice
             return
         if receiver is not None:
             receiver.close()
@@ -158,32 +166,39 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             self._receiver = None
 
     def _load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Load a whole version, and account for every name.
+        """Load a whole version, account for every name, and prove it on request.
 
         Raises:
             LayoutMismatchError: a name was sent that vLLM did not load, or a parameter of vLLM's
                 model was not sent.
+            SyncError: the layers compute with something else.
         """
         sent: list[str] = []
+        tied, kept = tied_names(self.model), dict[str, Tensor]()
+        ranks = self.parallel_config.tensor_parallel_size
+        rank = self.parallel_config.rank % ranks, ranks
+        proof = Proof(self.model, rank, self._loads) if self._verify else None
+        self._loads += 1
 
         def moved() -> Iterable[tuple[str, Tensor]]:
             for name, tensor in named:
                 sent.append(name)
+                if name in tied:
+                    kept[name] = tensor
+                if proof is not None:
+                    proof.sample(name, tensor)
                 if not is_tied(name, self.model):
                     yield name, tensor.to(self.device)
 
-        with torch.no_grad():
-            initialize_layerwise_reload(self.model)
-            try:
-                loaded = self.model.load_weights(moved())
-            finally:
-                # Also puts back what vLLM computes with, should loading fail.
-                finalize_layerwise_reload(self.model, self.model_config)
-        self._check_names(sent, loaded or ())
+        loaded = reload_weights(self.model, moved(), self.model_config, self.device)
+        self._check_names(sent, loaded, self._advice)
+        check_tied(kept, tied, self.model)
+        if proof is not None:
+            proof.check()
 
-    def _check_names(self, sent: Iterable[str], taken: Collection[str]) -> None:
+    def _check_names(self, sent: Iterable[str], taken: Collection[str], advice: str) -> None:
         quantized = self.model_config.quantization is not None
-        check_names(list(sent), taken, self.model, quantized=quantized)
+        check_names(list(sent), taken, self.model, quantized=quantized, advice=advice)
 
     @property
     def _names(self) -> frozenset[str]:
@@ -216,17 +231,40 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
 
 def _read(texts: Any, world_size: int) -> list[Address]:
     if not isinstance(texts, list) or len(texts) != world_size:
+        given = f"{len(texts)} addresses" if isinstance(texts, list) else repr(type(texts))
         raise AddressError(
-            f"this engine has {world_size} ranks, and needs an address for each; type "
-            "Sender(…, num_workers=target.num_workers)"
+            f"this engine has {world_size} ranks and needs a list with an address for each, got "
+            f"{given}; type Sender(…, num_workers=target.num_workers)"
         )
     addresses = [Address.from_json(text) for text in texts]
     if any(address.partial for address in addresses):
+        typed = "layers that leave out tensors" if addresses[0].layers else "partial=True"
         raise AddressError(
-            "vLLM loads whole versions; make the Sender without partial=True, and without layers "
-            "that leave out tensors"
+            "vLLM loads whole versions, and the versions of this sender may lack tensors; type "
+            f"Sender(…) without {typed}"
         )
     return addresses
+
+
+def _advice(address: Address) -> str:
+    """What to type where names do not fit, given what was typed."""
+    if address.strategy != "checkpoint":
+        return (
+            f"These are names of strategy={address.strategy!r}; type "
+            'Sender(…, strategy="checkpoint") for those of a checkpoint'
+        )
+    return (
+        "vLLM takes the names of the checkpoint that the engine was started with; send that model, "
+        "or type Sender(…, layers=[…]) with a layer that renames"
+    )
+
+
+def _kinds(layout: Layout, model: Any) -> list[Kind]:
+    """The tensors that are loaded."""
+    specs = {name: layout.specs[layout.index[name]] for name in layout.names}
+    return [
+        (name, spec.dtype, spec.shape) for name, spec in specs.items() if not is_tied(name, model)
+    ]
 
 
 def _listed(problems: list[str | None]) -> str:

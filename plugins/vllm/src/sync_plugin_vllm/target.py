@@ -90,6 +90,9 @@ class VllmTarget:
         pause: the fate of requests that a server is working on: ``"keep"``, they continue with
             the new weights, and vLLM attributes each token to the version that made it;
             ``"wait"``, they end first; ``"abort"``, they end at once.
+        verify: whether each rank compares, after each load, what its layers compute with what was
+            sent. A version that fails is not confirmed: the engine is ``"bad"``, and the error
+            names the layers.
         timeout: deadline of every call, in seconds; a send has one for all its steps.
 
     Raises:
@@ -105,10 +108,15 @@ class VllmTarget:
             report = target.send()
     """
 
-    def __init__(self, engines: Any, *, pause: Pause = "keep", timeout: float = 60.0) -> None:
+    def __init__(
+        self, engines: Any, *, pause: Pause = "keep", verify: bool = False, timeout: float = 60.0
+    ) -> None:
         if pause not in ("keep", "wait", "abort"):
             raise OptionError(f"pause must be 'keep', 'wait' or 'abort', not {pause!r}")
+        if not isinstance(verify, bool):
+            raise OptionError(f"verify must be True or False, got {verify!r}")
         self._pause = pause
+        self._verify = verify
         self._timeout = check_seconds(timeout)
         self._sender: Sender | None = None
         self._engines: list[_Engine] = []
@@ -234,7 +242,8 @@ class VllmTarget:
     def _init(self, engine: _Engine, deadline: float) -> None:
         sender = self._connected()
         addresses = [sender.address(i).to_json() for i in engine.status.worker_ids]
-        engine.client.init(addresses, _left(deadline))
+        info = {"addresses": addresses, "verify": self._verify}
+        engine.client.init(info, _left(deadline))
         engine.set(state="current" if not sender.version else "behind", error=None)
 
     def _update(self, engine: _Engine, pending: PendingSend, deadline: float) -> None:

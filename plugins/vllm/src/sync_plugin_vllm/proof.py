@@ -1,0 +1,173 @@
+"""Proof that the layers of vLLM compute with the weights that were sent.
+
+A layer packs its weight for its kernel, so the tensor that a model names need not be the one that
+its output comes from. A layer that is given a vector of zeros and one 1.0 returns a column of the
+weight that its kernel reads, without rounding. `Proof` keeps some columns of what is sent, and
+compares them bit by bit with what the layers return. Other columns are compared for each version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+
+from sync_core import OptionError, SyncError
+from sync_plugin_vllm.names import FusedNames, without_lora
+
+#: Columns of each weight that are compared; one lies in each sixteenth of a weight, so that each of
+#: up to 16 tensor-parallel ranks has some. One optimiser step changes numbers in every column.
+_COLUMNS = 16
+_SHOWN = 8
+
+
+def check_provable(model: Any, quantization: str | None) -> None:
+    """Raise unless `Proof` covers every layer of a model.
+
+    Raises:
+        OptionError: it does not; the message says why.
+    """
+    reason = ""
+    if quantization is not None:
+        reason = f"layers that are quantized ({quantization}), as they round"
+    elif any(hasattr(layer, "w13_weight") for layer in model.modules()):
+        reason = "experts, whose output is not linear in one weight"
+    if reason:
+        raise OptionError(
+            f"verify=True does not cover {reason}, and vLLM's {type(model).__name__} has them; "
+            "type VllmTarget(…) without verify"
+        )
+
+
+class Proof:
+    """Columns of the weights of one version, to be compared with the output of layers.
+
+    Args:
+        model: vLLM's model.
+        rank: of this process among those that share each layer, and how many these are.
+        turn: chooses the columns.
+    """
+
+    def __init__(self, model: Any, rank: tuple[int, int], turn: int) -> None:
+        self._model = model
+        names = dict(model.named_parameters(remove_duplicate=False))
+        self._names = {without_lora(name) for name in names}
+        self._rank, self._ranks = rank
+        self._turn = turn
+        self._fused = FusedNames(model)
+        #: By a name of vLLM's: the samples that it consists of, by the names that were sent.
+        self._samples: dict[str, dict[str, Tensor]] = {}
+
+    def sample(self, name: str, tensor: Tensor) -> None:
+        """Keep some columns of a weight that is sent, or all of a vector."""
+        owner = next((found for found in self._fused.owners(name) if found in self._names), None)
+        if owner is not None:
+            kept = tensor
+            if tensor.dim() > 1:
+                kept = tensor[..., self._columns(tensor.shape[-1]).to(tensor.device)]
+            self._samples.setdefault(owner, {})[name] = kept.clone()
+
+    def check(self) -> None:
+        """Compare the samples with what the layers compute.
+
+        Raises:
+            SyncError: layers compute with something else; the message names them.
+        """
+        wrong = []
+        first: dict[int, str] = {}
+        for path, layer in self._model.named_modules():
+            for leaf, parameter in layer.named_parameters(recurse=False):
+                own = without_lora(f"{path}.{leaf}")
+                name = first.setdefault(id(parameter), own)
+                parts = self._samples.get(own) or self._samples.get(name)
+                if parts is not None and not self._agrees(layer, leaf, parameter, name, parts):
+                    wrong.append(own)
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise SyncError(
+                f"vLLM's {type(self._model).__name__} does not compute with what was sent, in "
+                f"{', '.join(map(repr, wrong[:_SHOWN]))}{more}. If the loader of this model scales "
+                "or transposes weights, which verify=True does not know, type VllmTarget(…) "
+                "without verify"
+            )
+
+    def _agrees(
+        self, layer: Any, leaf: str, parameter: Tensor, name: str, parts: dict[str, Tensor]
+    ) -> bool:
+        order = self._fused.parts(name)
+        sent = [parts[part] for part in order if part in parts] or list(parts.values())
+        if sent[0].dim() == 1:
+            return _equal(parameter.data, self._expected(layer, sent, parameter.shape[0]))
+        if sent[0].dim() != 2 or leaf != "weight":
+            return _equal(parameter.data[..., self._columns(parameter.shape[-1])], sent[0])
+        if not isinstance(layer, LinearBase | ParallelLMHead):
+            rows = self._expected(layer, sent, parameter.shape[0])
+            return _equal(parameter.data[: len(rows), self._columns(parameter.shape[1])], rows)
+        return self._computes(layer, sent)
+
+    def _computes(self, layer: Any, sent: Sequence[Tensor]) -> bool:
+        """Compare columns with the output of a layer."""
+        if isinstance(layer, LinearBase):
+            size = layer.input_size
+            rank_size = getattr(layer, "input_size_per_partition", size)
+            outputs = sum(getattr(layer, "output_partition_sizes", [layer.output_size]))
+        else:
+            rank_size = size = layer.embedding_dim
+            outputs = layer.num_embeddings_per_partition
+        columns = self._columns(size)
+        start = layer.tp_rank * rank_size if rank_size < size else 0
+        here = (columns >= start) & (columns < start + rank_size)
+        device = self._device
+        ones = torch.zeros(int(here.sum()), rank_size, dtype=layer.params_dtype, device=device)
+        ones[torch.arange(len(ones)), columns[here] - start] = 1.0
+        computed = layer.quant_method.apply(layer, ones, None)
+        expected = self._expected(layer, sent, outputs)
+        if expected.shape[1] != len(columns):
+            return False
+        expected = expected[:, here.to(expected.device)]
+        return _equal(computed.T[: len(expected)], expected.to(layer.params_dtype))
+
+    def _expected(self, layer: Any, sent: Sequence[Tensor], rows: int) -> Tensor:
+        """The rows of what was sent that this rank holds, in the order of vLLM's fused tensor."""
+        if isinstance(layer, VocabParallelEmbedding):
+            first = layer.tp_rank * rows
+            return sent[0][first : first + rows]
+        rank = getattr(layer, "tp_rank", self._rank)
+        ranks = getattr(layer, "tp_size", self._ranks)
+        sizes = getattr(layer, "output_partition_sizes", [rows])
+        if len(sizes) != len(sent):
+            sizes = [rows]
+            sent = [torch.cat(list(sent))]
+        held = []
+        for part, size in zip(sent, sizes, strict=True):
+            # Heads of keys and values are held by several ranks, where those are more.
+            copies = max(1, size * ranks // len(part))
+            first = rank // copies * size
+            held.append(part[first : first + size])
+        return torch.cat(held)
+
+    def _columns(self, size: int) -> Tensor:
+        count = min(size, _COLUMNS)
+        return torch.arange(count) * size // count + self._turn % (size // count)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self._model.parameters()).device
+        return device
+
+
+def _equal(computed: Tensor, sent: Tensor) -> bool:
+    """Whether two tensors have the same numbers; what was sent is rounded as by the loader."""
+    if computed.shape != sent.shape:
+        return False
+    sent = sent.to(computed.device)
+    if computed.dtype not in (sent.dtype, torch.float32):
+        sent = sent.to(computed.dtype)
+    return bool(((computed == sent) | (computed.isnan() & sent.isnan())).all())
