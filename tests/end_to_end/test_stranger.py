@@ -49,7 +49,8 @@ main(["list", "--json"])
 STANDARD = {
     *("none", "thread", "shm", "mp", "file"),
     *("inline", "process"),
-    *("bf16", "fp16", "fp8", "zstd", "rename", "fuse", "split", "transpose", "select", "lora"),
+    *("bf16", "fp16", "fp8", "zstd", "select", "lora"),
+    *("rename", "fuse", "split", "stack", "unstack", "transpose"),
     *("interval", "metrics"),
 }
 COLLECT = """

@@ -233,7 +233,8 @@ KNOWN = MappingProxyType(
         LAYERS: dict.fromkeys(
             (
                 *("bf16", "fp16", "fp8", "zstd", "lora", "select"),
-                *("rename", "fuse", "split", "transpose", "interval", "metrics"),
+                *("rename", "fuse", "split", "stack", "unstack", "transpose"),
+                *("interval", "metrics"),
             ),
             _STD,
         ),
