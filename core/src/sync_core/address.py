@@ -193,7 +193,9 @@ class Address:
             raise AddressError(f"an address without valid layouts: {error!r:.200}") from error
         for name, fits in _FITS.items():
             if name not in content or not fits(content[name]):
-                raise AddressError(f"an address cannot have {name}={content.get(name)!r:.80}")
+                # The value may be a token, its own or one that is in the wrong place.
+                kind = type(content[name]).__name__ if name in content else "nothing"
+                raise AddressError(f"an address cannot have this {name}, which is of type {kind}")
         if unknown := content.keys() - _FITS.keys():
             raise AddressError(f"an address has no entries {sorted(unknown)}")
         if len(before) != len(content["layers"]):

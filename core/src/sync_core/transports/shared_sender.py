@@ -143,6 +143,7 @@ class SharedMemorySender(ServingTransport[PeerT]):
     ) -> None:
         assert context.layout is not None
         self._slots = slots
+        self._zero_copy = context.zero_copy
         # The thread that waits for answers; the event is set when a delivery has ended otherwise.
         # The lock protects both from being used by a thread while another one ends with them.
         self._reader_lock = threading.Lock()
@@ -216,6 +217,16 @@ class SharedMemorySender(ServingTransport[PeerT]):
         with self._reader_lock:
             if self._reader in (None, threading.get_ident()):
                 self._ended.close()
+
+    def describe_loss(self, peer: PeerT, cause: Exception) -> str:
+        """Also name what ends a worker whose parameters are views of read-only memory."""
+        reason = super().describe_loss(peer, cause)
+        if not self._zero_copy or peer.control is None or not isinstance(cause, ConnectionError):
+            return reason
+        return (
+            f"{reason}; if SIGSEGV ended it, it wrote to a parameter, which zero_copy=True makes "
+            "read-only: type Sender(…, zero_copy=False)"
+        )
 
     def welcome(self, peer: PeerT) -> None:
         """Give the worker what offers are read from, and what answers are written to."""

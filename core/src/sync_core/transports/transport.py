@@ -155,7 +155,9 @@ class Answer:
         if self.error is None:
             return None
         outcome = _OUTCOMES.get(self.failure, _USUAL_OUTCOME).format(self.version)
-        return _FAILURES[self.failure](worker_id, f"{outcome}\n{self.error}")
+        # A lone surrogate, which JSON carries, would end whatever prints the error.
+        text = self.error.encode(errors="backslashreplace").decode()
+        return _FAILURES[self.failure](worker_id, f"{outcome}\n{text}")
 
 
 # No version, and no number of seconds, is as large.

@@ -74,7 +74,7 @@ def count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int
         return len(workers)
     if num_workers is None:
         raise ValueError(
-            "there are not workers; give num_workers=…, or workers=[…] if the scheme calls them"
+            "no workers were given; give num_workers=…, or workers=[…] if the scheme calls them"
         )
     return num_workers
 

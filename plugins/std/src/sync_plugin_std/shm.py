@@ -12,6 +12,7 @@ from sync_core import (
     TransportContext,
     hookimpl,
 )
+from sync_core.errors import AddressError
 from sync_core.transports import (
     Channel,
     LocalListener,
@@ -82,6 +83,11 @@ class ShmSender(SharedMemorySender[LocalPeer]):
 
 
 def _channel(context: TransportContext) -> Channel:
+    if not isinstance(context.endpoint, str):
+        raise AddressError(
+            "the endpoint of an address of scheme 'shm' must be the name of a socket, got "
+            f"{context.endpoint!r:.80}; type sender.address(worker_id)"
+        )
     try:
         return Channel(connect_locally(context.endpoint, context.timeout))
     except OSError as error:
