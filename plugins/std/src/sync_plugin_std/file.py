@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
 
 from sync_core import (
@@ -18,10 +21,19 @@ from sync_core import (
     TransportContext,
     hookimpl,
 )
+from sync_plugin_std.left_files import remove_left
 from sync_plugin_std.stores import Store, StoreOptions, store_transport
+from sync_plugin_std.stores.store import NotAFileError
 
+# The longest record, in bytes; a worker's error and the names of 100,000 workers have room.
+_LONGEST_RECORD = 1 << 24
 # Opens a file that only its user may read.
 _open_private = partial(os.open, mode=0o600)
+
+
+def _open_plainly(path: str, flags: int) -> int:
+    more = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return os.open(path, flags | more)
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,11 @@ class FileOptions(StoreOptions):
 
 
 class FileScheme:
-    """Workers look into a directory for the newest version that is meant for them."""
+    """Workers look into a directory for the newest version that is meant for them.
+
+    A sender that is closed removes its files. What one leaves that is killed, the next sender in
+    the directory removes: at once where it runs on the same machine, else after an hour.
+    """
 
     capabilities = frozenset({"broadcast", "cross_host", "cross_process", "late_join", "pull"})
 
@@ -53,6 +69,8 @@ class FileScheme:
                 f"scheme 'file': there is no directory {str(directory)!r} on this machine; make "
                 "it, or mount it"
             )
+        if context.side == "sender":
+            remove_left(directory)
         return store_transport(context, DirectoryStore(directory), options)
 
 
@@ -73,7 +91,7 @@ class DirectoryStore(Store):
     def put_parts(self, name: str, parts: Iterable[memoryview]) -> None:
         """Put a file in its place by a rename, so that no reader sees half of it."""
         path = self._directory / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         part = path.with_name(f".{secrets.token_hex(8)}")
         try:
             with open(part, "xb", opener=_open_private) as file:
@@ -85,16 +103,18 @@ class DirectoryStore(Store):
             raise
 
     def get(self, name: str) -> bytes | None:
-        """Return the bytes of a file."""
+        """Return the bytes of a record; None for what is not a file, or too long for a record."""
         try:
-            return (self._directory / name).read_bytes()
-        except FileNotFoundError:
+            with self._open(name) as file:
+                data = file.read(_LONGEST_RECORD + 1)
+        except (FileNotFoundError, NotAFileError):
             return None
+        return data if len(data) <= _LONGEST_RECORD else None
 
     def get_into(self, name: str, allocate: Callable[[int], memoryview]) -> bool:
         """Read a file into memory, without a copy between."""
         try:
-            with (self._directory / name).open("rb", buffering=0) as file:
+            with self._open(name) as file:
                 memory = allocate(os.fstat(file.fileno()).st_size)
                 while memory and (count := file.readinto(memory)):
                     memory = memory[count:]
@@ -104,9 +124,24 @@ class DirectoryStore(Store):
             raise OSError(f"{name} ended {len(memory)} bytes before its size")
         return True
 
+    def _open(self, name: str) -> FileIO:
+        """Open a file without waiting, as a pipe would have it, and without following a link."""
+        path = self._directory / name
+        try:
+            file = FileIO(path, "rb", opener=_open_plainly)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise NotAFileError(f"{path} is a link or a device, not a file") from error
+            raise
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise NotAFileError(f"{path} is not a regular file")
+        return file
+
     def delete(self, name: str) -> None:
         """Remove a file, and the sender's own directory with the last of them."""
         path = self._directory / name
-        path.unlink(missing_ok=True)
+        with suppress(IsADirectoryError):  # which another has put there
+            path.unlink(missing_ok=True)
         with suppress(OSError):  # there are others in it
             path.parent.rmdir()

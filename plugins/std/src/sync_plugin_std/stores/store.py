@@ -6,19 +6,25 @@ import hashlib
 import hmac
 import json
 import logging
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sync_core import OptionError
-from sync_core.errors import HookResultError
+from sync_core.errors import HookResultError, PayloadError
 from sync_core.transports import Block
 
 # How long the end of a pulse waits for a call of the store, in seconds.
 _CLOSING = 10.0
+
+
+class NotAFileError(OSError):
+    """Something else has the name of what is to be read: a link, a pipe, a folder or a device."""
 
 
 class Store(ABC):
@@ -130,6 +136,15 @@ def check_bytes(store: Store, name: str, data: object) -> None:
         )
 
 
+def machine() -> str:
+    """Return the name of what process ids belong to: a host since its start, and a container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
+
+
 #: The record of the sender: the version that each worker should have.
 SENDER = "sender.json"
 
@@ -180,20 +195,44 @@ class Records:
         """Remove a record."""
         self._store.delete(self._path(name))
 
-    def read_version(self, version: int) -> Block | None:
-        """A block with the bytes of a version; None where it has been removed."""
+    def read_version(self, version: int, nbytes: int, digest: str) -> Block | None:
+        """A block with the bytes of a version; None where it has been removed.
+
+        Args:
+            version: the version.
+            nbytes: its size.
+            digest: its SHA-256, as the sender's record says, in hexadecimal.
+
+        Raises:
+            PayloadError: other bytes are there.
+        """
         blocks: list[Block] = []
 
-        def allocate(nbytes: int) -> memoryview:
+        def allocate(found: int) -> memoryview:
+            if found != nbytes:
+                raise PayloadError(f"version {version} has {nbytes} bytes, and {found} are there")
             blocks.append(Block.allocate(nbytes))
             return blocks[-1].memory.numpy().data
 
-        found = self._store.get_into(self._path(self._version(version)), allocate)
-        return blocks[-1] if found else None
+        if not self._store.get_into(self._path(self._version(version)), allocate):
+            return None
+        if hashlib.sha256(blocks[-1].memory.numpy().data).hexdigest() != digest:
+            raise PayloadError(
+                f"the bytes of version {version} are not those that the sender has put there"
+            )
+        return blocks[-1]
 
-    def write_version(self, version: int, parts: Iterable[memoryview]) -> None:
-        """Put the bytes of a version there."""
-        self._store.put_parts(self._path(self._version(version)), parts)
+    def write_version(self, version: int, parts: Iterable[memoryview]) -> str:
+        """Put the bytes of a version there, and return their SHA-256."""
+        digest = hashlib.sha256()
+
+        def summed() -> Iterator[memoryview]:
+            for part in parts:
+                digest.update(part)
+                yield part
+
+        self._store.put_parts(self._path(self._version(version)), summed())
+        return digest.hexdigest()
 
     def delete_version(self, version: int) -> None:
         """Remove a version."""

@@ -16,6 +16,7 @@ from sync_core import (
     Answer,
     ClosedError,
     Delivery,
+    Layout,
     Payload,
     ReceiverTransport,
     SenderLostError,
@@ -24,16 +25,19 @@ from sync_core import (
     WorkerError,
     WorkerLostError,
 )
+from sync_core.errors import PayloadError
 from sync_core.transports import Notice
 from sync_plugin_std.stores.parts import parts_of
 from sync_plugin_std.stores.store import (
     SENDER,
     SIGNS,
+    NotAFileError,
     Pulse,
     Records,
     Store,
     StoreOptions,
     Watch,
+    machine,
     worker_record,
 )
 
@@ -58,6 +62,8 @@ class StoreReceiver(ReceiverTransport):
         self._record = worker_record(context.worker_id)
         self._poll = options.poll
         self._seen = 0
+        layout = Layout(()) if context.layout is None else context.layout
+        self._most_nbytes = layout.most_nbytes
         self._owner = secrets.token_hex(8)
         self._answer: dict[str, Any] | None = None
         self._beats = 0
@@ -112,17 +118,28 @@ class StoreReceiver(ReceiverTransport):
                 _log.warning("worker %d cannot say that it leaves: %r", self._worker_id, error)
 
     def _look(self) -> Payload | None:
-        wanted = self._wanted()
+        wanted, sealed = self._wanted()
         if wanted <= self._seen:
             return None
         began = time.perf_counter()
-        block = self._records.read_version(wanted)
-        if block is None:
-            return None  # a newer one has just taken its place
-        self._seen = wanted
-        return Payload.unpack(block, wanted, since=began)
+        try:
+            if sealed[0] > self._most_nbytes:
+                raise PayloadError(
+                    f"version {wanted} has {sealed[0]} bytes, and there is reason for "
+                    f"{self._most_nbytes} at most"
+                )
+            block = self._records.read_version(wanted, *sealed)
+            if block is None:
+                return None  # a newer one has just taken its place
+            self._seen = wanted
+            return Payload.unpack(block, wanted, since=began)
+        except (PayloadError, NotAFileError) as error:
+            self._seen = wanted
+            self.acknowledge(Answer.refusal(wanted, error))
+            raise PayloadError(str(error)) from error
 
-    def _wanted(self) -> int:
+    def _wanted(self) -> tuple[int, tuple[int, str]]:
+        """Return the version for this worker, and its size and digest."""
         with self._lock:
             record = self._records.read(SENDER)
             if record is None:
@@ -137,9 +154,12 @@ class StoreReceiver(ReceiverTransport):
         if str(self._worker_id) not in wanted:
             raise SenderLostError(f"worker {self._worker_id} was removed from the sender")
         version = wanted[str(self._worker_id)]
-        if type(version) is not int:
-            raise SenderLostError(f"the sender names no version, but {version!r:.80}")
-        return version
+        sealed = record.get("sealed")
+        entry = sealed.get(str(version)) if isinstance(sealed, dict) else None
+        nbytes, digest = entry if isinstance(entry, list) and len(entry) == 2 else (0, "")
+        if type(version) is not int or type(nbytes) is not int:
+            raise SenderLostError(f"the sender names no version of a size: {version!r:.80}")
+        return version, (nbytes, str(digest))
 
     def _beat(self) -> None:
         with self._lock:
@@ -202,8 +222,15 @@ class StoreSender(SenderTransport):
         self._notify = context.notify
         self._options = options
         self._beats = 0
+        # By which what is left of it can be told from what is in use.
+        self._signature = {
+            "process": os.getpid(),
+            "machine": machine(),
+            "lost_after": options.lost_after,
+        }
         self._newest = 0
-        self._written: list[int] = []
+        # The versions that are there: the size and the digest of each.
+        self._written: dict[int, tuple[int, str]] = {}
         self._served = set(context.worker_ids)
         self._places = {i: self._new_place() for i in context.worker_ids}
         self._lock = threading.RLock()
@@ -219,13 +246,13 @@ class StoreSender(SenderTransport):
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Put the weights once, then name the workers that they are for."""
-        self._records.write_version(payload.version, parts_of(payload))
+        digest = self._records.write_version(payload.version, parts_of(payload))
         deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
         with self._lock:
             if self._closed:
                 self._records.delete_version(payload.version)
                 raise ClosedError("the sender is closed")
-            self._written.append(payload.version)
+            self._written[payload.version] = payload.nbytes, digest
             for worker_id, delivery in deliveries.items():
                 place = self._places.get(worker_id)
                 if place is None:
@@ -287,15 +314,21 @@ class StoreSender(SenderTransport):
                 return
             self._beats += 1
             wanted = {str(i): place.wanted for i, place in self._places.items()}
-            self._records.write(SENDER, {"beats": self._beats, "wanted": wanted})
+            record = {
+                "beats": self._beats,
+                "wanted": wanted,
+                "sealed": {str(version): sealed for version, sealed in self._written.items()},
+                **self._signature,
+            }
+            self._records.write(SENDER, record)
 
     def _remove_old(self) -> None:
         needed = {self._newest, *(place.wanted for place in self._places.values())}
-        for version in self._written[: -self._options.keep]:
+        for version in tuple(self._written)[: -self._options.keep]:
             if version not in needed:
                 # A worker that is too late to read it finds a newer one.
                 self._records.delete_version(version)
-                self._written.remove(version)
+                del self._written[version]
 
     def _watch(self) -> None:
         due = 0.0
