@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from sync_core.testing.processes import descendants
-from sync_core.testing.worker_groups import eventually
+from sync_core import registry
+from sync_testing.processes import descendants
+from sync_testing.worker_groups import eventually
 
 # What a test has asked to end needs its turn on a busy machine, in seconds.
 _PATIENCE = 10.0
@@ -65,6 +66,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if seed is not None:
         items.sort(key=lambda item: [_digest(seed, part) for part in item.nodeid.split("::")])
     items.sort(key=lambda item: _over_ray(item.nodeid), reverse=True)
+
+
+@pytest.fixture
+def without_dist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if sync-plugin-dist were not installed."""
+    installed = registry.installed
+    monkeypatch.setattr(
+        registry,
+        "installed",
+        lambda group: [
+            entry
+            for entry in installed(group)
+            if entry.dist is None or entry.dist.name != "sync-plugin-dist"
+        ],
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,23 +18,23 @@ from types import FunctionType, GenericAlias
 from typing import Any
 
 import sync_core
-import sync_core.bench
 import sync_core.checks
 import sync_core.models
-import sync_core.testing.faults
 import sync_core.transports
 import sync_core.workers
 import sync_plugin_std.stores
 import sync_plugin_torchrl  # noqa: F401 - found by its name, as the next
 import sync_plugin_trl  # noqa: F401
+import sync_testing.faults
 from sync_collector.bench import command as bench_collector
-from sync_core import cli, errors, registry
-from sync_core.cli.doctor import Diagnosis
-from sync_core.cli.listing import Listed
-from sync_core.cli.plan import Estimate
+from sync_core import errors, registry
 from sync_core.hooks import HOOKS, LAYER_CAPABILITIES, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
 from sync_core.sending.status import SenderView, WorkerView
 from sync_core.transports import Finding
+from sync_tools.commands.doctor import Diagnosis
+from sync_tools.commands.listing import Listed
+from sync_tools.commands.plan import Estimate
+from sync_tools.main import make_parser
 
 _CONTEXTS = ("TransportContext", "SendContext", "ApplyContext", "SkipContext", "BindContext")
 _WIDTH = 96
@@ -42,14 +42,17 @@ _MEMBERS = (FunctionType, property, classmethod, staticmethod, cached_property)
 #: Whose ``__all__`` is public.
 PUBLIC = (
     "sync_core",
-    "sync_core.bench",
     "sync_core.checks",
     "sync_core.errors",
+    "sync_core.hooks",
     "sync_core.models",
-    "sync_core.testing",
-    "sync_core.testing.faults",
+    "sync_core.registry",
     "sync_core.transports",
     "sync_core.workers",
+    "sync_tools",
+    "sync_tools.bench",
+    "sync_testing",
+    "sync_testing.faults",
     "sync_collector",
     "sync_collector.envs",
     "sync_plugin_std.stores",
@@ -170,6 +173,9 @@ _AUTHOR_ORDER = (
     "launching",
     "models",
     "capabilities",
+    "declarations",
+    "registry",
+    "tools",
     "checks",
     "testing",
     "faults",
@@ -194,11 +200,14 @@ def pages() -> dict[str, str]:
         "errors": _errors(),
         "commands": _commands(),
         "testing": _testing(),
-        "faults": _exported("Faults", "sync_core.testing.faults"),
+        "faults": _exported("Faults", "sync_testing.faults"),
         **{page: _kit(*described) for page, described in _KIT_PAGES.items()},
         "models": _exported("Models", "sync_core.models"),
         "checks": _exported("Checks of arguments", "sync_core.checks"),
-        "measuring": _exported("Measuring a scheme", "sync_core.bench"),
+        "declarations": _exported("Names of hooks and capabilities", "sync_core.hooks"),
+        "registry": _exported("Registry of plugins", "sync_core.registry"),
+        "tools": _exported("Commands", "sync_tools"),
+        "measuring": _exported("Measuring a scheme", "sync_tools.bench"),
         "stores": _exported("Stores", "sync_plugin_std.stores"),
         "collector": _exported("Collector", "sync_collector"),
         "environments": _exported("Environments", "sync_collector.envs"),
@@ -289,7 +298,7 @@ def comment_of(package: str, name: str) -> str:
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of every command of ``sync-core`` by command line."""
-    (action,) = (a for a in cli.make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (action,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
     return {f"sync-core {name}": parser for name, parser in action.choices.items()} | {
         "sync-core bench collector": bench_collector.make_parser()
     }
@@ -435,11 +444,8 @@ def _printed(key: str, described: type) -> str:
 def _testing() -> str:
     return _page(
         "Conformance classes",
-        "``pip install 'sync-core[testing]'`` brings what ``sync_core.testing`` needs.",
-        *(
-            f".. autoclass:: sync_core.testing.{name}\n"
-            for name in sorted(sync_core.testing.__all__)
-        ),
+        "``pip install sync-testing``",
+        *(f".. autoclass:: sync_testing.{name}\n" for name in sorted(sync_testing.__all__)),
     )
 
 

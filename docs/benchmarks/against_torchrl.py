@@ -13,7 +13,7 @@ from statistics import median
 
 import torchrl_send
 
-import sync_core.bench as ours
+import sync_tools.bench as ours
 
 _ROWS = [
     ("shm", False, "shared"),

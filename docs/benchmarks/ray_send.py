@@ -29,9 +29,9 @@ from tensordict import TensorDict
 from torchrl.weight_update import RayWeightSyncScheme
 
 import sync_core
-import sync_core.bench as ours
-from sync_core.bench import SETTLE_SECONDS, is_marked, make_model, mark
+import sync_tools.bench as ours
 from sync_core.models import consolidate
+from sync_tools.bench import SETTLE_SECONDS, is_marked, make_model, mark
 
 _WARM_UP = 3
 _OURS = ("copy", "consolidated", "zero_copy")

@@ -24,7 +24,7 @@ import torch
 import torchrl_send
 
 from sync_core import Receiver, Sender, SenderLostError
-from sync_core.bench import make_model, mark
+from sync_tools.bench import make_model, mark
 
 _MODEL = "small"
 _WARM_UP = 20

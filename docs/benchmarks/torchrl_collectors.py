@@ -23,8 +23,8 @@ from torchrl.collectors import MultiSyncCollector
 from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
 from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
-from sync_core.bench import MODELS, SETTLE_SECONDS, make_model, mark
 from sync_plugin_torchrl import Scheme
+from sync_tools.bench import MODELS, SETTLE_SECONDS, make_model, mark
 
 _WARM_UP = 3
 _FIRST_WEIGHTS_SECONDS = 300.0

@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from torch import multiprocessing
 from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
-from sync_core.bench import SETTLE_SECONDS, is_marked, make_model, mark
+from sync_tools.bench import SETTLE_SECONDS, is_marked, make_model, mark
 
 _WARM_UP = 2
 _FIRST_WEIGHTS_SECONDS = 300.0
@@ -32,7 +32,7 @@ _FIRST_WEIGHTS_SECONDS = 300.0
 def measure(
     scheme: str, model: str, *, workers: int, rounds: int, pause: float = SETTLE_SECONDS
 ) -> list[float]:
-    """Return the seconds of each round of a scheme with a model of `sync_core.bench.MODELS`.
+    """Return the seconds of each round of a scheme with a model of `sync_tools.bench.MODELS`.
 
     Args:
         scheme: ``shared`` or ``mp``.

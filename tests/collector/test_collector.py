@@ -27,8 +27,8 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_core.testing.processes import descendants
 from sync_plugin_std.process_group import ProcessGroup
+from sync_testing.processes import descendants
 
 pytestmark = pytest.mark.timeout(60)
 

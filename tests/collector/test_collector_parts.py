@@ -29,7 +29,7 @@ from sync_core import (
     WorkerLostError,
     registry,
 )
-from sync_core.testing.worker_groups import eventually
+from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
 

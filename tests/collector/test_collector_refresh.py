@@ -16,7 +16,7 @@ from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.testing import Scale
 from sync_core import ApplyContext, SendError, hookimpl
-from sync_core.testing.interrupts import interrupted
+from sync_testing.interrupts import interrupted
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -29,10 +29,10 @@ from sync_core import (
     SenderLostError,
     SendError,
 )
-from sync_core.testing.processes import descendants
 from sync_core.workers.worker_group import WorkerGroup
 from sync_plugin_std.process_group import ProcessGroup
 from sync_plugin_std.thread_group import ThreadGroup
+from sync_testing.processes import descendants
 
 pytestmark = pytest.mark.timeout(60)
 

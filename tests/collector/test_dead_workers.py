@@ -26,9 +26,9 @@ from sync_core import (
     WorkerLostError,
     hookimpl,
 )
-from sync_core.testing.processes import descendants
-from sync_core.testing.worker_groups import eventually
 from sync_plugin_std.process_group import ProcessGroup
+from sync_testing.processes import descendants
+from sync_testing.worker_groups import eventually
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("leaves_no_process")]
 

@@ -25,7 +25,7 @@ from sync_core import (
     SendReport,
     hookimpl,
 )
-from sync_core.testing.worker_groups import wait_for
+from sync_testing.worker_groups import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,8 +8,6 @@ from importlib import import_module
 
 import pytest
 
-from sync_core import registry
-
 
 @pytest.fixture
 def pytester(request: pytest.FixtureRequest) -> pytest.Pytester:
@@ -19,21 +17,6 @@ def pytester(request: pytest.FixtureRequest) -> pytest.Pytester:
     import_module("torch.distributed.tensor")
     made: pytest.Pytester = request.getfixturevalue("pytester")
     return made
-
-
-@pytest.fixture
-def without_dist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if sync-plugin-dist were not installed."""
-    installed = registry.installed
-    monkeypatch.setattr(
-        registry,
-        "installed",
-        lambda group: [
-            entry
-            for entry in installed(group)
-            if entry.dist is None or entry.dist.name != "sync-plugin-dist"
-        ],
-    )
 
 
 @pytest.fixture

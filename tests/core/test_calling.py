@@ -26,7 +26,6 @@ from sync_core import (
     WorkerState,
     hookimpl,
 )
-from sync_core.testing.worker_groups import eventually
 from sync_core.transports import (
     CalledReceivers,
     CalledWorker,
@@ -36,6 +35,7 @@ from sync_core.transports import (
     HandedTransport,
     PointToPointTransport,
 )
+from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
 

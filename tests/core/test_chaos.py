@@ -26,10 +26,10 @@ from sync_core import (
     WorkerResult,
     WorkerTimeoutError,
 )
-from sync_core.testing.faults import InjectedFaultError
-from sync_core.testing.schemes.pool import Pool
-from sync_core.testing.schemes.worker import Worker
 from sync_plugin_std.thread_group import ThreadGroup
+from sync_testing.faults import InjectedFaultError
+from sync_testing.schemes.pool import Pool
+from sync_testing.schemes.worker import Worker
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from sync_core.testing import LayerConformance
-from sync_core.testing.negated import Negated
+from sync_testing import LayerConformance
+from sync_testing.negated import Negated
 
 pytest_plugins = ["pytester"]
 
 
 def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    command = ("-p", "pytest_sync_core", "-p", "no:cacheprovider", "--pyargs")
-    return pytester.runpytest_inprocess(*command, "sync_core.testing.suite", *arguments)
+    command = ("-p", "pytest_sync_testing", "-p", "no:cacheprovider", "--pyargs")
+    return pytester.runpytest_inprocess(*command, "sync_testing.suite", *arguments)
 
 
 def test_a_layer_by_its_name(pytester: pytest.Pytester) -> None:

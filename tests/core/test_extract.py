@@ -261,7 +261,7 @@ def test_an_attribute_that_a_property_lacks_is_named() -> None:
 
 def test_who_collects_nothing_does_not_wait_for_tensordict() -> None:
     source = """
-import sys, sync_core, sync_core.cli, sync_core.testing.schemes
+import sys, sync_core, sync_tools.commands, sync_testing.schemes
 assert "tensordict" not in sys.modules
 assert not sync_core.models.multi_model.is_tensordict({})
 """

@@ -42,7 +42,7 @@ from sync_core import (
     hookimpl,
     registry,
 )
-from sync_core.testing.faults import (
+from sync_testing.faults import (
     POINTS,
     Fault,
     Faulty,
@@ -54,9 +54,9 @@ from sync_core.testing.faults import (
     small_files,
     stop,
 )
-from sync_core.testing.faults.fault import gated
-from sync_core.testing.processes import descendants
-from sync_core.testing.worker_groups import eventually
+from sync_testing.faults.fault import gated
+from sync_testing.processes import descendants
+from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -342,7 +342,7 @@ def test_the_page_about_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 _STOPS_ITSELF = """
 import os, threading, time
-from sync_core.testing.faults import stop
+from sync_testing.faults import stop
 ended = threading.Event()
 def run():
     begin = time.monotonic()

@@ -26,7 +26,7 @@ from sync_core import (
     WorkerState,
     hookimpl,
 )
-from sync_core.testing.loopback import Loopback, LoopbackSender
+from sync_testing.loopback import Loopback, LoopbackSender
 
 NAMES = ("a", "b", "c")
 

@@ -21,8 +21,8 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.increments.choice import Choice
-from sync_core.testing.loopback import Loopback, LoopbackReceiver
-from sync_core.testing.worker_groups import eventually
+from sync_testing.loopback import Loopback, LoopbackReceiver
+from sync_testing.worker_groups import eventually
 
 # Seconds for each byte: no machine compares as slowly, or as fast.
 SLOW, FAST = 1e-3, 1e-15

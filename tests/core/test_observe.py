@@ -24,7 +24,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_core._util import clock_id
-from sync_core.testing.faults import Fault, Faulty
+from sync_testing.faults import Fault, Faulty
 
 
 class Slow:

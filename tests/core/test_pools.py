@@ -19,7 +19,7 @@ from sync_core import (
     SendError,
     WorkerState,
 )
-from sync_core.testing.worker_groups import eventually
+from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
 

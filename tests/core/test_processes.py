@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from sync_core.testing.processes import descendants
-from sync_core.testing.worker_groups import eventually
 from sync_core.workers import WorkerProcess, start_process
 from sync_core.workers.processes import FreshProcess, fork_server_pids
+from sync_testing.processes import descendants
+from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
 

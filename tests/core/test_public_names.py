@@ -39,7 +39,7 @@ def test_kits_are_attributes_of_the_package() -> None:
     subprocess.run([sys.executable, "-c", source], check=True, timeout=50)
 
 
-@pytest.mark.parametrize("command", ["import sync_core", "import sync_core.cli as c; c.main([])"])
+@pytest.mark.parametrize("command", ["import sync_core", "import sync_tools.main as m; m.main([])"])
 def test_importing_the_package_and_asking_for_help_import_no_torch(command: str) -> None:
     source = f"import contextlib, sys\nwith contextlib.suppress(SystemExit):\n    {command}\n"
     source += "assert not {'torch', 'rich', 'tensordict'} & {*sys.modules}"
@@ -47,7 +47,7 @@ def test_importing_the_package_and_asking_for_help_import_no_torch(command: str)
 
 
 def test_the_doctor_imports_no_torch_beside_the_processes_that_it_starts() -> None:
-    source = "import sys, sync_core.cli.doctor; assert 'torch' not in sys.modules"
+    source = "import sys, sync_tools.commands.doctor; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", source], check=True, timeout=50)
 
 
@@ -72,13 +72,3 @@ print(*[name for name in features if "sync_core." + name in sys.modules])
         [sys.executable, "-c", source], timeout=50, capture_output=True, text=True, check=True
     )
     assert not done.stdout.split()
-
-
-def test_a_command_that_needs_rich_says_what_to_type() -> None:
-    source = "import sys; sys.modules['rich'] = None; from sync_core.cli import main; "
-    source += "sys.exit(main(['list']))"
-    done = subprocess.run(
-        [sys.executable, "-c", source], timeout=50, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert done.stderr == ("sync-core: rich is not installed; type: pip install 'sync-core[cli]'\n")

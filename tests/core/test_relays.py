@@ -24,10 +24,10 @@ from sync_core import (
 )
 from sync_core.errors import AddressError
 from sync_core.relays.chunks import ChunkedScheme
-from sync_core.testing.schemes.delivery import DeliveryCases
-from sync_core.testing.schemes.faults import FaultCases
-from sync_core.testing.schemes.lifetime import LifetimeCases
-from sync_core.testing.schemes.protocol import ProtocolCases
+from sync_testing.schemes.delivery import DeliveryCases
+from sync_testing.schemes.faults import FaultCases
+from sync_testing.schemes.lifetime import LifetimeCases
+from sync_testing.schemes.protocol import ProtocolCases
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -37,10 +37,10 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.errors import AddressError
-from sync_core.testing.worker_groups import eventually
 from sync_core.transports import PointToPointTransport
 from sync_plugin_std import Rename
 from sync_plugin_std.interval import Interval
+from sync_testing.worker_groups import eventually
 
 
 class Mailboxes:

@@ -16,8 +16,8 @@ from sync_core.shards.plan import whole
 from sync_core.shards.receiver import JoinedReceiver, JoinPlan, RankSource
 from sync_core.shards.request import HeldTensor, Holding, Request
 from sync_core.shards.sender import ShardedScheme, ShardedSender, inner_stack
-from sync_core.testing.schemes.faults import FaultCases
-from sync_core.testing.schemes.lifetime import LifetimeCases
+from sync_testing.schemes.faults import FaultCases
+from sync_testing.schemes.lifetime import LifetimeCases
 
 pytestmark = pytest.mark.timeout(90)
 

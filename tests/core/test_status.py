@@ -20,9 +20,9 @@ import pytest
 from torch import nn
 
 from sync_core import OptionError, Receiver, Sender, SendError
-from sync_core.cli import main
-from sync_core.cli.watch import StatusError, fetch
 from sync_core.sending.status import SenderView, WorkerView
+from sync_tools.commands.watch import StatusError, fetch
+from sync_tools.main import main
 
 pytestmark = pytest.mark.timeout(30)
 

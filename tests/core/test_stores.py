@@ -25,8 +25,8 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.errors import HookResultError
-from sync_core.testing.worker_groups import eventually
 from sync_plugin_std.stores import Store, StoreOptions, store_transport
+from sync_testing.worker_groups import eventually
 
 
 class Memory(Store):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sync_core import ModelError, OptionError, Receiver, Sender, SendReport, WorkerState
-from sync_core.testing.loopback import Loopback
+from sync_testing.loopback import Loopback
 
 
 class Far(Loopback):

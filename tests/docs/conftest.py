@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sync_core.cli import make_parser
+from sync_tools.main import make_parser
 
 ROOT = Path(__file__).parents[2]
 _ASSIGNMENT = re.compile(r"[A-Z_]+=")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sync_core.testing import LayerConformance, LayerPairConformance
+from sync_testing import LayerConformance, LayerPairConformance
 
 PAGE = Path(__file__).parents[2] / "docs" / "authors" / "write-a-layer.md"
 _CLASS = re.compile(r"^class \w+:\n(?:(?: .*)?\n)+", re.MULTILINE)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sync_core.testing import SchemeConformance
+from sync_testing import SchemeConformance
 
 pytest.importorskip("redis", reason="redis is not installed; type: pip install redis")
 if shutil.which("redis-server") is None:

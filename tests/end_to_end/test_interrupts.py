@@ -16,7 +16,7 @@ from sync_core import (
     Update,
     hookimpl,
 )
-from sync_core.testing.interrupts import interrupted
+from sync_testing.interrupts import interrupted
 
 pytestmark = pytest.mark.timeout(120)
 # Interrupts of each scheme: spread over a send, and each of its last moments.

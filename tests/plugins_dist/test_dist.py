@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sync_core.testing import SchemeConformance
-from sync_core.testing.schemes.delivery import DeliveryCases
-from sync_core.testing.schemes.faults import FaultCases
-from sync_core.testing.schemes.increments import IncrementCases
+from sync_testing import SchemeConformance
+from sync_testing.schemes.delivery import DeliveryCases
+from sync_testing.schemes.faults import FaultCases
+from sync_testing.schemes.increments import IncrementCases
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from sync_core import Answer, Receiver, Sender
-from sync_core.testing.fuzz import Mutator, besiege, find, hostile
 from sync_core.transports import Channel
+from sync_testing.fuzz import Mutator, besiege, find, hostile
 
 pytestmark = pytest.mark.timeout(120)
 

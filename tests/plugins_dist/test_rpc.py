@@ -30,8 +30,8 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_core.errors import AddressError
-from sync_core.testing.schemes.pool import Workers
-from sync_core.testing.worker_groups import eventually
+from sync_testing.schemes.pool import Workers
+from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -19,9 +19,9 @@ from tests.plugins_dist.rpc_processes import LocalRpcGroup, end_world
 from torch import nn
 
 from sync_core import OptionError, UnknownWorkerError, WorkerLostError
-from sync_core.testing import WorkerGroupConformance, worker_groups
-from sync_core.testing.worker_groups import Closed, Counter, eventually, pid_of
 from sync_plugin_dist.rpc_group import RpcGroup
+from sync_testing import WorkerGroupConformance, worker_groups
+from sync_testing.worker_groups import Closed, Counter, eventually, pid_of
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.plugins_dist.rpc_processes import LocalRpcGroup, end_world
 
-from sync_core.testing import CalledSchemeConformance
+from sync_testing import CalledSchemeConformance
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -18,10 +18,10 @@ import ray
 from ray import cloudpickle
 from tests.plugins_ray.agents import Other, start
 
-from sync_core.testing.schemes.pool import borrow_pool
-from sync_core.testing.worker_groups import eventually
 from sync_plugin_ray.group import RayGroup
 from sync_plugin_ray.store import Publication
+from sync_testing.schemes.pool import borrow_pool
+from sync_testing.worker_groups import eventually
 
 # Actors cannot import this file by name.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

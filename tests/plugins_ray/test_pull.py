@@ -34,8 +34,8 @@ from sync_core import (
     WorkerState,
     WorkerTimeoutError,
 )
-from sync_core.testing.worker_groups import eventually
 from sync_plugin_ray.mailbox import Event, Mailbox, MailboxOffer
+from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(120)
 

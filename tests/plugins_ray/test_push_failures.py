@@ -32,8 +32,8 @@ from sync_core import (
     WorkerState,
     WorkerTimeoutError,
 )
-from sync_core.testing.schemes.pool import Workers
-from sync_core.testing.worker_groups import eventually
+from sync_testing.schemes.pool import Workers
+from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -21,9 +21,9 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_core.testing import WorkerGroupConformance, worker_groups
-from sync_core.testing.worker_groups import eventually, pid_of, sleep, wait_for
 from sync_plugin_ray.group import RayGroup, usual_options
+from sync_testing import WorkerGroupConformance, worker_groups
+from sync_testing.worker_groups import eventually, pid_of, sleep, wait_for
 
 pytestmark = pytest.mark.timeout(120)
 

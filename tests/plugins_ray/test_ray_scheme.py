@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import ray
 
-from sync_core.testing import CalledSchemeConformance
-from sync_core.testing.schemes.delivery import DeliveryCases
-from sync_core.testing.schemes.faults import FaultCases
-from sync_core.testing.schemes.increments import IncrementCases
-from sync_core.testing.schemes.lifetime import LifetimeCases
+from sync_testing import CalledSchemeConformance
+from sync_testing.schemes.delivery import DeliveryCases
+from sync_testing.schemes.faults import FaultCases
+from sync_testing.schemes.increments import IncrementCases
+from sync_testing.schemes.lifetime import LifetimeCases
 
 pytestmark = pytest.mark.timeout(120)
 

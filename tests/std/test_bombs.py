@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from sync_core import Layout, Payload, Receiver, Sender, SenderTransport
 from sync_core.errors import PayloadError
 from sync_core.relays.chunks import ChunkedSender
-from sync_core.testing.fuzz import find
 from sync_core.weights.layout import CHUNK, CHUNK_HEAD
 from sync_core.weights.patch import Patch, shorten
+from sync_testing.fuzz import find
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sync_core import ModelError, ReadbackError, Receiver, Sender
-from sync_core.testing.loopback import Loopback
 from sync_plugin_std import bf16, fp16, fuse, rename, select, split
+from sync_testing.loopback import Loopback
 
 # Of the libraries, when they are imported and when models are made.
 pytestmark = [

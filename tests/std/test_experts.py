@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from sync_core import ModelError, Receiver, Sender
-from sync_core.testing import LayerPairConformance
-from sync_core.testing.loopback import Loopback
 from sync_plugin_std import fp8, fuse, rename, select, split, stack, transpose, unstack
+from sync_testing import LayerPairConformance
+from sync_testing.loopback import Loopback
 
 # Of the libraries, when they are imported and when models are made.
 pytestmark = [

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from sync_core import OptionError, Payload, Receiver, Sender, SendError, Update
-from sync_core.testing import SchemeConformance
 from sync_plugin_std.stores import parts
+from sync_testing import SchemeConformance
 
 
 class TestFile(SchemeConformance):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sync_core import ApplyContext, BindContext, ModelError, Receiver, Sender, Update, hookimpl
-from sync_core.testing import LayerConformance
-from sync_core.testing.loopback import Loopback
 from sync_plugin_std import Float8Blocks
+from sync_testing import LayerConformance
+from sync_testing.loopback import Loopback
 
 
 def restored(weight: Tensor, scales: Tensor) -> Tensor:

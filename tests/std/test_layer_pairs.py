@@ -12,8 +12,8 @@ from tests.std import test_experts, test_fp8, test_layers, test_rename
 from torch import Tensor, nn
 
 from sync_core import registry
-from sync_core.testing import LayerConformance, LayerPairConformance
 from sync_plugin_std import Lora, fuse, rename, split, transpose
+from sync_testing import LayerConformance, LayerPairConformance
 
 # Of PEFT, when it is imported and when it makes models.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

@@ -15,8 +15,8 @@ from tests.std.test_language_models import SIZES, llama, push
 from torch import nn
 
 from sync_core import ModelError, ReadbackError, Receiver, Sender, SendError
-from sync_core.testing.loopback import Loopback
 from sync_plugin_std import fp8, fuse, lora, rename, transpose
+from sync_testing.loopback import Loopback
 
 # Of the libraries, when they are imported and when models are made.
 pytestmark = [

@@ -17,9 +17,9 @@ from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from torch import nn
 
 from sync_core import Receiver, Reporter, Sender, SendError, SendReport, hookimpl
-from sync_core.cli import main
 from sync_core.errors import RequirementError
 from sync_plugin_std import Interval, Metrics
+from sync_tools.main import main
 
 WHICH = {"scheme": "thread", "model_id": "policy"}
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from sync_core import ApplyContext, Layout, ModelError, Receiver, Sender, Update, hookimpl
-from sync_core.testing import LayerConformance
-from sync_core.testing.loopback import Loopback
 from sync_plugin_std import Fuse, Rename, Split, Transpose
+from sync_testing import LayerConformance
+from sync_testing.loopback import Loopback
 
 
 class Block(nn.Module):

@@ -29,7 +29,6 @@ from sync_core import (
     TransportContext,
 )
 from sync_core.errors import PayloadError
-from sync_core.testing.faults import few_descriptors
 from sync_core.transports import (
     Channel,
     ControlPage,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from sync_core import ModelError, ReadbackError, Receiver, Sender, SendError, SendReport, left_out
-from sync_core.testing.loopback import Loopback
 from sync_plugin_std import Rename, Select
+from sync_testing.loopback import Loopback
 
 
 def fill(model: nn.Module, value: float) -> None:

@@ -11,13 +11,13 @@ import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
 from sync_core import WorkerLostError
-from sync_core.testing import WorkerGroupConformance, worker_groups
-from sync_core.testing.interrupts import interrupted
-from sync_core.testing.worker_groups import Closed, Counter
 from sync_core.workers import WorkerGroup
 from sync_plugin_std.inline_group import InlineGroup
 from sync_plugin_std.process_group import ProcessGroup
 from sync_plugin_std.thread_group import ThreadGroup
+from sync_testing import WorkerGroupConformance, worker_groups
+from sync_testing.interrupts import interrupted
+from sync_testing.worker_groups import Closed, Counter
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -1,7 +1,7 @@
 """Weight synchronisation for reinforcement learning and RLHF, as a plugin framework.
 
 The kits for plugins are `sync_core.transports`, `sync_core.workers`, `sync_core.models`,
-`sync_core.checks` and `sync_core.testing`; all errors are in `sync_core.errors`.
+`sync_core.checks` and `sync_testing`; all errors are in `sync_core.errors`.
 """
 
 from typing import TYPE_CHECKING
@@ -114,7 +114,7 @@ _MODULES = {
     "sync_core.weights.payload": ("Payload", "Update"),
 }
 
-_KITS = ("bench", "checks", "errors", "models", "testing", "transports", "workers")
+_KITS = ("checks", "errors", "hooks", "models", "registry", "transports", "workers")
 
 __all__ = [
     "Address",

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from sync_core.weights.layout import Layout
     from sync_core.weights.payload import Update
 
+__all__ = [
+    "HOOKS",
+    "LAYER_CAPABILITIES",
+    "SCHEME_CAPABILITIES",
+    "WORKER_CAPABILITIES",
+    "implemented",
+    "read_option",
+]
+
 Options = TypeVar("Options")
 
 # Numbers of numpy are not Python's.
@@ -394,6 +403,7 @@ def skip_update(context: SkipContext) -> bool | None:
     """
 
 
+#: The names of the hooks.
 HOOKS = ("create_transport", "prepare_weights", "apply_weights", "skip_update")
 
 

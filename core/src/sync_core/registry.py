@@ -45,6 +45,29 @@ from sync_core.hooks import (
 from sync_core.report import Reporter
 from sync_core.workers.worker_group import WorkerGroup
 
+__all__ = [
+    "DISABLE",
+    "KNOWN",
+    "LAYERS",
+    "SCHEMES",
+    "WORKERS",
+    "Plugin",
+    "core_requirement",
+    "describe",
+    "entry_point",
+    "entry_points_of",
+    "find",
+    "installed",
+    "installed_version",
+    "is_core",
+    "is_disabled",
+    "is_met",
+    "load",
+    "owner_of",
+    "promised_to",
+    "requirements_of",
+]
+
 _CORE = "sync-core"
 # Operators of requirements that an older version does not meet.
 _LEAST = frozenset({">=", ">", "~=", "=="})

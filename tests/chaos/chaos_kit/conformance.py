@@ -11,7 +11,7 @@ import pytest
 from chaos_kit.cases import Case, sample
 from chaos_kit.plan import Plan
 from chaos_kit.runner import Runner
-from sync_core.testing.cases import Conformance
+from sync_testing.cases import Conformance
 
 _SEED = int(os.environ.get("CHAOS_SEED", "0"))
 

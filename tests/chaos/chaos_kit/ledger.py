@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from chaos_kit.outcome import Complaint, Verdict
 from chaos_kit.plan import Round
 from sync_core import CapacityError, SendReport, WorkerTimeoutError
-from sync_core.testing.faults import InjectedFaultError
+from sync_testing.faults import InjectedFaultError
 
 Values = Mapping[int, list[float]]
 

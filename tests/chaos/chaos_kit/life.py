@@ -14,8 +14,8 @@ import torch
 from chaos_kit.subjects import Subject
 from chaos_kit.worker import as_module, resources
 from sync_core import Receiver, Sender
-from sync_core.testing.schemes.pool import Pool, borrow_pool
-from sync_core.testing.schemes.worker import Worker
+from sync_testing.schemes.pool import Pool, borrow_pool
+from sync_testing.schemes.worker import Worker
 
 _WORKERS = 2
 _POINTS = 10

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from chaos_kit.cases import Case
 from chaos_kit.subjects import SUBJECTS, Subject
 from chaos_kit.trials import TRIALS, Trial
-from sync_core.testing.faults import Fault, Raising
+from sync_testing.faults import Fault, Raising
 
 
 @dataclass(frozen=True, slots=True)

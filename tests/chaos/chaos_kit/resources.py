@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from chaos_kit import worker as hosted
-from sync_core.testing.schemes.pool import Pool
-from sync_core.testing.worker_groups import eventually
+from sync_testing.schemes.pool import Pool
+from sync_testing.worker_groups import eventually
 
 Counts = dict[str, int]
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from chaos_kit.subjects import Subject
 from sync_core import Address, Receiver, Sender, SenderLostError, SendError
-from sync_core.testing.schemes.pool import borrow_pool
-from sync_core.testing.schemes.worker import Worker
+from sync_testing.schemes.pool import borrow_pool
+from sync_testing.schemes.worker import Worker
 
 _WORKERS = 2
 # Reads between two looks at the clock, and at most between two versions.

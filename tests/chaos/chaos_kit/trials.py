@@ -16,7 +16,7 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_core.testing.faults import Fault, InjectedFaultError, Raising
+from sync_testing.faults import Fault, InjectedFaultError, Raising
 
 Fate = Literal["gone", "old", "new", "old or new"]
 

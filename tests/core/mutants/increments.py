@@ -12,10 +12,10 @@ from sync_core import Layout, ReceiverTransport, SenderTransport, TransportConte
 from sync_core.increments.history import Packed
 from sync_core.increments.receiver import IncrementalReceiver
 from sync_core.increments.sender import IncrementalSender
-from sync_core.testing import SchemeConformance
 from sync_core.transports.transport import unheard
 from sync_core.weights.patch import Patch, positions_of
 from sync_plugin_std.thread import ThreadScheme
+from sync_testing import SchemeConformance
 
 #: What mutants leak on purpose, for the test to release.
 released = threading.Event()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sync_core import SkipContext, Update, hookimpl
-from sync_core.testing import LayerConformance
-from sync_core.testing.negated import Negated
+from sync_testing import LayerConformance
+from sync_testing.negated import Negated
 
 #: What mutants leak on purpose, for the test to release.
 released = threading.Event()

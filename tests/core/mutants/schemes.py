@@ -27,11 +27,11 @@ from sync_core import (
     TransportContext,
     hookimpl,
 )
-from sync_core.testing import SchemeConformance
-from sync_core.testing.worker_groups import eventually
 from sync_core.transports import Block, Notice
 from sync_plugin_std.shm import ShmScheme
 from sync_plugin_std.thread import ThreadReceiver, ThreadScheme, ThreadSender
+from sync_testing import SchemeConformance
+from sync_testing.worker_groups import eventually
 
 #: What mutants leak on purpose, for the test to release.
 released = threading.Event()

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from sync_core import ReceiverTransport, SenderTransport, TransportContext, hookimpl
-from sync_core.testing import SchemeConformance
 from sync_plugin_std.stores import Store, StoreOptions, store_transport
+from sync_testing import SchemeConformance
 
 #: What mutants leak on purpose, for the test to release.
 released = threading.Event()

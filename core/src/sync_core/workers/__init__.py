@@ -15,7 +15,12 @@ if TYPE_CHECKING:
         pickle_factory,
     )
     from sync_core.workers.launching import LaunchedGroup, LaunchedWorker, Launcher
-    from sync_core.workers.processes import WorkerProcess, preload, start_process
+    from sync_core.workers.processes import (
+        WorkerProcess,
+        fork_server_pids,
+        preload,
+        start_process,
+    )
     from sync_core.workers.worker_group import WorkerGroup
     from sync_core.workers.worker_ids import normalize
 
@@ -31,7 +36,12 @@ _MODULES = {
         "pickle_factory",
     ),
     "sync_core.workers.launching": ("LaunchedGroup", "LaunchedWorker", "Launcher"),
-    "sync_core.workers.processes": ("WorkerProcess", "preload", "start_process"),
+    "sync_core.workers.processes": (
+        "WorkerProcess",
+        "fork_server_pids",
+        "preload",
+        "start_process",
+    ),
     "sync_core.workers.worker_group": ("WorkerGroup",),
     "sync_core.workers.worker_ids": ("normalize",),
 }
@@ -47,6 +57,7 @@ __all__ = [
     "check_worker_options",
     "choose_group",
     "close_hosted",
+    "fork_server_pids",
     "gather",
     "normalize",
     "pickle_factory",

@@ -16,8 +16,8 @@ from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.trajectories import PER_WORKER
 from sync_core import ClosedError, ModelError, PendingSend, RemoteCallError, SendReport
-from sync_core.testing.cases import Conformance
 from sync_core.workers import WorkerGroup, choose_group
+from sync_testing.cases import Conformance
 
 
 class Scale(nn.Module):

@@ -19,8 +19,8 @@ from sync_collector import Collector
 from sync_collector.bench.training import BenchPolicy, torch_threads, train
 from sync_collector.envs import GymEnv
 from sync_core import Address, Receiver, Sender
-from sync_core.bench import check_measurable, measure
 from sync_core.workers import WorkerGroup, choose_group
+from sync_tools.bench import check_measurable, measure
 
 _WARM_UP = 2
 

@@ -1,7 +1,0 @@
-"""The classes that the command line asked for, where pytest finds them."""
-
-from __future__ import annotations
-
-from sync_core.testing.suite.options import chosen
-
-globals().update(chosen)

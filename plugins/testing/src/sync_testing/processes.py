@@ -1,0 +1,34 @@
+"""The processes that a test has started, and that it must not leave behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sync_core.workers import fork_server_pids
+
+
+def descendants() -> set[int]:
+    """The ids of the processes that descend from this one (Linux).
+
+    Those that fork workers are left out: they end by themselves.
+    """
+    parents = {
+        int(path.parent.name): _parent_of(path)
+        for path in Path("/proc").glob("*/stat")
+        if path.parent.name.isdigit()
+    }
+    found: set[int] = set()
+    level = {os.getpid()}
+    while level:
+        level = {pid for pid, parent in parents.items() if parent in level}
+        found |= level
+    return found - fork_server_pids()
+
+
+def _parent_of(stat: Path) -> int | None:
+    try:
+        # The name before it is in brackets, and may hold anything.
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None

@@ -1,0 +1,247 @@
+"""The object that a worker hosts in the cases: a model, its receiver, and questions."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from sync_core import (
+    Address,
+    ClosedError,
+    LayoutMismatchError,
+    PendingSend,
+    Receiver,
+    Sender,
+    SenderLostError,
+    SyncError,
+)
+from sync_testing.schemes.models import fill, fingerprints, make_policy
+
+
+class Worker:
+    """One worker of the group.
+
+    Args:
+        worker_id: its id in the group.
+    """
+
+    def __init__(self, worker_id: int) -> None:
+        self.worker_id = worker_id
+        self.model: Any = make_policy()
+        self.receiver: Receiver | None = None
+        self._sending: list[tuple[Sender, PendingSend]] = []
+        # Held while the model is in use; whether something has come that was not received.
+        self._in_use = threading.RLock()
+        self._arrived = False
+
+    def reset(self) -> int:
+        """Be as new; the process."""
+        if self.receiver is not None:
+            self.receiver.close()
+        for sender, _ in self._sending:
+            sender.close()
+        self.model, self.receiver, self._sending = make_policy(), None, []
+        self._arrived = False
+        return os.getpid()
+
+    def connect(self, address: Address, make: Callable[[], Any] | None = None) -> None:
+        """Make a receiver, and a model if it is another one."""
+        if make is not None:
+            self.model = make()
+        self.receiver = Receiver(address, self.model)
+
+    def receive(self, timeout: float | None = None) -> int | None:
+        """The version committed, if any."""
+        assert self.receiver is not None
+        return self.receiver.receive(timeout)
+
+    def attend(self) -> bool:
+        """Receive whenever the scheme reports a version; return whether it does."""
+        assert self.receiver is not None
+        # A receiver that knows itself is kept until garbage is collected.
+        receiver = weakref.ref(self.receiver)
+
+        def receive() -> None:
+            found = receiver()
+            assert found is not None
+            found.receive(0)
+
+        return self.receiver.on_arrival(receive)
+
+    def attend_between_steps(self) -> bool:
+        """Receive what the scheme reports while the model is not in use, as collectors do."""
+        assert self.receiver is not None
+        worker = weakref.ref(self)
+
+        def receive() -> None:
+            found = worker()
+            assert found is not None
+            found._arrived = True
+            found._receive_arrived()
+
+        return self.receiver.on_arrival(receive)
+
+    def step_until(self, version: int, seconds: float) -> list[float]:
+        """Use the model, and look for a version after each step; what each look took."""
+        assert self.receiver is not None
+        looks: list[float] = []
+        deadline = time.perf_counter() + seconds
+        with self._in_use:
+            while self.receiver.version < version and time.perf_counter() < deadline:
+                began = time.perf_counter()
+                self.receiver.receive(0)
+                looks.append(time.perf_counter() - began)
+                time.sleep(0.005)
+        self._receive_arrived()
+        return looks
+
+    def step_without_looking(self, seconds: float) -> None:
+        """Use the model, and receive what has arrived in the end."""
+        with self._in_use:
+            time.sleep(seconds)
+        self._receive_arrived()
+
+    def _receive_arrived(self) -> None:
+        # If another thread has the lock, it comes here when it releases that.
+        while self._arrived and self._in_use.acquire(blocking=False):
+            try:
+                self._arrived = False
+                if self.receiver is not None:
+                    with suppress(ClosedError, SenderLostError):
+                        self.receiver.receive(0)
+            finally:
+                self._in_use.release()
+
+    def infer(self, function: Callable[[Worker], Any]) -> Any:
+        """Run a function in inference mode, as a worker that only acts does."""
+        with torch.inference_mode():
+            return function(self)
+
+    def gradients(self) -> set[float]:
+        """Return the gradients of the sum of squares of all parameters."""
+        self.model.zero_grad()
+        sum(p.square().sum() for p in self.model.parameters()).backward()
+        return {v for p in self.model.parameters() for v in p.grad.flatten().tolist()}
+
+    def stage(self) -> int | None:
+        """Fetch a version, and do not commit it yet; which one."""
+        assert self.receiver is not None
+        return self.receiver.stage(20.0)
+
+    def commit_staged(self) -> int:
+        """Commit what was fetched; the version."""
+        assert self.receiver is not None
+        self.receiver.load()
+        return self.receiver.confirm()
+
+    def refuse_staged(self) -> None:
+        """Drop what was fetched, and say so."""
+        assert self.receiver is not None
+        self.receiver.reject(SyncError("the worker does not want it"))
+
+    def commit_after_another(self, address: Address) -> int:
+        """Commit what was fetched, when another receiver has been made in place of this one."""
+        receiver, self.receiver = self.receiver, Receiver(address, self.model)
+        assert receiver is not None
+        receiver.load()
+        try:
+            return receiver.confirm()
+        finally:
+            receiver.close()
+
+    def serve(self) -> int:
+        """Receive until the sender has gone; the version at the end."""
+        assert self.receiver is not None
+        try:
+            while True:
+                self.receiver.receive()
+        except SenderLostError:
+            return self.receiver.version
+
+    def spoil(self) -> None:
+        """Flip a bit of what the next increment is applied to."""
+        assert self.receiver is not None
+        assert self.receiver._increments is not None
+        self.receiver._increments.kept.body[3] ^= 1
+
+    def update_by_hand(self, value: float) -> int | None:
+        """Commit weights that did not come from the sender."""
+        assert self.receiver is not None
+        return self.receiver.update_weights(make_policy(value).state_dict())
+
+    def hang_up(self) -> None:
+        """Close the receiver."""
+        assert self.receiver is not None
+        self.receiver.close()
+
+    def hang_up_while_waiting(self, seconds: float) -> str | None:
+        """Close the receiver while another thread receives for some seconds; what that raises."""
+        assert self.receiver is not None
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(self.receiver.receive, seconds)
+            time.sleep(0.2)
+            begin = time.monotonic()
+            self.receiver.close()
+            error = waiting.exception()
+        assert time.monotonic() - begin < seconds / 2, "receive() waited until its own deadline"
+        return None if error is None else type(error).__name__
+
+    def look_while_waiting(self, seconds: float) -> bool:
+        """Return whether one thread looks for a version before another has waited for one."""
+        assert self.receiver is not None
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(self.receiver.receive, seconds)
+            time.sleep(0.2)
+            found = self.receiver.receive(0.1)
+            looked = not waiting.done()
+            self.receiver.close()
+            waiting.exception()
+        assert found is None
+        return looked
+
+    def leave(self, value: float) -> None:
+        """Close the receiver, and write to the model."""
+        self.hang_up()
+        fill(self.model, value)
+
+    def rebuild(self) -> None:
+        """Make another model, as a worker that begins again does."""
+        self.model = make_policy()
+
+    def misshape(self) -> None:
+        """Make the model one that the weights do not fit."""
+        self.model[0].weight = torch.nn.Parameter(torch.full((1, 1), 5.0))
+
+    def be_refused(self, address: Address) -> str:
+        """Make a receiver for a model that the weights do not fit; the error."""
+        try:
+            Receiver(address, {"other": torch.zeros(1)}).close()
+        except LayoutMismatchError as error:
+            return str(error)
+        return ""
+
+    def values(self) -> set[float]:
+        """Every value that a parameter holds."""
+        return {v for p in self.model.parameters() for v in p.detach().flatten().tolist()}
+
+    def fingerprints(self) -> dict[str, str]:
+        """See `sync_testing.schemes.models.fingerprints`."""
+        return fingerprints(self.model)
+
+    def train(
+        self, scheme: Any, options: Mapping[str, Any], zero_copy: Iterable[bool]
+    ) -> list[Address]:
+        """Send a tensor by several senders; return an address of each."""
+        for flag in zero_copy:
+            weights = {"weight": torch.full((1000,), 5.0)}
+            sender = Sender(scheme, weights, num_workers=1, zero_copy=flag, **options)
+            self._sending.append((sender, sender.send_async()))
+        return [sender.address(0) for sender, _ in self._sending]

@@ -1,0 +1,95 @@
+"""The options of the suite, and the classes that they ask for."""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sync_core import PluginError, registry
+from sync_core.hooks import read_option
+from sync_testing import LayerConformance, SchemeConformance, WorkerGroupConformance
+from sync_testing.cases import Conformance
+
+#: The classes that this run was asked for; `test_plugins` is where pytest finds them.
+chosen: dict[str, type[Conformance]] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("sync_testing.suite", "conformance of a sync-core plugin")
+    group.addoption("--scheme", metavar="NAME", help="a scheme, or module:attribute")
+    group.addoption("--layer", metavar="NAME", help="a layer, or module:attribute")
+    group.addoption("--workers", metavar="NAME", help="a worker group, or module:attribute")
+    group.addoption(
+        "--option",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="an option of the scheme; may be repeated",
+    )
+    group.addoption(
+        "--group", metavar="NAME", help="the worker group that the scheme's workers are in"
+    )
+    group.addoption(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        help="by how much a layer may change a weight, relative to its tensor's largest (0)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the classes, or say what is wrong with the command line."""
+    chosen.clear()
+    # A process that has run tests before may have imported it, with what was chosen then.
+    sys.modules.pop(f"{__package__}.test_plugins", None)
+    scheme, layer, workers = (config.getoption(name) for name in ("scheme", "layer", "workers"))
+    if not (scheme or layer or workers):
+        raise pytest.UsageError("name a plugin: --scheme NAME, --layer NAME or --workers NAME")
+    try:
+        if scheme:
+            _choose_scheme(config, scheme)
+        if layer:
+            tolerance = config.getoption("tolerance")
+            _choose(LayerConformance, layer, layer=_found(layer), tolerance=tolerance)
+        if workers:
+            found = registry.find(registry.WORKERS, _found(workers)).object
+            _choose(WorkerGroupConformance, workers, group_class=found)
+    except PluginError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def _choose_scheme(config: pytest.Config, scheme: str) -> None:
+    found = _found(scheme)
+    registry.find(registry.SCHEMES, found)
+    options = dict(_parsed(option) for option in config.getoption("option"))
+    group = config.getoption("group")
+    _choose(SchemeConformance, scheme, scheme=found, options=options, group=group)
+
+
+def _choose(base: type[Conformance], plugin: str, **attributes: Any) -> None:
+    name = f"Test{base.__name__}[{plugin}]"
+    chosen[name] = type(name, (base,), {"__module__": f"{__package__}.test_plugins", **attributes})
+
+
+def _found(name: str) -> Any:
+    """The name, or the object that it leads to."""
+    if ":" not in name:
+        return name
+    # As with python -m; its own program, as pytest is, does not look for modules here.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise pytest.UsageError(f"{name!r} leads to nothing: {error}") from error
+
+
+def _parsed(option: str) -> tuple[str, Any]:
+    key, equals, text = option.partition("=")
+    if not equals:
+        raise pytest.UsageError(f"--option is KEY=VALUE, not {option!r}")
+    return key, read_option(text)

@@ -1,0 +1,247 @@
+"""``sync-core doctor``: does each installed scheme really move weights on this machine?
+
+Problems around the schemes are found in `sync_tools.commands.findings`, and by those schemes that
+declare the capability ``findings``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from types import MappingProxyType
+from typing import Any, Literal
+
+from importlib_metadata import EntryPoint
+from rich.console import Console
+from rich.table import Table
+
+from sync_core import registry
+from sync_core.errors import PluginNotFoundError
+from sync_core.hooks import Finding
+from sync_core.registry import owner_of
+from sync_core.workers import WorkerProcess, start_process
+from sync_tools.commands.findings import check_imports, check_machine, check_plugins
+from sync_tools.commands.listing import make_console
+from sync_tools.commands.scheme_options import format_scheme_options, parse_scheme_options
+
+#: What a scheme is tried with: a model of `sync_tools.bench`, so many workers and versions.
+MODEL = "small"
+WORKERS = 2
+VERSIONS = 5
+#: Seconds from the deadline, which stops a scheme that keeps to it, to the end by force.
+GRACE = 5.0
+# An interpreter that imports torch has so long, which says nothing about the scheme.
+_START = 120.0
+_MAIN = "sync_tools.commands.trial:answer"
+_STYLES = {"ok": "green", "failed": "red", "skipped": "yellow"}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of trying a scheme.
+
+    Args:
+        verdict: ``"skipped"`` if it needs something that only the user can give.
+        milliseconds: of the median send; None if it is not ok.
+        problem: what is wrong, and what to type; None if it is ok.
+    """
+
+    verdict: Literal["ok", "failed", "skipped"]
+    milliseconds: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A scheme and its outcome.
+
+    Args:
+        name: its name.
+        distribution: where it comes from.
+        version: the version of that.
+        verdict: ``"ok"``, ``"failed"``, or ``"skipped"`` if it needs what only the user can give.
+        milliseconds: of the median send; None if it is not ok.
+        problem: what is wrong, and what to type; None if it is ok.
+    """
+
+    name: str
+    distribution: str | None
+    version: str | None
+    verdict: str
+    milliseconds: float | None
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A trial of a scheme with options, up to a deadline in seconds."""
+
+    scheme: str
+    timeout: float
+    options: Mapping[str, Any]
+
+    @property
+    def typed(self) -> str:
+        """Return the scheme and its options as they are typed."""
+        return f"{self.scheme}{format_scheme_options(self.options)}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.description = (
+        f"Sends {VERSIONS} versions of a small model to {WORKERS} workers by each scheme, and "
+        "checks on the workers what arrived. Then it tells what is amiss around them, with "
+        "a remedy each. Further --name value pairs are options of the scheme, where one is named. "
+        "The exit status is 1 if a scheme failed."
+    )
+    parser.add_argument(
+        "schemes", nargs="*", metavar="SCHEME", help="only these, without loading others"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, metavar="SECONDS", help="for each scheme (30)"
+    )
+    parser.set_defaults(run=_run)
+
+
+def diagnose(
+    entry: EntryPoint, timeout: float, options: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Diagnosis, list[Finding]]:
+    """Try a scheme in its own process, of which nothing is left afterwards.
+
+    A plugin may hang where it heeds no deadline, crash, or change what a process has only once,
+    such as torch.distributed's default group; the next one must not feel any of that.
+
+    Args:
+        entry: the scheme's entry point, which is not loaded here.
+        timeout: deadline in seconds.
+        options: the scheme's options.
+
+    Returns:
+        The outcome, and the scheme's own findings.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    with ours:
+        with theirs:
+            process = start_process(_MAIN, entry.name, str(timeout), fds=[theirs.fileno()])
+        try:
+            outcome, findings = _await(ours, process, Trial(entry.name, timeout, options))
+        finally:
+            # The process group is the scheme's alone: whatever it has started and did not end.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.exited(GRACE)
+    return Diagnosis(entry.name, *owner_of(entry), **asdict(outcome)), findings
+
+
+def _await(
+    connection: Connection, process: WorkerProcess, trial: Trial
+) -> tuple[Outcome, list[Finding]]:
+    findings: list[Finding] = []
+    limit = trial.timeout + GRACE
+    try:
+        connection.send(dict(trial.options))
+        _receive(connection, _START)
+        # Loading it is part of this, and not of trying it.
+        findings = _receive(connection, limit)
+        return _receive(connection, limit), findings
+    except TimeoutError:
+        return Outcome("failed", problem=_hung(trial)), findings
+    except (EOFError, ConnectionError):
+        process.exited(GRACE)
+        return Outcome("failed", problem=_died(trial, process.returncode)), findings
+
+
+def _receive(connection: Connection, limit: float) -> Any:
+    if not connection.poll(limit):
+        raise TimeoutError
+    return connection.recv()
+
+
+def _hung(trial: Trial) -> str:
+    return (
+        f"hung for more than {trial.timeout:g} s and was ended; if it is only slow, type: "
+        f"sync-core doctor {trial.typed} --timeout {math.ceil(4 * trial.timeout)}"
+    )
+
+
+def _died(trial: Trial, code: int | None) -> str:
+    how = "hung up" if code is None else f"exited with code {code}"
+    if code is not None and code < 0:
+        how = f"was killed by signal {-code}"
+    return (
+        f"the process that tried it {how}; to see where, type: "
+        f"python -X faulthandler -m sync_core bench {trial.typed} --model {MODEL}"
+    )
+
+
+def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
+    options = parse_scheme_options(rest, parser)
+    if options and len(arguments.schemes) != 1:
+        parser.error("options of a scheme follow its name: sync-core doctor shm --slots 4")
+    if not 0 < arguments.timeout < math.inf:
+        parser.error("--timeout is a number of seconds above 0")
+    diagnoses, findings = [], []
+    # On the terminal even when the output goes elsewhere: this takes seconds for each scheme.
+    progress = Console(stderr=True)
+    for entry in _entries(arguments.schemes):
+        with progress.status(f"trying {entry.name}"):
+            diagnosis, found = diagnose(entry, arguments.timeout, options)
+        diagnoses.append(diagnosis)
+        findings += found
+    # Schemes of one distribution may find the same.
+    findings = [*dict.fromkeys(findings), *_findings(whole=not arguments.schemes)]
+    if arguments.json:
+        told = {
+            "schemes": [asdict(each) for each in diagnoses],
+            "findings": [asdict(each) for each in findings],
+        }
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+    else:
+        print_table(diagnoses)
+        for finding in findings:
+            make_console().print(str(finding), style="yellow")
+    return int(any(each.verdict == "failed" for each in diagnoses))
+
+
+def _findings(*, whole: bool) -> list[Finding]:
+    found = [*check_machine(), *check_plugins()]
+    return [*found, *check_imports()] if whole else found
+
+
+def _entries(names: list[str]) -> list[EntryPoint]:
+    if names:
+        return [registry.entry_point(registry.SCHEMES, name) for name in dict.fromkeys(names)]
+    entries = registry.installed(registry.SCHEMES)
+    if not entries:
+        raise PluginNotFoundError("no scheme is installed; type: pip install sync-plugin-std")
+    return entries
+
+
+def print_table(diagnoses: list[Diagnosis]) -> None:
+    """Print a row for each scheme."""
+    # No lines, and one column for what pip knows: the sentence needs the room.
+    table = Table(box=None, pad_edge=False)
+    for column in ("scheme", "distribution", "verdict"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("what is wrong", overflow="fold")
+    for each in diagnoses:
+        table.add_row(
+            each.name,
+            f"{each.distribution} {each.version}",
+            each.verdict,
+            None if each.milliseconds is None else f"{each.milliseconds:.2f}",
+            each.problem,
+            style=_STYLES[each.verdict],
+        )
+    make_console().print(table)

@@ -1,0 +1,186 @@
+"""``sync-core list``: what is installed, where it comes from, and whether it loads."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from importlib_metadata import EntryPoint
+from rich.box import HEAVY_HEAD, Box
+from rich.console import Console
+from rich.table import Table
+
+from sync_core import registry
+from sync_core.errors import PluginError, RequirementError
+from sync_core.hooks import HOOKS, implemented
+from sync_core.registry import core_requirement, entry_points_of, owner_of
+from sync_core.workers import WorkerGroup
+
+_TITLES = {
+    registry.SCHEMES: "schemes",
+    registry.LAYERS: "layers",
+    registry.WORKERS: "worker groups",
+}
+_DISABLED = f"disabled; to use it, take it out of {registry.DISABLE}"
+_GIVEN_TO_EVERY_GROUP = frozenset(inspect.signature(WorkerGroup).parameters)
+# Where no terminal sets a width, as in a pipe, a plugin keeps to one line.
+_UNWRAPPED = 10_000
+# A narrower terminal has no room for whole names beside the other columns.
+_WHOLE = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One plugin, as far as it could be loaded.
+
+    Args:
+        kind: ``"schemes"``, ``"layers"`` or ``"worker groups"``.
+        name: its name.
+        distribution: where it comes from.
+        version: the version of that.
+        requires: the core that it was made for, as its distribution says; None if it does not.
+        hooks: the hooks that it implements.
+        capabilities: what it declares that it can do.
+        options: what a worker group takes as ``worker_options``, and a layer when it is made;
+            None of a scheme, which reads its options only when a sender is made.
+        disabled: whether ``SYNC_DISABLE`` leaves it out; it is not loaded then.
+        conflicts: other distributions that claim the name, and are not disabled.
+        needs: what has to be installed before it can be made; None if nothing has.
+        error: why it cannot be used, or None.
+    """
+
+    kind: str
+    name: str
+    distribution: str | None
+    version: str | None
+    requires: str | None = None
+    hooks: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
+    options: tuple[str, ...] | None = None
+    disabled: bool = False
+    conflicts: tuple[str, ...] = ()
+    needs: str | None = None
+    error: str | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.description = (
+        "Shows where each one comes from and what it can do, or why it does not load."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def listed() -> list[Listed]:
+    """Everything installed."""
+    return [
+        _listed(group, title, entry)
+        for group, title in _TITLES.items()
+        for entry in entry_points_of(group)
+    ]
+
+
+def make_console() -> Console:
+    """Return the console for tables, which keeps text as it is and never wraps in a pipe."""
+    width = None if sys.stdout.isatty() else _UNWRAPPED
+    return Console(width=width, markup=False, highlight=False)
+
+
+def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
+    distribution, version = owner_of(entry)
+    required = core_requirement(entry.dist)
+    requires = None if required is None else str(required)
+    plugin = Listed(kind, entry.name, distribution, version, requires)
+    if registry.is_disabled(entry):
+        return replace(plugin, disabled=True)
+    plugin = replace(plugin, conflicts=_conflicts(group, entry))
+    try:
+        loaded = registry.load(group, registry.entry_point(group, entry.name))
+    except RequirementError as error:
+        return replace(plugin, needs=str(error))
+    except PluginError as error:
+        return replace(plugin, error=str(error))
+    return replace(
+        plugin,
+        hooks=tuple(hook for hook in HOOKS if hook in implemented(loaded)),
+        capabilities=() if group == registry.LAYERS else tuple(sorted(loaded.capabilities)),
+        options=_options(group, loaded),
+    )
+
+
+def _conflicts(group: str, entry: EntryPoint) -> tuple[str, ...]:
+    others = (each for each in registry.installed(group) if each.name == entry.name)
+    names = (owner_of(each)[0] for each in others)
+    return tuple(name for name in names if name and name != owner_of(entry)[0])
+
+
+def _options(group: str, loaded: Any) -> tuple[str, ...] | None:
+    if group == registry.SCHEMES:
+        return None
+    if group == registry.WORKERS:
+        given = inspect.signature(loaded).parameters
+        return tuple(name for name in given if name not in _GIVEN_TO_EVERY_GROUP)
+    # One that is a module, or was made without arguments, is used as it is.
+    return tuple(inspect.signature(loaded).parameters) if inspect.isclass(loaded) else ()
+
+
+def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
+    if rest:
+        parser.error(f"list has no {' '.join(rest)!r}")
+    plugins = listed()
+    if arguments.json:
+        sys.stdout.write(json.dumps([asdict(plugin) for plugin in plugins], indent=2) + "\n")
+        return 0
+    console = make_console()
+    box = HEAVY_HEAD if sys.stdout.isatty() else None
+    for group, title in _TITLES.items():
+        of_kind = [plugin for plugin in plugins if plugin.kind == title]
+        if of_kind:
+            console.print(_table(title, of_kind, box, console.width))
+        else:
+            console.print(f"{title}: none is installed; to install some, type:")
+            _print_known(console, group)
+    for plugin in plugins:
+        if remark := _remark(plugin):
+            # Not in the table, which would break what has to be typed.
+            console.print(f"{plugin.name}: {remark}", style=_style(plugin), soft_wrap=True)
+    return 0
+
+
+def _print_known(console: Console, group: str) -> None:
+    known = registry.KNOWN[group]
+    for distribution in dict.fromkeys(known.values()):
+        names = ", ".join(name for name, owner in known.items() if owner == distribution)
+        console.print(f"  pip install {distribution}  # {names}", soft_wrap=True)
+
+
+def _table(title: str, plugins: list[Listed], box: Box | None, width: int) -> Table:
+    table = Table(title=title, title_justify="left", box=box)
+    for column in ("name", "distribution", "version", "hooks", "capabilities"):
+        # Names are typed: they stay whole where there is room, and are broken before they are cut.
+        whole = column in {"name", "distribution"} and width >= _WHOLE
+        table.add_column(column, overflow="fold", no_wrap=whole)
+    for plugin in plugins:
+        table.add_row(
+            plugin.name,
+            plugin.distribution,
+            plugin.version,
+            ", ".join(plugin.hooks),
+            "see below" if _remark(plugin) else ", ".join(plugin.capabilities),
+            style=_style(plugin),
+        )
+    return table
+
+
+def _style(plugin: Listed) -> str | None:
+    return "red" if plugin.error else "yellow" if plugin.disabled or plugin.needs else None
+
+
+def _remark(plugin: Listed) -> str | None:
+    """Return why a plugin cannot be used, and what to type."""
+    return _DISABLED if plugin.disabled else plugin.error or plugin.needs

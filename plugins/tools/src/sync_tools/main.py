@@ -1,0 +1,76 @@
+"""The command line of ``sync-core``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from importlib_metadata import EntryPoint
+
+from sync_core import __version__, registry
+from sync_core.errors import PluginImportError, SyncError
+from sync_tools.command import Command
+
+#: The entry point group of commands.
+GROUP = "sync.commands"
+
+
+def make_parser(commands: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    Args:
+        commands: the commands whose arguments it parses; of others it knows only the name. None
+            means all of them.
+    """
+    parser = argparse.ArgumentParser(
+        prog="sync-core", description="Weight synchronisation: what is installed, and how it does."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for entry in registry.installed(GROUP):
+        command = _load(entry)
+        subparser = subparsers.add_parser(entry.name, help=command.help, allow_abbrev=False)
+        if commands is None or entry.name in commands:
+            command.add_arguments(subparser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``sync-core`` and return its exit status.
+
+    Args:
+        arguments: the command line after the program's name; None for this process's.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        parser = make_parser(given[:1])
+        parsed, rest = parser.parse_known_args(given)
+        return int(parsed.run(parsed, rest, parser))
+    except SyncError as error:
+        sys.stderr.write(f"sync-core: {error}\n")
+    return 1
+
+
+def _load(entry: EntryPoint) -> Command:
+    """Return the command that an entry point refers to; a broken one fails when it is used."""
+    try:
+        command = entry.load()
+        if not isinstance(command, Command):
+            raise TypeError(f"{entry.value} must be a sync_tools.Command, got {command!r}")
+    except Exception as error:
+        distribution, version = registry.owner_of(entry)
+        return _Broken(
+            f"does not import ({distribution} {version})",
+            f"the command {entry.name!r} ({distribution} {version}) does not import: {error!r}; "
+            f"type: pip install -U {distribution}",
+        )
+    return command
+
+
+class _Broken(Command):
+    """A command that does not import; ``module`` is the message of the error."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        del parser
+        raise PluginImportError(self.module)

@@ -1,0 +1,193 @@
+"""The command line: list and bench."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+
+import sync_core
+from sync_tools.commands import listing
+from sync_tools.main import main
+
+
+def test_list_shows_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json"]) == 0
+    plugins = {(p["kind"], p["name"]): p for p in json.loads(capsys.readouterr().out)}
+    shm = plugins["schemes", "shm"]
+    assert shm["distribution"] == "sync-plugin-std"
+    assert shm["hooks"] == ["create_transport"]
+    assert "zero_copy" in shm["capabilities"]
+    assert plugins["layers", "interval"]["hooks"] == ["skip_update"]
+    assert "cross_process" in plugins["worker groups", "process"]["capabilities"]
+    assert all(plugin["error"] is None for plugin in plugins.values())
+    assert shm["requires"] == "sync-core==0.1.*"
+    assert shm["options"] is None
+    assert plugins["layers", "interval"]["options"] == ["pushes"]
+    assert plugins["worker groups", "process"]["options"] == ["torch_threads"]
+    assert not any(plugin["disabled"] or plugin["conflicts"] for plugin in plugins.values())
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"sync-core {sync_core.__version__}\n"
+
+
+def test_list_with_nothing_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(listing, "entry_points_of", lambda group: [])
+    assert main(["list"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "schemes: none is installed; to install some, type:" in lines
+    assert "pip install sync-plugin-std  # none, thread, shm, mp, file" in lines
+    assert "pip install sync-plugin-dist  # dist, rpc" in lines
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_list_cuts_nothing_off_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("SYNC_DISABLE", "bf16")
+    assert main(["list"]) == 0
+    out = Text.from_ansi(capsys.readouterr().out).plain
+    assert "…" not in out
+    assert ("sync-plugin-std" in out) is (columns == "80")  # else it is broken into lines
+    assert "bf16: disabled; to use it, take it out of SYNC_DISABLE" in out.splitlines()
+
+
+def test_list_in_a_pipe_keeps_a_plugin_to_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (shm,) = [line for line in lines if line[0] == "shm"]
+    assert shm[1] == "sync-plugin-std"
+    assert shm[-1] == "zero_copy"
+
+
+def test_list_says_why_a_plugin_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module, scheme in (("broken", "pigeon"), ("first", "owl"), ("second", "owl")):
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError('a [/] is not a markup')")
+        info = tmp_path / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[sync.schemes]\n{scheme} = {module}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert "(broken 1.0) does not import: RuntimeError: a [/] is not a markup" in out
+    assert out.count("first 1.0 and second 1.0; remove one") == 2
+    assert main(["list", "--json"]) == 0
+    plugins = {p["distribution"]: p for p in json.loads(capsys.readouterr().out)}
+    assert (plugins["first"]["conflicts"], plugins["second"]["conflicts"]) == (
+        ["second"],
+        ["first"],
+    )
+    monkeypatch.setenv("SYNC_DISABLE", "second,broken")
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out.count("disabled; to use it, take it out of SYNC_DISABLE") == 2
+    assert main(["list", "--json"]) == 0
+    plugins = {p["distribution"]: p for p in json.loads(capsys.readouterr().out)}
+    assert plugins["second"]["disabled"]
+    assert plugins["second"]["error"] is None
+    assert plugins["first"]["conflicts"] == []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("scheme", ["shm", "thread"])
+def test_bench_measures_and_checks(scheme: str) -> None:
+    command = ["bench", scheme, "--workers", "2", "--model", "small", "--rounds", "7", "--json"]
+    output = subprocess.run(
+        [sys.executable, "-m", "sync_tools", *command, "--slots", "4"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    ).stdout
+    measured = json.loads(output)
+    assert len(measured["seconds"]) == 7
+    assert min(measured["seconds"]) <= measured["median"] <= max(measured["seconds"])
+    assert measured["options"] == {"slots": 4}
+    assert (measured["share_of_limit"] is not None) == (scheme == "shm")
+
+
+@pytest.mark.timeout(120)
+def test_bench_of_increments(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "shm", "--workers", "1", "--model", "small", "--rounds", "7"]
+    assert main([*command, "--changed", "0.05", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["changed"] == 0.05
+    assert 0 < measured["travelled"] < measured["nbytes"] / 2
+    with pytest.raises(SystemExit):
+        main([*command, "--changed", "2"])
+    assert "--changed is a share" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(120)
+def test_bench_of_a_consolidated_model(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "thread", "--workers", "1", "--model", "small", "--rounds", "7"]
+    assert main([*command, "--consolidate"]) == 0
+    assert "consolidated" in capsys.readouterr().out
+
+
+def test_bench_collector_measures_frames_and_updates(capsys: pytest.CaptureFixture[str]) -> None:
+    only = ["--scheme", "thread", "--modes", "single", "--frames", "20", "--envs", "CartPole-v1"]
+    assert main(["bench", "collector", "--rounds", "7", "--json", *only]) == 0
+    (measured,) = json.loads(capsys.readouterr().out)
+    assert (measured["env"], measured["mode"], measured["workers"]) == ("CartPole-v1", "single", 1)
+    kinds = ("sync", "refresh", "by_hand", "bare")
+    for name in ("frames_per_second", *(f"{kind}_seconds" for kind in kinds)):
+        assert len(measured[name]) == 7
+        assert min(measured[name]) > 0
+    assert main(["bench", "collector", "--rounds", "7", *only, "Pendulum-v1"]) == 0
+    assert "Pendulum-v1" in capsys.readouterr().out
+
+
+BENCH = ["bench", "shm", "--workers", "1", "--model", "small"]
+
+
+@pytest.mark.usefixtures("without_dist")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "rpc"], "pip install sync-plugin-dist"),
+        (["bench", "none"], "moves no weights"),
+        (["bench", "collector", "--scheme", "none"], "moves no weights"),
+        ([*BENCH, "--slots", "x"], "takes slots: int | None, not 'x'"),
+        ([*BENCH, "--slots=x"], "takes slots: int | None, not 'x'"),
+        ([*BENCH, "--slots", "false"], "slots: int | None, not False"),
+        ([*BENCH, "--slot", "4"], "no option 'slot'"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "shm", "--rounds", "3"],
+        ["bench", "shm", "x"],
+        ["bench", "shm", "--layers", "['bf16']"],
+        ["bench", "collector", "--threads", "0"],
+        ["bench", "collector", "--frames", "0"],
+        ["bench", "collector", "--zero-copy"],
+        ["bench", "collector", "--consolidate"],
+        ["bench", "collector", "--model", "small"],
+        ["list", "--slots", "2"],
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
