@@ -21,8 +21,8 @@ import sync_core
 import sync_core.checks
 import sync_core.models
 import sync_core.transports
-import sync_core.workers
 import sync_plugin_std.stores
+import sync_plugin_std.workers
 import sync_plugin_torchrl  # noqa: F401 - found by its name, as the next
 import sync_plugin_trl  # noqa: F401
 import sync_testing.faults
@@ -45,10 +45,12 @@ PUBLIC = (
     "sync_core.checks",
     "sync_core.errors",
     "sync_core.hooks",
+    "sync_core.lazy",
     "sync_core.models",
     "sync_core.registry",
     "sync_core.transports",
-    "sync_core.workers",
+    "sync_plugin_std.local",
+    "sync_plugin_std.workers",
     "sync_tools",
     "sync_tools.bench",
     "sync_testing",
@@ -113,7 +115,7 @@ _KIT_PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         ),
     ),
     "shared-memory": (
-        "sync_core.transports",
+        "sync_plugin_std.local",
         "Transports over shared memory",
         (
             "SharedMemorySender",
@@ -128,7 +130,7 @@ _KIT_PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         ),
     ),
     "sockets": (
-        "sync_core.transports",
+        "sync_plugin_std.local",
         "Transports over sockets",
         (
             "ServingTransport",
@@ -146,7 +148,7 @@ _KIT_PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "transports": ("sync_core.transports", "Other parts of transports", ()),
     "launching": (
-        "sync_core.workers",
+        "sync_plugin_std.workers",
         "Start workers",
         (
             "LaunchedGroup",
@@ -157,7 +159,7 @@ _KIT_PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
             "preload",
         ),
     ),
-    "workers": ("sync_core.workers", "Worker groups and their calls", ()),
+    "workers": ("sync_plugin_std.workers", "Worker groups and their calls", ()),
 }
 _USER_ORDER = ("collector", "environments", "plugins", "layers", "errors", "commands", "ray")
 _AUTHOR_ORDER = (
@@ -175,6 +177,7 @@ _AUTHOR_ORDER = (
     "capabilities",
     "declarations",
     "registry",
+    "lazy",
     "tools",
     "checks",
     "testing",
@@ -205,6 +208,7 @@ def pages() -> dict[str, str]:
         "models": _exported("Models", "sync_core.models"),
         "checks": _exported("Checks of arguments", "sync_core.checks"),
         "declarations": _exported("Names of hooks and capabilities", "sync_core.hooks"),
+        "lazy": _exported("Packages that import late", "sync_core.lazy"),
         "registry": _exported("Registry of plugins", "sync_core.registry"),
         "tools": _exported("Commands", "sync_tools"),
         "measuring": _exported("Measuring a scheme", "sync_tools.bench"),

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 
 from sync_core import Answer
-from sync_core.transports import ControlPage, Offer, ProcessEvent
+from sync_plugin_std.local import ControlPage, Offer, ProcessEvent
 
 # Reads between two offers in the ordered kind, where each costs two changes of process.
 _ORDERED_SHARE = 10

@@ -27,7 +27,7 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_plugin_std.process_group import ProcessGroup
+from sync_plugin_std.workers.process_group import ProcessGroup
 from sync_testing.processes import descendants
 
 pytestmark = pytest.mark.timeout(60)

@@ -29,9 +29,9 @@ from sync_core import (
     SenderLostError,
     SendError,
 )
-from sync_core.workers.worker_group import WorkerGroup
-from sync_plugin_std.process_group import ProcessGroup
-from sync_plugin_std.thread_group import ThreadGroup
+from sync_core.worker_group import WorkerGroup
+from sync_plugin_std.workers.process_group import ProcessGroup
+from sync_plugin_std.workers.thread_group import ThreadGroup
 from sync_testing.processes import descendants
 
 pytestmark = pytest.mark.timeout(60)

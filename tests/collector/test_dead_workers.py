@@ -26,7 +26,7 @@ from sync_core import (
     WorkerLostError,
     hookimpl,
 )
-from sync_plugin_std.process_group import ProcessGroup
+from sync_plugin_std.workers.process_group import ProcessGroup
 from sync_testing.processes import descendants
 from sync_testing.worker_groups import eventually
 

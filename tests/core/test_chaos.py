@@ -26,7 +26,7 @@ from sync_core import (
     WorkerResult,
     WorkerTimeoutError,
 )
-from sync_plugin_std.thread_group import ThreadGroup
+from sync_plugin_std.workers.thread_group import ThreadGroup
 from sync_testing.faults import InjectedFaultError
 from sync_testing.schemes.pool import Pool
 from sync_testing.schemes.worker import Worker

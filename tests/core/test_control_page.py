@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sync_core import Answer
-from sync_core.transports import ControlPage, Offer, ProcessEvent, SharedMemory
+from sync_plugin_std.local import ControlPage, Offer, ProcessEvent, SharedMemory
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from sync_core import ClosedError, WorkerTimeoutError
-from sync_core.workers import LaunchedGroup, Launcher
+from sync_plugin_std.workers import LaunchedGroup, Launcher
 
 
 class Worker:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from sync_core.transports import LocalListener, connect_locally
+from sync_plugin_std.local import LocalListener, connect_locally
 
 pytestmark = [
     pytest.mark.timeout(30),

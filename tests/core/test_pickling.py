@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core.workers.calls import dumps, dumps_copy, loads
+from sync_plugin_std.workers.calls import dumps, dumps_copy, loads
 
 DTYPES = [
     torch.bool,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sync_core.workers import WorkerProcess, start_process
-from sync_core.workers.processes import FreshProcess, fork_server_pids
+from sync_plugin_std.workers import WorkerProcess, start_process
+from sync_plugin_std.workers.processes import FreshProcess, fork_server_pids
 from sync_testing.processes import descendants
 from sync_testing.worker_groups import eventually
 

@@ -10,7 +10,13 @@ import sys
 
 import pytest
 
-LAZY = ("sync_core", "sync_core.models", "sync_core.transports", "sync_core.workers")
+LAZY = (
+    "sync_core",
+    "sync_core.models",
+    "sync_core.transports",
+    "sync_plugin_std.local",
+    "sync_plugin_std.workers",
+)
 
 
 @pytest.mark.parametrize("package", LAZY)
@@ -35,7 +41,7 @@ def test_a_name_that_a_package_does_not_have(package: str) -> None:
 
 
 def test_kits_are_attributes_of_the_package() -> None:
-    source = "import sync_core; sync_core.transports.Publisher; sync_core.checks.check_count"
+    source = "import sync_core; sync_core.transports.Notice; sync_core.checks.check_count"
     subprocess.run([sys.executable, "-c", source], check=True, timeout=50)
 
 

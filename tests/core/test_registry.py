@@ -225,7 +225,7 @@ def test_a_plugin_made_for_this_core_is_loaded(site: Site, requires: list[str]) 
         (registry.SCHEMES, SCHEME.replace("capabilities", "others"), "declares no capabilities"),
         (registry.LAYERS, "x = 1", "none of prepare_weights, apply_weights, skip_update"),
         (registry.LAYERS, SCHEME, "create_transport, which would take the place of the scheme's"),
-        (registry.WORKERS, "x = 1", "not a subclass of sync_core.workers.WorkerGroup"),
+        (registry.WORKERS, "x = 1", "not a subclass of sync_core.WorkerGroup"),
     ],
 )
 def test_what_is_no_plugin(site: Site, group: str, source: str, message: str) -> None:
@@ -241,7 +241,7 @@ capabilities = frozenset({"cst", "partial", "mine"})
 def skip_update(context): return False
 """
 GROUP = """
-from sync_plugin_std.thread_group import ThreadGroup
+from sync_plugin_std.workers.thread_group import ThreadGroup
 class Group(ThreadGroup):
     capabilities = ThreadGroup.capabilities | {"cross-process"}
 """

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from sync_core import Layout, Payload, TransportContext
 from sync_core.errors import PayloadError
-from sync_core.transports import Block, Channel, Peer, Publisher, ServingTransport, shake_hands
-from sync_core.transports.channel import Message
+from sync_core.transports import Block
+from sync_plugin_std.local import Channel, Peer, Publisher, ServingTransport, shake_hands
+from sync_plugin_std.local.channel import Message
 
 exploded: list[str] = []
 

@@ -17,7 +17,8 @@ from sync_core import (
     Layout,
     Payload,
 )
-from sync_core.transports import Block, Publisher, Slot
+from sync_core.transports import Block
+from sync_plugin_std.local import Publisher, Slot
 
 VERSIONS = 3
 IDS = (0, 1)

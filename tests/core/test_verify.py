@@ -31,9 +31,10 @@ from sync_core import (
     WorkerError,
     hookimpl,
 )
-from sync_core.transports import PointToPointTransport, Publisher
+from sync_core.transports import PointToPointTransport
 from sync_core.verify import buckets, checksum
 from sync_core.weights.layout import Layout
+from sync_plugin_std.local import Publisher
 
 DTYPES = [
     torch.bool,

@@ -36,7 +36,7 @@ MADE_BY = {
         "os.register_at_fork",
         "signal.signal",
         "sync_core._util.release_with",
-        "sync_core.workers.release_with",
+        "sync_core.transports.release_with",
         "weakref.finalize",
     },
 }

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 import sync_core
-from sync_core import errors, registry
+from sync_core import WorkerGroup, errors, registry
 from sync_core import hooks as hookspecs
 from sync_core.hooks import HOOKS, LAYER_CAPABILITIES, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
-from sync_core.workers import WorkerGroup
 
 ROOT = Path(__file__).parents[2]
 _ASKED = re.compile(r'"(\w+)"\s+(?:not\s+)?in\s+[\w.]*capabilities')

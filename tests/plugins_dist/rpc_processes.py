@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from sync_core.workers import start_process
 from sync_plugin_dist.rpc_group import RpcGroup
 from sync_plugin_dist.rpc_world import initialised
+from sync_plugin_std.workers import start_process
 
 _NAMES = ("worker0", "worker1", "worker2")
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from sync_core import Answer, Receiver, Sender
-from sync_core.transports import Channel
+from sync_plugin_std.local import Channel
 from sync_testing.fuzz import Mutator, besiege, find, hostile
 
 pytestmark = pytest.mark.timeout(120)

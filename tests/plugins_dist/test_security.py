@@ -24,11 +24,11 @@ from sync_core import (
     SenderLostError,
     TransportContext,
 )
-from sync_core.transports import Channel, shake_hands
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.protocol import Endpoint, Transfer
 from sync_plugin_dist.receiver import create_receiver
 from sync_plugin_dist.rendezvous import Rendezvous
+from sync_plugin_std.local import Channel, shake_hands
 
 exploded: list[str] = []
 

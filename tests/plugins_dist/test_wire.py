@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sync_core.transports import Message
 from sync_plugin_dist.process_group import Link, TensorGroup
 from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous
+from sync_plugin_std.local import Message
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -20,8 +20,15 @@ from torch import Tensor, nn
 from sync_collector import Collector
 from sync_collector import testing as collectors
 from sync_collector.testing import CollectorConformance, FrameList, Scale, long_episodes
-from sync_core import ClosedError, ModelError, OptionError, PendingSend, RemoteCallError, Sender
-from sync_core.workers import WorkerGroup
+from sync_core import (
+    ClosedError,
+    ModelError,
+    OptionError,
+    PendingSend,
+    RemoteCallError,
+    Sender,
+    WorkerGroup,
+)
 from sync_plugin_ray.group import RayGroup
 from sync_testing.worker_groups import wait_for
 

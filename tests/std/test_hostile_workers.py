@@ -12,8 +12,8 @@ import pytest
 from torch import nn
 
 from sync_core import Answer, Receiver, Sender
-from sync_core.transports import Channel, SharedMemoryReceiver
-from sync_core.transports.control_page import _ANSWER, _ANSWER_AT, _CHECKSUM
+from sync_plugin_std.local import Channel, SharedMemoryReceiver
+from sync_plugin_std.local.control_page import _ANSWER, _ANSWER_AT, _CHECKSUM
 from sync_plugin_std.stores.store import Records
 from sync_plugin_std.stores.transport import StoreReceiver
 from sync_testing.fuzz import Mutator, besiege, find, hostile

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from sync_core import WorkerLostError
-from sync_plugin_std.process_group import ProcessGroup
+from sync_plugin_std.workers.process_group import ProcessGroup
 from sync_testing import worker_groups
 from sync_testing.worker_groups import eventually, pid_of, sleep, wait_for
 
@@ -194,7 +194,7 @@ class TestStop:
 
 SCRIPT = """
 import os, sys, time
-from sync_plugin_std.process_group import ProcessGroup
+from sync_plugin_std.workers.process_group import ProcessGroup
 
 class Host:
     def __init__(self, worker_id):

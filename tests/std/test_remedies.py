@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from sync_core import Address, OptionError, Receiver, RemoteCallError, Sender
-from sync_core.workers import WorkerGroup
-from sync_plugin_std.inline_group import InlineGroup
-from sync_plugin_std.process_group import ProcessGroup
-from sync_plugin_std.thread_group import ThreadGroup
+from sync_core import Address, OptionError, Receiver, RemoteCallError, Sender, WorkerGroup
+from sync_plugin_std.workers.inline_group import InlineGroup
+from sync_plugin_std.workers.process_group import ProcessGroup
+from sync_plugin_std.workers.thread_group import ThreadGroup
 
 pytestmark = pytest.mark.timeout(60)
 

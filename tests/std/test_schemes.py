@@ -29,8 +29,9 @@ from sync_core import (
     SendError,
 )
 from sync_core.errors import AddressError
-from sync_core.transports import Block, ProcessEvent, SharedMemoryReceiver
+from sync_core.transports import Block
 from sync_plugin_std import with_pipe
+from sync_plugin_std.local import ProcessEvent, SharedMemoryReceiver
 from sync_testing import SchemeConformance
 from sync_testing.faults import Fault, Faulty, few_descriptors
 from sync_testing.schemes.delivery import DeliveryCases

@@ -29,7 +29,7 @@ from sync_core import (
     TransportContext,
 )
 from sync_core.errors import PayloadError
-from sync_core.transports import (
+from sync_plugin_std.local import (
     Channel,
     ControlPage,
     Offer,
@@ -38,7 +38,8 @@ from sync_core.transports import (
     SharedMemoryReceiver,
     shake_hands,
 )
-from sync_core.transports.handshake import Greeting
+from sync_plugin_std.local.handshake import Greeting
+from sync_testing.faults import few_descriptors
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory of Linux")
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
-from sync_core import WorkerLostError
-from sync_core.workers import WorkerGroup
-from sync_plugin_std.inline_group import InlineGroup
-from sync_plugin_std.process_group import ProcessGroup
-from sync_plugin_std.thread_group import ThreadGroup
+from sync_core import WorkerGroup, WorkerLostError
+from sync_plugin_std.workers.inline_group import InlineGroup
+from sync_plugin_std.workers.process_group import ProcessGroup
+from sync_plugin_std.workers.thread_group import ThreadGroup
 from sync_testing import WorkerGroupConformance, worker_groups
 from sync_testing.interrupts import interrupted
 from sync_testing.worker_groups import Closed, Counter

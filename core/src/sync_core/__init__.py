@@ -1,12 +1,12 @@
 """Weight synchronisation for reinforcement learning and RLHF, as a plugin framework.
 
-The kits for plugins are `sync_core.transports`, `sync_core.workers`, `sync_core.models`,
-`sync_core.checks` and `sync_testing`; all errors are in `sync_core.errors`.
+For authors of plugins: `sync_core.transports`, `sync_core.models`, `sync_core.hooks`,
+`sync_core.registry`, `sync_core.checks` and `sync_core.lazy`. All errors are in `sync_core.errors`.
 """
 
 from typing import TYPE_CHECKING
 
-from sync_core._lazy import lazy_names
+from sync_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from sync_core.address import Address
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from sync_core.transports.transport import Answer, Delivery, ReceiverTransport, SenderTransport
     from sync_core.weights.layout import Layout, TensorSpec
     from sync_core.weights.payload import Payload, Update
+    from sync_core.worker_group import WorkerGroup
 
 __version__ = "0.1.0"
 
@@ -112,9 +113,10 @@ _MODULES = {
     ),
     "sync_core.weights.layout": ("Layout", "TensorSpec"),
     "sync_core.weights.payload": ("Payload", "Update"),
+    "sync_core.worker_group": ("WorkerGroup",),
 }
 
-_KITS = ("checks", "errors", "hooks", "models", "registry", "transports", "workers")
+_KITS = ("checks", "errors", "hooks", "lazy", "models", "registry", "transports")
 
 __all__ = [
     "Address",
@@ -160,6 +162,7 @@ __all__ = [
     "Update",
     "WorkerError",
     "WorkerFailure",
+    "WorkerGroup",
     "WorkerLostError",
     "WorkerResult",
     "WorkerState",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from math import isnan
 from numbers import Integral, Real
 from typing import Any
 
-from sync_core.errors import OptionError
+from sync_core.errors import OptionError, UnknownWorkerError
 
 __all__ = [
     "check_count",
@@ -17,6 +18,8 @@ __all__ = [
     "check_mapping",
     "check_path",
     "check_seconds",
+    "normalize",
+    "normalize_one",
 ]
 
 
@@ -104,3 +107,47 @@ def check_seconds(seconds: float, name: str = "timeout") -> float:
     if not valid or isnan(seconds) or seconds < 0:
         raise OptionError(f"{name} is a number of seconds, not {seconds!r}")
     return min(float(seconds), _LONGEST)
+
+
+def normalize(worker_ids: int | Iterable[int] | None, known: Iterable[int]) -> tuple[int, ...]:
+    """The worker ids meant, each once, in the order given.
+
+    Args:
+        worker_ids: one id, several, or None for all. Anything with ``__index__`` is an id (numpy
+            integers are), except True and False. No ids mean no workers.
+        known: the ids there are.
+
+    Raises:
+        UnknownWorkerError: an unknown id; ids are not negative.
+
+    Example:
+        >>> normalize([2, 0, 2], known=range(4))
+        (2, 0)
+    """
+    everybody = tuple(known)
+    if worker_ids is None:
+        return everybody
+    given = worker_ids if isinstance(worker_ids, Iterable) else (worker_ids,)
+    return tuple(dict.fromkeys(_normalize_one(worker_id, everybody) for worker_id in given))
+
+
+def normalize_one(worker_id: int, known: Iterable[int]) -> int:
+    """The one worker meant.
+
+    Raises:
+        UnknownWorkerError: there is no such worker.
+    """
+    return _normalize_one(worker_id, tuple(known))
+
+
+def _normalize_one(worker_id: Any, known: tuple[int, ...]) -> int:
+    message = f"there is no worker {worker_id!r}; the workers are {list(known)}"
+    if isinstance(worker_id, bool):
+        raise UnknownWorkerError(message)
+    try:
+        index = operator.index(worker_id)
+    except TypeError as error:
+        raise UnknownWorkerError(message) from error
+    if index not in known:
+        raise UnknownWorkerError(message)
+    return index

@@ -43,7 +43,7 @@ from sync_core.hooks import (
     check_hooks,
 )
 from sync_core.report import Reporter
-from sync_core.workers.worker_group import WorkerGroup
+from sync_core.worker_group import WorkerGroup
 
 __all__ = [
     "DISABLE",
@@ -472,7 +472,7 @@ def _name_of(given: Any) -> str:
 def _check(owner: str, group: str, plugin: Any) -> None:
     if group == WORKERS:
         if not (inspect.isclass(plugin) and issubclass(plugin, WorkerGroup)):
-            raise NotAPluginError(f"{owner} is not a subclass of sync_core.workers.WorkerGroup")
+            raise NotAPluginError(f"{owner} is not a subclass of sync_core.WorkerGroup")
         return
     hooks = check_hooks(owner, plugin)
     if group == LAYERS:

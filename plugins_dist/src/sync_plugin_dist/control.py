@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from sync_core import SenderLostError, TransportContext
-from sync_core.transports import Channel, Message, connect_locally, same_user
+from sync_plugin_std.local import Channel, Message, connect_locally, same_user
 
 
 def connect(context: TransportContext) -> socket.socket:

@@ -2,13 +2,13 @@
 
 Control goes over a connection that the worker opens, by TCP or, on the sender's machine, by a unix
 socket. In the latter case the worker reads a version in the slot where it was packed, and all is as
-`sync_core.transports.SharedMemorySender` says. To the others the weights go over process groups
+`sync_plugin_std.local.SharedMemorySender` says. To the others the weights go over process groups
 that the sender opens and names by numbers; it is at rank 0 of each.
 
 ========  ======================================  ==============================================
 from      message                                 meaning
 ========  ======================================  ==============================================
-both      `sync_core.transports.shake_hands`      the beginning: both know the token
+both      `sync_plugin_std.local.shake_hands`      the beginning: both know the token
 sender    ``welcome``                             accepted
 sender    ``offer``, version                      there is a newer version for this worker
 worker    ``take``                                it waits for the newest version now
@@ -34,7 +34,7 @@ import socket
 from dataclasses import dataclass, fields
 from typing import Self
 
-from sync_core.transports import Message
+from sync_plugin_std.local import Message
 
 
 @dataclass(frozen=True, slots=True)

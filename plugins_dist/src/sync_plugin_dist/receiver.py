@@ -19,14 +19,7 @@ from sync_core import (
     TransportContext,
 )
 from sync_core.errors import PayloadError
-from sync_core.transports import (
-    Block,
-    Channel,
-    Message,
-    SharedMemoryReceiver,
-    farewell,
-    shake_hands,
-)
+from sync_core.transports import Block
 from sync_plugin_dist.chunks import cut
 from sync_plugin_dist.control import ControlChannel, connect
 from sync_plugin_dist.descriptors import advice, enough_descriptors
@@ -34,6 +27,13 @@ from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.protocol import Farewell, Transfer
 from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous
+from sync_plugin_std.local import (
+    Channel,
+    Message,
+    SharedMemoryReceiver,
+    farewell,
+    shake_hands,
+)
 
 
 def create_receiver(context: TransportContext, options: DistOptions) -> ReceiverTransport:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from sync_core.transports import Message
+from sync_plugin_std.local import Message
 
 # The keys of an end take some hundred bytes, and 8 more for each other end.
 _MAX_VALUE = 1 << 16

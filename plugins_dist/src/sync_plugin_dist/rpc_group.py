@@ -16,10 +16,10 @@ from torch.distributed import rpc
 
 from sync_core import OptionError
 from sync_core.checks import check_count
-from sync_core.workers import CallOutcome, LaunchedGroup, Launcher, RemoteCall, pickle_factory
 from sync_plugin_dist import rpc_host
 from sync_plugin_dist.rpc_host import Message, pack, unpack
 from sync_plugin_dist.rpc_world import choose_workers, initialised
+from sync_plugin_std.workers import CallOutcome, LaunchedGroup, Launcher, RemoteCall, pickle_factory
 
 # How often a worker with nothing to do is asked whether it can be reached: torch RPC notices the
 # end of a connection only while a call waits for an answer.

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import torch
 from torch.distributed import rpc
 
-from sync_core.workers import CallOutcome, close_hosted
+from sync_plugin_std.workers import CallOutcome, close_hosted
 
 #: A pickle, then the memory of each big array in it.
 Message = list[torch.Tensor]

@@ -8,15 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from sync_core import Answer, Delivery, OptionError, Payload, TransportContext
-from sync_core.transports import (
-    LocalListener,
-    Message,
-    Publisher,
-    SharedMemorySender,
-    SharedSlots,
-    Slot,
-    uninterrupted,
-)
+from sync_core.transports import uninterrupted
 from sync_plugin_dist.chunks import pack
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.process_group import TensorGroup
@@ -24,6 +16,14 @@ from sync_plugin_dist.protocol import Endpoint, listen
 from sync_plugin_dist.rendezvous import Rendezvous
 from sync_plugin_dist.stream import Stream
 from sync_plugin_dist.stream_owner import DistPeer, StreamOwner
+from sync_plugin_std.local import (
+    LocalListener,
+    Message,
+    Publisher,
+    SharedMemorySender,
+    SharedSlots,
+    Slot,
+)
 
 _DO_WITHOUT = "type shared_memory=False, and workers of this machine are sent weights as others are"
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from sync_core.transports import Message, Slot
 from sync_plugin_dist.chunks import cut
 from sync_plugin_dist.descriptors import advice, enough_descriptors
 from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous, read_key
 from sync_plugin_dist.stream_owner import DistPeer, StreamOwner
+from sync_plugin_std.local import Message, Slot
 
 
 class LockedTimer:

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sync_core.transports import LocalPeer, Message, Publisher, Slot
 from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.rendezvous import Rendezvous
+from sync_plugin_std.local import LocalPeer, Message, Publisher, Slot
 
 
 @dataclass(eq=False)

@@ -14,10 +14,10 @@ import ray
 
 from sync_core import OptionError, RemoteCallError
 from sync_core.checks import check_count, check_mapping
-from sync_core.workers import LaunchedGroup, Launcher
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.host import encode
 from sync_plugin_ray.worker import ActorWorker, name_of
+from sync_plugin_std.workers import LaunchedGroup, Launcher
 
 _USUAL = {"num_cpus": 1.0, "num_gpus": 0.2, "memory": 2.0 * 1024**3}
 _NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}

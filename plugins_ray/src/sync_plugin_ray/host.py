@@ -74,7 +74,7 @@ class Host:
         self._worker_id, self._hosted = worker_id, made.value
         if hasattr(type(made.value), "close"):
             # Here, and not above: with it comes torch, seconds that other objects need not wait.
-            self._close = import_module("sync_core.workers").close_hosted
+            self._close = import_module("sync_plugin_std.workers").close_hosted
         return _encode(Returned(None))
 
     def run(self, call: bytes) -> bytes | None:

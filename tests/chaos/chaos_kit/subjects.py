@@ -8,8 +8,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from sync_core import registry
-from sync_core.workers import WorkerGroup
+from sync_core import WorkerGroup, registry
 
 
 @dataclass(frozen=True, kw_only=True)

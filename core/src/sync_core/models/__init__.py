@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from sync_core._lazy import lazy_names
+from sync_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from sync_core.models.binding import Binding, consolidate

@@ -21,7 +21,7 @@ from sync_core.errors import (
 from sync_core.report import SendReport
 from sync_core.sending.membership import Membership
 from sync_core.sending.worker_state import WorkerStatus
-from sync_core.workers.worker_group import WorkerGroup
+from sync_core.worker_group import WorkerGroup
 
 _log = logging.getLogger("sync_core")
 
@@ -82,7 +82,7 @@ class FailurePolicy:
         if group is not None and not isinstance(group, WorkerGroup):
             raise OptionError(
                 f"group={group!r} is not a worker group; give the one that runs the workers, such "
-                "as sync_plugin_std.process_group.ProcessGroup(…)"
+                "as sync_plugin_std.workers.process_group.ProcessGroup(…)"
             )
         if group is not None and "restart" not in group.capabilities:
             raise OptionError(f"group={type(group).__name__} cannot restart its workers")

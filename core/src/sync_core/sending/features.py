@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sync_core.address import Address
 from sync_core.models.extract import Strategy, gathered
-from sync_core.workers.worker_group import WorkerGroup
+from sync_core.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from sync_core.increments.options import Increments

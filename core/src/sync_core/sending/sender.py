@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sync_core._util import Stopwatch, release_with
 from sync_core.address import Address, Verify
-from sync_core.checks import check_count, check_function, check_seconds
+from sync_core.checks import check_count, check_function, check_seconds, normalize, normalize_one
 from sync_core.errors import ClosedError, OptionError, PendingSendError
 from sync_core.models.extract import Strategy
 from sync_core.models.multi_model import either
@@ -25,18 +25,12 @@ from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
 from sync_core.sending.pipeline import Pipeline, Source, Terms
 from sync_core.sending.updater import Updater
+from sync_core.sending.worker_ids import as_id, check_handle, count_workers
 from sync_core.sending.worker_state import WorkerStatus
 from sync_core.stack import PushCounter
 from sync_core.transports.transport import SenderTransport
 from sync_core.weights.payload import Update
-from sync_core.workers.worker_group import WorkerGroup
-from sync_core.workers.worker_ids import (
-    as_id,
-    check_handle,
-    count_workers,
-    normalize,
-    normalize_one,
-)
+from sync_core.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from sync_core.increments.options import Increments

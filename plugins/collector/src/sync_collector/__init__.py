@@ -3,7 +3,7 @@
 from sync_collector.collector import Collector
 from sync_collector.delivery import CollectorStats
 from sync_collector.evaluation import Evaluation
-from sync_core.workers import preload
+from sync_plugin_std.workers import preload
 
 preload("sync_collector.collector_worker")
 

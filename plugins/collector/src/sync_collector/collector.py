@@ -57,6 +57,7 @@ from sync_core import (
     PendingSend,
     Sender,
     SendReport,
+    WorkerGroup,
 )
 from sync_core.checks import (
     check_count,
@@ -66,13 +67,8 @@ from sync_core.checks import (
     check_path,
     check_seconds,
 )
-from sync_core.workers import (
-    WorkerGroup,
-    check_worker_options,
-    choose_group,
-    release_with,
-    shares_policy,
-)
+from sync_core.transports import release_with
+from sync_plugin_std.workers import check_worker_options, choose_group, shares_policy
 
 Result = TypeVar("Result")
 

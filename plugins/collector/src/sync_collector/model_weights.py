@@ -31,8 +31,9 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_core.checks import normalize
 from sync_core.models import resolve
-from sync_core.workers import gather, normalize, shares_policy
+from sync_plugin_std.workers import gather, shares_policy
 
 #: The weights of models, by their names.
 Weights: TypeAlias = Mapping[str, Mapping[str, Tensor]]

@@ -15,9 +15,8 @@ from torch import nn
 from sync_collector.devices import Devices
 from sync_collector.policies import exploration
 from sync_collector.rollout import RolloutOptions
-from sync_core import OptionError
+from sync_core import OptionError, WorkerGroup
 from sync_core.checks import check_count, check_mapping
-from sync_core.workers import WorkerGroup
 
 
 def count_workers(num_workers: int | None, create_env_fn: Any) -> int:

@@ -20,7 +20,7 @@ from sync_collector.worker_pool import WorkerPool
 from sync_core import Address, ClosedError, ModelError, Receiver, SenderLostError, Update
 from sync_core.checks import check_mapping
 from sync_core.models import Binding, named_tensors, receive_together
-from sync_core.workers import release_with
+from sync_core.transports import release_with
 
 # How long a thread waits for a version before it waits again, in seconds; closing ends the wait.
 _WAITING = 3600.0

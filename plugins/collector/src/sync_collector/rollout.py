@@ -25,7 +25,7 @@ from sync_collector.loops import BetweenSteps, Steps, TensorDictLoop
 from sync_collector.policies import TensorDictPolicy, TensorPolicy, acting, adapt
 from sync_collector.policy_module import initialise, is_lazy
 from sync_collector.trajectories import TrajectoryIds
-from sync_core.workers import release_with
+from sync_core.transports import release_with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from sync_core import OptionError
 from sync_core.checks import check_mapping
-from sync_core.workers import shares_policy
+from sync_plugin_std.workers import shares_policy
 
 POLICY = "policy"
 

@@ -15,7 +15,7 @@ from sync_collector.delivery import BatchDelivery
 from sync_collector.model_weights import ModelWeights
 from sync_collector.worker_pool import WorkerPool
 from sync_core import RemoteCallError
-from sync_core.workers import gather
+from sync_plugin_std.workers import gather
 
 
 @dataclass(frozen=True, slots=True)

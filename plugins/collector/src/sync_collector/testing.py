@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.trajectories import PER_WORKER
-from sync_core import ClosedError, ModelError, PendingSend, RemoteCallError, SendReport
-from sync_core.workers import WorkerGroup, choose_group
+from sync_core import ClosedError, ModelError, PendingSend, RemoteCallError, SendReport, WorkerGroup
+from sync_plugin_std.workers import choose_group
 from sync_testing.cases import Conformance
 
 

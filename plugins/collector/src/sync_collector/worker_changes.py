@@ -21,9 +21,8 @@ from sync_collector.schemes import POLICY
 from sync_collector.worker_pool import WorkerPool
 from sync_collector.worker_spec import WorkerSpecs
 from sync_core import Layout, ModelError, OptionError
-from sync_core.checks import check_count
+from sync_core.checks import check_count, normalize
 from sync_core.models import check_match, named_tensors
-from sync_core.workers import normalize
 
 
 class WorkerChanges:

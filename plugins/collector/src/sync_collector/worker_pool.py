@@ -23,10 +23,11 @@ from sync_core import (
     SendReport,
     UnknownWorkerError,
     WorkerError,
+    WorkerGroup,
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_core.workers import WorkerGroup, gather
+from sync_plugin_std.workers import gather
 
 _log = logging.getLogger("sync_core")
 

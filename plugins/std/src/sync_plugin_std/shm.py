@@ -13,7 +13,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.errors import AddressError
-from sync_core.transports import (
+from sync_plugin_std.local import (
     Channel,
     LocalListener,
     LocalPeer,

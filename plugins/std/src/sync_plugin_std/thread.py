@@ -22,7 +22,8 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.errors import AddressError
-from sync_core.transports import Block, Publisher, Slot
+from sync_core.transports import Block
+from sync_plugin_std.local import Publisher, Slot
 
 _publishers: weakref.WeakValueDictionary[str, Publisher] = weakref.WeakValueDictionary()
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from sync_core import Receiver, Sender, SenderLostError, SendError
-from sync_core.transports.channel import Channel, Message
+from sync_plugin_std.local.channel import Channel, Message
 
 Found = TypeVar("Found")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sync_core.workers import fork_server_pids
+from sync_plugin_std.workers import fork_server_pids
 
 
 def descendants() -> set[int]:

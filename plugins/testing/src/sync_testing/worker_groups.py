@@ -21,10 +21,10 @@ from sync_core import (
     ClosedError,
     RemoteCallError,
     UnknownWorkerError,
+    WorkerGroup,
     WorkerLostError,
     WorkerTimeoutError,
 )
-from sync_core.workers import WorkerGroup
 from sync_testing.cases import Conformance
 from sync_testing.expectations import ALIVE, CALLS, CLOSED, MEMBERS, RECEIVED, REMOTE_ERROR
 

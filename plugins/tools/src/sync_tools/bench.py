@@ -27,11 +27,12 @@ from sync_core import (
     SenderLostError,
     SyncError,
     Update,
+    WorkerGroup,
     registry,
 )
 from sync_core.models import Binding, consolidate
 from sync_core.transports import Block
-from sync_core.workers import WorkerGroup, choose_group, shares_policy
+from sync_plugin_std.workers import choose_group, shares_policy
 
 __all__ = [
     "MODELS",

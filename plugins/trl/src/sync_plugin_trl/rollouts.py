@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from sync_core import Address, Receiver, Sender, SendReport, SyncError
 from sync_core.checks import check_count, check_seconds
-from sync_core.workers import choose_group, gather, release_with
+from sync_core.transports import release_with
+from sync_plugin_std.workers import choose_group, gather
 
 Tokens = list[int]
 

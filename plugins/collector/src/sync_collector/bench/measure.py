@@ -18,8 +18,8 @@ from torch import Tensor
 from sync_collector import Collector
 from sync_collector.bench.training import BenchPolicy, torch_threads, train
 from sync_collector.envs import GymEnv
-from sync_core import Address, Receiver, Sender
-from sync_core.workers import WorkerGroup, choose_group
+from sync_core import Address, Receiver, Sender, WorkerGroup
+from sync_plugin_std.workers import choose_group
 from sync_tools.bench import check_measurable, measure
 
 _WARM_UP = 2

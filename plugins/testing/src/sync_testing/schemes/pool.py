@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Protocol
 
 import pytest
 
-from sync_core import PendingSend, Sender, SendError, SendReport, registry
-from sync_core.workers import WorkerGroup, choose_group
+from sync_core import PendingSend, Sender, SendError, SendReport, WorkerGroup, registry
+from sync_plugin_std.workers import choose_group
 from sync_testing.cases import Conformance
 from sync_testing.schemes.worker import Worker
 

@@ -28,7 +28,7 @@ from sync_core import registry
 from sync_core.errors import PluginNotFoundError
 from sync_core.hooks import Finding
 from sync_core.registry import owner_of
-from sync_core.workers import WorkerProcess, start_process
+from sync_plugin_std.workers import WorkerProcess, start_process
 from sync_tools.commands.findings import check_imports, check_machine, check_plugins
 from sync_tools.commands.listing import make_console
 from sync_tools.commands.scheme_options import format_scheme_options, parse_scheme_options

@@ -14,11 +14,10 @@ from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
 from rich.table import Table
 
-from sync_core import registry
+from sync_core import WorkerGroup, registry
 from sync_core.errors import PluginError, RequirementError
 from sync_core.hooks import HOOKS, implemented
 from sync_core.registry import core_requirement, entry_points_of, owner_of
-from sync_core.workers import WorkerGroup
 
 _TITLES = {
     registry.SCHEMES: "schemes",

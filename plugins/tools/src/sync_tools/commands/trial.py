@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from sync_core import Sender, registry
+from sync_core import Sender, WorkerGroup, registry
 from sync_core.errors import OptionError, SendError, SyncError
-from sync_core.workers import WorkerGroup, choose_group, gather, shares_policy
+from sync_plugin_std.workers import choose_group, gather, shares_policy
 from sync_tools.bench import SETTLE_SECONDS, BenchWorker, make_model, mark
 from sync_tools.commands.doctor import MODEL, VERSIONS, WORKERS, Outcome
 from sync_tools.commands.findings import check_scheme

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from sync_core.workers import CallOutcome, close_hosted
 from sync_plugin_std.framing import Part, receive_message, send_message
+from sync_plugin_std.workers import CallOutcome, close_hosted
 
 
 @dataclass(frozen=True, slots=True)

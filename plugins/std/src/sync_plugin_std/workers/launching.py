@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Generic, Protocol, TypeVar
 
-from sync_core._util import release_with
+from sync_core import WorkerGroup
 from sync_core.checks import check_count, check_seconds
 from sync_core.errors import ClosedError, UnknownWorkerError, WorkerTimeoutError
-from sync_core.workers.worker_group import WorkerGroup
+from sync_core.transports import release_with
 
 # Time to end workers of a group that failed to start, or was forgotten.
 _SHORT = 2.0

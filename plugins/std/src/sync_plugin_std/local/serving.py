@@ -13,8 +13,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from sync_core._util import uninterrupted
-from sync_core.transports.channel import (
+from sync_core import SenderTransport
+from sync_core.transports import uninterrupted
+from sync_plugin_std.local.channel import (
     MAX_MESSAGE,
     TOO_MANY_FILES,
     Channel,
@@ -22,9 +23,8 @@ from sync_core.transports.channel import (
     no_more_descriptors,
     same_user,
 )
-from sync_core.transports.handshake import MAX_HELLO, Greeting
-from sync_core.transports.publisher import Publisher
-from sync_core.transports.transport import SenderTransport
+from sync_plugin_std.local.handshake import MAX_HELLO, Greeting
+from sync_plugin_std.local.publisher import Publisher
 
 _log = logging.getLogger("sync_core")
 # Of connections that have not proved that they know the token.

@@ -29,14 +29,14 @@ from pathlib import Path
 import torch
 
 from sync_core.errors import CapacityError, OptionError
-from sync_core.transports.channel import (
+from sync_core.transports import Block
+from sync_plugin_std.local.channel import (
     TOO_MANY_FILES,
     Channel,
     Message,
     no_more_descriptors,
 )
-from sync_core.transports.publisher import Slot
-from sync_core.weights.block import Block
+from sync_plugin_std.local.publisher import Slot
 
 # https://man7.org/linux/man-pages/man2/F_GET_SEALS.2const.html; fcntl knows it by name since 3.13.
 _F_SEAL_FUTURE_WRITE = 0x10

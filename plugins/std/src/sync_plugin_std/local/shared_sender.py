@@ -42,19 +42,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from sync_core._util import uninterrupted
+from sync_core import Answer, Delivery, Payload
 from sync_core.errors import CapacityError
-from sync_core.transports.channel import Message
-from sync_core.transports.control_page import ControlPage, ProcessEvent
-from sync_core.transports.publisher import Publisher, Slot
-from sync_core.transports.serving import Peer, ServingTransport
-from sync_core.transports.shared_memory import SharedSlots
-from sync_core.transports.transport import Answer, Delivery
-from sync_core.weights.block import Block
-from sync_core.weights.payload import Payload
+from sync_core.transports import Block, uninterrupted
+from sync_plugin_std.local.channel import Message
+from sync_plugin_std.local.control_page import ControlPage, ProcessEvent
+from sync_plugin_std.local.publisher import Publisher, Slot
+from sync_plugin_std.local.serving import Peer, ServingTransport
+from sync_plugin_std.local.shared_memory import SharedSlots
 
 if TYPE_CHECKING:
-    from sync_core.hooks import TransportContext
+    from sync_core import TransportContext
 
 
 # So long a send is woken by the worker that is likely to answer last, and from then on by each, in

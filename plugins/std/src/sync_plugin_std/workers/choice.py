@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sync_core import registry
+from sync_core import WorkerGroup, registry
 from sync_core.checks import check_mapping
 from sync_core.errors import OptionError
-from sync_core.workers.worker_group import WorkerGroup
 
 
 def choose_group(schemes: Sequence[Any], workers: Any) -> type[WorkerGroup]:

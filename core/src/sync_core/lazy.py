@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+__all__ = ["lazy_names"]
+
 
 def lazy_names(
     package: str, modules: Mapping[str, Sequence[str]], submodules: Collection[str] = ()

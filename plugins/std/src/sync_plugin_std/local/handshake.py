@@ -25,7 +25,7 @@ import secrets
 from dataclasses import dataclass
 
 from sync_core.errors import SenderLostError
-from sync_core.transports.channel import MAX_MESSAGE, Channel, Message
+from sync_plugin_std.local.channel import MAX_MESSAGE, Channel, Message
 
 #: The size of the longest message before both ends have proved that they know the token.
 MAX_HELLO = 4096

@@ -10,8 +10,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
-from sync_core.workers import CallOutcome, LaunchedGroup, Launcher, RemoteCall, close_hosted
-from sync_plugin_std.process_rpc import PendingCalls
+from sync_plugin_std.workers import CallOutcome, LaunchedGroup, Launcher, RemoteCall, close_hosted
+from sync_plugin_std.workers.process_rpc import PendingCalls
 
 
 class ThreadGroup(LaunchedGroup["ThreadWorker"]):

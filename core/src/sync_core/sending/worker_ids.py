@@ -1,44 +1,13 @@
-"""Checks and normal forms of worker ids."""
+"""Checks of the workers that a sender is given."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sync_core.checks import check_count
-from sync_core.errors import OptionError, UnknownWorkerError
-
-
-def normalize(worker_ids: int | Iterable[int] | None, known: Iterable[int]) -> tuple[int, ...]:
-    """The worker ids meant, each once, in the order given.
-
-    Args:
-        worker_ids: one id, several, or None for all. Anything with ``__index__`` is an id (numpy
-            integers are), except True and False. No ids mean no workers.
-        known: the ids there are.
-
-    Raises:
-        UnknownWorkerError: an unknown id; ids are not negative.
-
-    Example:
-        >>> normalize([2, 0, 2], known=range(4))
-        (2, 0)
-    """
-    everybody = tuple(known)
-    if worker_ids is None:
-        return everybody
-    given = worker_ids if isinstance(worker_ids, Iterable) else (worker_ids,)
-    return tuple(dict.fromkeys(_normalize_one(worker_id, everybody) for worker_id in given))
-
-
-def normalize_one(worker_id: int, known: Iterable[int]) -> int:
-    """The one worker meant.
-
-    Raises:
-        UnknownWorkerError: there is no such worker.
-    """
-    return _normalize_one(worker_id, tuple(known))
+from sync_core.errors import OptionError
 
 
 def as_id(worker_id: int) -> int:
@@ -89,16 +58,3 @@ def check_handle(worker: Any, *, needed: bool) -> None:
 
 def _no_id(worker_id: object) -> str:
     return f"the id of a worker is a number from 0 on, not {worker_id!r}"
-
-
-def _normalize_one(worker_id: Any, known: tuple[int, ...]) -> int:
-    message = f"there is no worker {worker_id!r}; the workers are {list(known)}"
-    if isinstance(worker_id, bool):
-        raise UnknownWorkerError(message)
-    try:
-        index = operator.index(worker_id)
-    except TypeError as error:
-        raise UnknownWorkerError(message) from error
-    if index not in known:
-        raise UnknownWorkerError(message)
-    return index

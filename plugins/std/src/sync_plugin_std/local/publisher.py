@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from sync_core._util import uninterrupted
+from sync_core import Answer, Delivery, Payload
 from sync_core.errors import (
     CapacityError,
     ClosedError,
@@ -16,9 +16,7 @@ from sync_core.errors import (
     WorkerError,
     WorkerLostError,
 )
-from sync_core.transports.transport import Answer, Delivery, Notice, unheard
-from sync_core.weights.block import Block
-from sync_core.weights.payload import Payload
+from sync_core.transports import Block, Notice, unheard, uninterrupted
 
 # The newest version, the one that is being written, and one that is still read.
 _USUAL = 3

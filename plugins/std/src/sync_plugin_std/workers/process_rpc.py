@@ -16,9 +16,9 @@ from multiprocessing import current_process
 from queue import SimpleQueue
 from typing import Any
 
-from sync_core.workers import CallOutcome, RemoteCall, start_process
 from sync_plugin_std.framing import Part, encode, receive_message
-from sync_plugin_std.process_worker import Startup
+from sync_plugin_std.workers import CallOutcome, RemoteCall, start_process
+from sync_plugin_std.workers.process_worker import Startup
 
 
 class PendingCalls:
@@ -131,7 +131,7 @@ class Outbox:
         return bool(pieces)
 
 
-_MAIN = "sync_plugin_std.process_worker:main"
+_MAIN = "sync_plugin_std.workers.process_worker:main"
 
 # From the end of its connection to the end of a process: closing a GPU takes a moment.
 _BURIAL = 5.0

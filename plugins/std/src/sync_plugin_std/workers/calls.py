@@ -141,7 +141,7 @@ class CallOutcome:
         cause: the exception, where there is one that could travel.
 
     Example:
-        >>> from sync_core.workers import RemoteCall
+        >>> from sync_plugin_std.workers import RemoteCall
         >>> call = RemoteCall(0, divmod)
         >>> message = call.pickle((3,), {})
         >>> reply = CallOutcome.of_pickled(message, 7).pickle()  # in the worker, which hosts 7

@@ -27,8 +27,8 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sync_core.transports.shared_memory import SharedMemory
-from sync_core.transports.transport import Answer
+from sync_core import Answer
+from sync_plugin_std.local.shared_memory import SharedMemory
 
 _NBYTES = mmap.PAGESIZE
 _CHECKSUM = struct.Struct("=I")

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
-from sync_core.workers import CallOutcome, LaunchedGroup, Launcher, RemoteCall, close_hosted
+from sync_plugin_std.workers import CallOutcome, LaunchedGroup, Launcher, RemoteCall, close_hosted
 
 
 class InlineGroup(LaunchedGroup["InlineWorker"]):

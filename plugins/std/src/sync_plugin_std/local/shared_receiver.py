@@ -8,17 +8,16 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from sync_core import Answer, Payload, ReceiverTransport
 from sync_core.errors import CapacityError, PayloadError, SenderLostError
-from sync_core.transports.channel import Channel, Message
-from sync_core.transports.control_page import ControlPage, Offer, ProcessEvent
-from sync_core.transports.handshake import shake_hands
-from sync_core.transports.serving import farewell
-from sync_core.transports.shared_memory import MappedSlots
-from sync_core.transports.transport import Answer, ReceiverTransport
-from sync_core.weights.payload import Payload
+from sync_plugin_std.local.channel import Channel, Message
+from sync_plugin_std.local.control_page import ControlPage, Offer, ProcessEvent
+from sync_plugin_std.local.handshake import shake_hands
+from sync_plugin_std.local.serving import farewell
+from sync_plugin_std.local.shared_memory import MappedSlots
 
 if TYPE_CHECKING:
-    from sync_core.hooks import TransportContext
+    from sync_core import TransportContext
 
 _BROKEN = "the sender does not keep to the protocol: {}"
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from sync_core.workers.fork_server import ForkRequest, receive_reply, send_request
+from sync_plugin_std.workers.fork_server import ForkRequest, receive_reply, send_request
 
 
 class WorkerProcess(ABC):
@@ -122,7 +122,7 @@ def _close(*descriptors: int) -> None:
 _BOOT = (
     "import sys; main, fds, args = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]); "
     "given, sys.path[:] = sys.argv[4:4 + fds + args], sys.argv[4 + fds + args:]; "
-    "del sys.argv[1:]; from sync_core.workers.fork_server import run; "
+    "del sys.argv[1:]; from sync_plugin_std.workers.fork_server import run; "
     "run(main, [*map(int, given[:fds]), *given[fds:]])"
 )
 
@@ -166,7 +166,7 @@ class FreshProcess(WorkerProcess):
 _BOOT_SERVER = (
     "import gc, sys; gc.disable(); "
     "control, load = int(sys.argv[1]), sys.argv[2]; sys.path[:] = sys.argv[3:]; del sys.argv[1:]; "
-    "from sync_core.workers.fork_server import main; main(control, load)"
+    "from sync_plugin_std.workers.fork_server import main; main(control, load)"
 )
 
 # Loading torch takes seconds, and the machine may be busy.

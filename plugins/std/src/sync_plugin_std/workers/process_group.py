@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
-from sync_core.workers import LaunchedGroup, Launcher, pickle_factory
-from sync_plugin_std.process_rpc import Child
+from sync_plugin_std.workers import LaunchedGroup, Launcher, pickle_factory
+from sync_plugin_std.workers.process_rpc import Child
 
 # The longest that stopping waits for a worker to end on its own, and after SIGTERM.
 _ASKING = 5.0

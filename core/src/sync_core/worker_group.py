@@ -18,9 +18,9 @@ class WorkerGroup(ABC):
     ``sync.workers``; the entry point is the class.
 
     A worker that ends, however its group ends it, closes what it hosts as the last thing: it calls
-    ``close()`` of an object whose class has one (`sync_core.workers.close_hosted`), in the worker,
-    after the call in progress and within the same time. One that dies, or is ended by force, does
-    not.
+    ``close()`` of an object whose class has one (`sync_plugin_std.workers.close_hosted`), in the
+    worker, after the call in progress and within the same time. One that dies, or is ended by
+    force, does not.
 
     Args:
         factory: makes the object that worker ``worker_id`` hosts. It travels to the worker, and
