@@ -131,7 +131,7 @@ def test_what_is_sharded_says_what_to_type() -> None:
 
 
 def test_what_has_no_values_says_what_to_type() -> None:
-    with pytest.raises(ModelError, match=r"to_empty"):
+    with pytest.raises(ModelError, match=r"assign=True"):
         Sender("thread", nn.Linear(2, 2, device="meta"), num_workers=1)
 
 

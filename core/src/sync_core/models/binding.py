@@ -13,7 +13,7 @@ from sync_core.models import commit
 from sync_core.models.aliasing import Places, check_held, check_writable
 from sync_core.models.contiguous import ContiguousTensors
 from sync_core.models.extra_state import is_extra_state, is_json
-from sync_core.models.extract import Strategy, check_strategy, named_tensors
+from sync_core.models.extract import Strategy, check_strategy, held_tensors
 from sync_core.models.finder import finder
 from sync_core.models.match import check_match
 from sync_core.models.multi_model import modules_in
@@ -204,7 +204,7 @@ class Binding:
         named = self._named
         if self._loads_state_dicts:
             # A state_dict may show other tensors than those that are written.
-            named = named_tensors(self.model, "tensordict")
+            named = held_tensors(self.model)
         if self._extra_state:
             named = {name: tensor for name, tensor in named.items() if not is_extra_state(name)}
         if not self._places.hold(named.values()):
@@ -226,7 +226,7 @@ class Binding:
 
     def _check_writable(self, named: Mapping[str, Tensor]) -> None:
         check_writable(named)
-        check_held(named, named_tensors(self.model, "tensordict"))
+        check_held(named, held_tensors(self.model))
 
     def _write_tensors(self, update: Update, *, zero_copy: bool, version: int) -> None:
         if self._loads_state_dicts:

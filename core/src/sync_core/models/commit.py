@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sync_core.errors import ModelError
 from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state, rebuild
 from sync_core.models.extract import non_persistent_buffers
 from sync_core.models.wrappers import plain_name
 from sync_core.weights.copying import writing_to
-from sync_core.weights.layout import place_of
+from sync_core.weights.layout import QUANTIZED, place_of
 
 #: Modules, each with the prefix that the names of its tensors have.
 Modules = Sequence[tuple[str, nn.Module]]
@@ -73,7 +74,12 @@ def _load_state_dict(module: nn.Module, named: Mapping[str, Tensor]) -> None:
                 buffer.copy_(named[name])
         plain = plain_name(module)
         given = {key: named[plain(key)] for key in state if plain(key) in named}
-        module.load_state_dict(given, strict=False)
+        refused = module.load_state_dict(given, strict=False).unexpected_keys
+    if refused:
+        raise ModelError(
+            f"the model's state_dict has {refused[0]!r}, which its load_state_dict does not take, "
+            f"as those of quantized modules: {QUANTIZED}; or let a module of your own load it"
+        )
 
 
 @contextmanager

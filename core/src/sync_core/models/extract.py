@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from inspect import unwrap
 from typing import Any, Literal
 
@@ -12,23 +13,63 @@ from sync_core.errors import ModelError
 from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state
 from sync_core.models.multi_model import leaves
 from sync_core.models.wrappers import check_flat, check_sharded, plain_name
+from sync_core.weights.layout import QUANTIZED, place_of
 
 
 def check_saved(model: nn.Module) -> None:
-    """Raise `ModelError` where a submodule has state that is in no tensor.
+    """Raise `ModelError` where a submodule saves what no parameter, buffer or extra state holds.
 
-    Asked are those that save more than `nn.Module` does, and not the model's `state_dict`, whose
-    hooks may gather what is spread over processes.
+    Only submodules that save more than `nn.Module` does are asked: by their own
+    `_save_to_state_dict` or `state_dict`, or by hooks.
     """
     check_sharded(model)
-    for name, module in model.named_modules():
-        # Ray wraps the methods of the classes of actors, which may be modules.
-        if unwrap(type(module)._save_to_state_dict) is not nn.Module._save_to_state_dict:
-            prefix = f"{name}." if name else ""
-            # By position, and into a dict with an order and metadata, as torch calls it.
-            saved = nn.Module().state_dict(prefix=prefix)
-            module._save_to_state_dict(saved, prefix, True)
-            check_tensors({k: value for k, value in saved.items() if not is_extra_state(k)})
+    saved = [(name, module, _saved(name, module)) for name, module in model.named_modules()]
+    if not any(state for _, _, state in saved):
+        return
+    held, plain = plain_tensors(model), plain_name(model)
+    names = {*held, *(name for name, _ in modules_with_extra_state(model))}
+    unknown = {
+        key: (value, f"{name or 'the module'} (a {type(module).__name__})")
+        for name, module, state in saved
+        for key, value in (state or {}).items()
+        if plain(key) not in names and key.rpartition(".")[2] not in _TENSORDICT
+    }
+    check_tensors({key: value for key, (value, _) in unknown.items() if not is_extra_state(key)})
+    # A hook may save a parameter under another name.
+    places = set(map(place_of, held.values())) if unknown else set()
+    for key, (value, owner) in unknown.items():
+        if not isinstance(value, Tensor) or place_of(value) not in places:
+            raise ModelError(
+                f"{key!r}, which {owner} saves, is not a parameter, a buffer or extra state, so it "
+                f"would not be sent; {QUANTIZED}; in a module of your own, make it a buffer, "
+                "return it from get_extra_state, or type Sender(…, strategy='state_dict')"
+            )
+
+
+def _saved(name: str, module: nn.Module) -> Mapping[str, Any] | None:
+    """What a submodule saves; None where that is what every `nn.Module` saves."""
+    kind, prefix = type(module), f"{name}." if name else ""
+    try:
+        if module._state_dict_hooks or _function(module.state_dict) is not nn.Module.state_dict:
+            return module.state_dict(prefix=prefix, keep_vars=True)
+        save = module._save_to_state_dict
+        if _function(save) is nn.Module._save_to_state_dict:
+            return None
+        # By position, and into a dict with an order and metadata, as torch calls it.
+        saved: dict[str, Any] = nn.Module().state_dict(prefix=prefix)
+        save(saved, prefix, True)
+    except Exception as error:
+        raise ModelError(
+            f"{name or 'the module'} (a {kind.__name__}) cannot be saved, so that what it holds "
+            f"besides parameters and buffers is not known: {type(error).__name__}: {error}; "
+            f"{QUANTIZED}"
+        ) from error
+    return saved
+
+
+def _function(method: Any) -> Any:
+    """The function of a method, as it was before Ray wrapped it for the class of an actor."""
+    return unwrap(getattr(method, "__func__", method))
 
 
 def check_tensors(state: Mapping[str, Any]) -> None:
@@ -37,8 +78,7 @@ def check_tensors(state: Mapping[str, Any]) -> None:
         if not isinstance(value, Tensor):
             raise ModelError(
                 f"{name!r} is a {type(value).__name__}, which the module's state_dict holds as "
-                "those of quantized modules do, and only tensors travel: send the module as it "
-                "was before it was quantized, and let each worker quantize a copy; or let a "
+                f"those of quantized modules do, and only tensors travel: {QUANTIZED}; or let a "
                 "module of your own save tensors"
             )
 
@@ -47,6 +87,9 @@ def check_tensors(state: Mapping[str, Any]) -> None:
 #: its `state_dict`, so that the hooks it has there are honoured; ``"checkpoint"`` reads parameters
 #: and the buffers that are persistent, as engines and checkpoints name them.
 Strategy = Literal["tensordict", "state_dict", "checkpoint"]
+
+# What `TensorDictParams` saves besides its tensors; every worker's has it.
+_TENSORDICT = ("__batch_size", "__device")
 
 
 # The types of tensors that most models have.
@@ -73,15 +116,24 @@ def named_tensors(weights: Any, strategy: Strategy = "tensordict") -> dict[str, 
         ModelError: weights of another kind, something in them that is not a tensor, or two tensors
             under one name.
     """
+    return _named(weights, partial(from_module, strategy=strategy))
+
+
+def held_tensors(weights: Any) -> dict[str, Tensor]:
+    """Like `named_tensors`, whatever the modules save besides, for one that loads that itself."""
+    return _named(weights, lambda module: plain_tensors(module) | extra_tensors(module))
+
+
+def _named(weights: Any, read: Callable[[nn.Module], dict[str, Tensor]]) -> dict[str, Tensor]:
     if isinstance(weights, dict) and _is_flat(weights):
         return dict(weights)
     if isinstance(weights, Mapping):
         return combined(
-            (name, from_module(leaf, strategy) if isinstance(leaf, nn.Module) else leaf)
+            (name, read(leaf) if isinstance(leaf, nn.Module) else leaf)
             for name, leaf in leaves(weights)
         )
     if isinstance(weights, nn.Module):
-        return from_module(weights, strategy)
+        return read(weights)
     raise ModelError(
         f"cannot read weights from a {type(weights).__name__}; "
         "give an nn.Module, a TensorDict or a state_dict"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,9 @@ from sync_core.models.multi_model import leaves
 from sync_core.models.wrappers import check_flat
 
 # Those of TorchScript are not dicts.
+_keys = operator.methodcaller("keys")
 _values = operator.methodcaller("values")
+_dicts_of = operator.attrgetter("_parameters", "_buffers", "_modules")
 
 
 def finder(model: Any, strategy: Strategy) -> Callable[[], dict[str, Tensor]]:
@@ -64,34 +66,53 @@ class _MappingFinder:
 
 class _ModuleFinder:
     # Comparing what the module's dicts hold with what they held costs microseconds per thousand
-    # tensors; walking the module costs milliseconds.
+    # tensors; walking the module costs milliseconds. The dicts themselves may be replaced, as
+    # DeepSpeed and `nn.Module.__setstate__` do, and names moved.
     def __init__(self, module: nn.Module, strategy: Strategy) -> None:
         check_flat(module)
         self._module = module
         self._persistent = strategy == "checkpoint"
-        self._dicts: list[dict[str, Any]] = []
+        self._modules: list[nn.Module] = []
+        self._dicts: list[Any] = []
+        self._filled: list[Any] = []
+        self._empty: list[Any] = []
+        self._names: list[str] = []
         self._values: list[Any] = []
         self._found: dict[str, Tensor] = {}
         self._has_extra_state = False
 
     def __call__(self) -> dict[str, Tensor]:
-        values, known = list(chain.from_iterable(map(_values, self._dicts))), self._values
-        if not values or len(values) != len(known) or not all(map(operator.is_, values, known)):
+        if not self._is_unchanged():
             self._find()
         if self._has_extra_state:
             return self._found | extra_tensors(self._module)
         return self._found
 
+    def _is_unchanged(self) -> bool:
+        dicts = chain.from_iterable(map(_dicts_of, self._modules))
+        return (
+            bool(self._modules)
+            and all(map(operator.is_, dicts, self._dicts))
+            and not any(self._empty)
+            and list(chain.from_iterable(map(_keys, self._filled))) == self._names
+            # As many as names.
+            and all(map(operator.is_, _chained(self._filled), self._values))
+        )
+
     def _find(self) -> None:
         check_saved(self._module)
-        self._dicts = [
-            held
-            for module in self._module.modules()
-            for held in (module._parameters, module._buffers, module._modules)
-        ]
-        self._values = list(chain.from_iterable(map(_values, self._dicts)))
         self._found = plain_tensors(self._module, persistent=self._persistent)
         self._has_extra_state = bool(modules_with_extra_state(self._module))
+        self._modules = list(self._module.modules())
+        self._dicts = list(chain.from_iterable(map(_dicts_of, self._modules)))
+        self._filled = [held for held in self._dicts if held]
+        self._empty = [held for held in self._dicts if not held]
+        self._names = list(chain.from_iterable(map(_keys, self._filled)))
+        self._values = list(_chained(self._filled))
+
+
+def _chained(dicts: list[Any]) -> Iterator[Any]:
+    return chain.from_iterable(map(_values, dicts))
 
 
 def _identical(left: list[Any], right: list[Any]) -> bool:

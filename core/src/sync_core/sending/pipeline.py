@@ -98,6 +98,13 @@ class Source:
         if self.layout is None:
             if not update.layout.specs:
                 raise ModelError("the weights hold no tensors, so there is nothing to send")
+            # As in a state_dict under DeepSpeed ZeRO-3. A shard may be empty in other shapes.
+            if all(spec.shape == (0,) for spec in update.layout.specs):
+                raise ModelError(
+                    "the weights hold no elements, so there is nothing to send; gather a model "
+                    "that is partitioned: with deepspeed.zero.GatheredParameters("
+                    "list(model.parameters())): sender.send()"
+                )
             self.layout = update.layout
         if update.layout is not self.layout:
             if update.layout == self.layout:

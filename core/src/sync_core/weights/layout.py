@@ -104,6 +104,8 @@ SHARD_VERSION = "__shards_version__"
 #: `sync_core.increments`.
 INCREMENT = "__increment__"
 _METADATA = "__metadata__"
+#: What to do about a quantized model.
+QUANTIZED = "send the module as it was before it was quantized, and let each worker quantize a copy"
 _RESERVED = frozenset(
     {_METADATA, CHECKSUMS, BASE, INCREMENT, ADMISSION, ASK, CHUNK, CHUNK_HEAD, SHARD_VERSION}
 )
@@ -384,15 +386,33 @@ def check_tensor(name: object, tensor: object) -> None:
         )
     if is_traceable_wrapper_subclass(tensor):
         raise ModelError(f"{name!r} is of the type {type(tensor).__name__}; {_remedy(tensor)}")
-    if tensor.is_meta:
-        raise ModelError(
-            f"{name!r} is on the meta device and has no values; load the model first: "
-            "model.to_empty(device='cpu'), then load_state_dict(…)"
-        )
+    _check_values(name, tensor)
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         raise ModelError(f"{name!r} is sparse, quantized or nested; it cannot travel")
     if not has_place(tensor.dtype):
         raise ModelError(f"{name!r} has dtype {tensor.dtype}, which has no place in a payload")
+
+
+def _check_values(name: str, tensor: Tensor) -> None:
+    """Raise `ModelError`, naming the tensor, unless its elements are its values."""
+    if getattr(tensor, "quant_state", None) is not None:
+        raise ModelError(
+            f"{name!r} is quantized by bitsandbytes, which keeps its scales elsewhere; {QUANTIZED}"
+        )
+    if hasattr(tensor, "ds_id") and not tensor.numel():
+        raise ModelError(
+            f"{name!r} is partitioned by DeepSpeed ZeRO-3, and this process has no elements of "
+            "it; gather the model, on every rank: "
+            "with deepspeed.zero.GatheredParameters(list(model.parameters())): sender.send()"
+        )
+    if tensor.is_meta:
+        raise ModelError(
+            f"{name!r} is on the meta device and has no values here; where accelerate offloads "
+            "them (device_map, cpu_offload), send what accelerate.utils.modeling."
+            "get_state_dict_offloaded_model(model) returns, or take its hooks off: "
+            "accelerate.hooks.remove_hook_from_submodules(model); a model that was never loaded, "
+            "load: model.load_state_dict(…, assign=True)"
+        )
 
 
 def _remedy(tensor: Tensor) -> str:
