@@ -130,6 +130,21 @@ def test_what_is_sharded_says_what_to_type() -> None:
                     Receiver(sender.address(0), target)
 
 
+def test_a_gathered_checkpoint_leaves_out_what_a_checkpoint_does() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 2))
+    model.register_buffer("frequencies", torch.ones(2), persistent=False)
+    with Sender("thread", model, num_workers=1, strategy="checkpoint") as sender:
+        names = sender.address(0).layout.names
+    with process_group():
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))  # type: ignore[attr-defined]
+        with Sender("thread", model, num_workers=1, strategy="checkpoint", gather=True) as sender:
+            assert sender.address(0).layout.names == names == ("0.weight", "0.bias")
+        with Sender("thread", model, num_workers=1, gather=True) as sender:
+            assert "frequencies" in sender.address(0).layout.names
+
+
 def test_what_has_no_values_says_what_to_type() -> None:
     with pytest.raises(ModelError, match=r"assign=True"):
         Sender("thread", nn.Linear(2, 2, device="meta"), num_workers=1)

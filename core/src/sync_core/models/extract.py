@@ -208,13 +208,16 @@ def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def gathered(weights: Any) -> dict[str, Tensor]:
+def gathered(weights: Any, strategy: Strategy) -> dict[str, Tensor]:
     """The tensors of ``weights`` under dotted names, those that are spread over ranks whole.
 
     A collective of all ranks. Modules are read by their `state_dict`, since the parameters of a
     module under FSDP2 are whole or not, as its last forward left them.
     """
     named = named_tensors(weights, "state_dict")
+    if strategy == "checkpoint" and isinstance(weights, nn.Module):
+        left_out = non_persistent_buffers(weights)
+        named = {name: tensor for name, tensor in named.items() if name not in left_out}
     return {
         name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         for name, tensor in named.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -31,6 +32,7 @@ def composed(
     chunk_mb: float | None,
     ranks: Ranks | None,
     regions: Regions | None,
+    strategy: Strategy,
     verified: bool,
     increments: Increments | None,
     others: Mapping[str, Any],
@@ -43,6 +45,7 @@ def composed(
         chunk_mb: see `sync_core.Sender`, here and for all others.
         ranks: see there.
         regions: see there.
+        strategy: see there.
         verified: whether ``verify`` was given.
         increments: those of each rank's part.
         others: arguments that cannot be given together with ``ranks``.
@@ -56,7 +59,7 @@ def composed(
 
         check_alone(others)
         return sharded(scheme, ranks, regions, layers, verified=verified, increments=increments)
-    return scheme, layers, gathered if others["gather"] else None
+    return scheme, layers, partial(gathered, strategy=strategy) if others["gather"] else None
 
 
 def increments_of(given: Increments | bool | Literal["auto"]) -> Increments | None:

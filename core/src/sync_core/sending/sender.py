@@ -165,6 +165,7 @@ class Sender(Updater):
             chunk_mb=chunk_mb,
             ranks=ranks,
             regions=regions,
+            strategy=strategy,
             verified=verify is not None,
             increments=packed,
             others={
