@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.engines.engines import Server, make_llama
 
-collect_ignore_glob = [] if find_spec("vllm") else ["test_vllm*.py"]
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

