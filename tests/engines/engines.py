@@ -86,6 +86,7 @@ def with_engine(checkpoint: Path, use: Callable[[Any], T], **options: Any) -> T:
     try:
         return use(llm)
     finally:
+        llm.shutdown_weight_transfer_engine()
         del llm
         gc.collect()
 

@@ -27,11 +27,10 @@ def llm(checkpoint: Path) -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        yield LLM(
-            str(checkpoint),
-            weight_transfer_config=WeightTransferConfig(backend="sync_core"),
-            **OPTIONS,
-        )
+        config = WeightTransferConfig(backend="sync_core")
+        llm = LLM(str(checkpoint), weight_transfer_config=config, **OPTIONS)
+        yield llm
+        llm.shutdown_weight_transfer_engine()
 
 
 def connected(target: VllmTarget, model: Any, scheme: str = "shm", **options: Any) -> Sender:
