@@ -46,12 +46,14 @@ class TorchEngine:
         self.go_on = threading.Event()
         self.go_on.set()
         self.fails_in = ""
+        self.hangs_in = ""
         self.updating = False
 
     def call(self, name: str) -> None:
         if self.fails_in == name:
             raise ConnectionError("no engine is there")
-        assert self.go_on.wait(30)
+        if self.hangs_in in ("", name):
+            assert self.go_on.wait(30)
 
     def get_world_size(self) -> int:
         return 1
@@ -164,13 +166,19 @@ def test_half_a_version_stays_bad_until_a_whole_one_is_loaded(engines: list[Torc
         assert target.engines[0].version == 3
 
 
-def test_one_that_hangs_is_given_up_at_the_deadline(engines: list[TorchEngine]) -> None:
+@pytest.mark.parametrize("where", ["start", "load"])
+def test_one_that_hangs_is_given_up_at_the_deadline(engines: list[TorchEngine], where: str) -> None:
     model = torch.nn.Linear(2, 1)
     target = VllmTarget(engines, timeout=20)
     with connected(target, model):
+        engines[1].hangs_in = where
         engines[1].go_on.clear()
         with pytest.raises(SendError, match="worker 1"):
             target.send(timeout=1)
+        healthy = target.engines[0]
+        assert (healthy.state, healthy.version, healthy.error) == ("current", 1, None)
+        assert healthy.pause_seconds < 0.9  # it was resumed before the deadline
+        assert engines[0].labels == ["1"]
         assert torch.equal(engines[0].model.weight, model.weight)
         began = time.monotonic()
         with pytest.raises(SendError, match="the call before has not returned"):
