@@ -141,6 +141,7 @@ _KIT_PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
             "Message",
             "LocalListener",
             "connect_locally",
+            "notice_silence",
             "same_user",
             "shake_hands",
             "farewell",

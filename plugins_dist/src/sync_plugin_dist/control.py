@@ -8,7 +8,13 @@ from collections import deque
 from collections.abc import Callable
 
 from sync_core import SenderLostError, TransportContext
-from sync_plugin_std.local import Channel, Message, connect_locally, same_user
+from sync_plugin_std.local import (
+    Channel,
+    Message,
+    connect_locally,
+    notice_silence,
+    same_user,
+)
 
 
 def connect(context: TransportContext) -> socket.socket:
@@ -44,6 +50,7 @@ def _connect_over_tcp(context: TransportContext) -> socket.socket:
             'Sender("dist", …, host=<an address of the trainer that they reach>)'
         ) from error
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    notice_silence(connection)
     return connection
 
 

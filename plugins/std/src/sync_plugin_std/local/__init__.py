@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         LocalListener,
         Message,
         connect_locally,
+        notice_silence,
         same_user,
     )
     from sync_plugin_std.local.control_page import ControlPage, Offer, ProcessEvent
@@ -31,6 +32,7 @@ _MODULES = {
         "LocalListener",
         "Message",
         "connect_locally",
+        "notice_silence",
         "same_user",
     ),
     "sync_plugin_std.local.control_page": ("ControlPage", "Offer", "ProcessEvent"),
@@ -61,6 +63,7 @@ __all__ = [
     "Slot",
     "connect_locally",
     "farewell",
+    "notice_silence",
     "same_user",
     "shake_hands",
 ]

@@ -21,6 +21,7 @@ from sync_plugin_std.local.channel import (
     Channel,
     Message,
     no_more_descriptors,
+    notice_silence,
     same_user,
 )
 from sync_plugin_std.local.handshake import MAX_HELLO, Greeting
@@ -227,6 +228,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         if len(strangers) >= _MAX_STRANGERS:
             self._lose(min(strangers, key=lambda peer: peer.since), "it has not said hello")
         try:
+            notice_silence(connection)
             self.connect(connection)
         except OSError as error:
             # The limit of open files, for example. The thread continues for the other workers.
