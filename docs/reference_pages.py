@@ -31,8 +31,9 @@ from sync_core import errors, registry
 from sync_core.hooks import HOOKS, LAYER_CAPABILITIES, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
 from sync_core.sending.status import SenderView, WorkerView
 from sync_core.transports import Finding
+from sync_core.wrapping import WrappingScheme
 from sync_tools.commands.doctor import Diagnosis
-from sync_tools.commands.listing import Listed
+from sync_tools.commands.listing import Listed, wraps_another
 from sync_tools.commands.plan import Estimate
 from sync_tools.main import make_parser
 
@@ -49,6 +50,7 @@ PUBLIC = (
     "sync_core.models",
     "sync_core.registry",
     "sync_core.transports",
+    "sync_core.wrapping",
     "sync_plugin_std.local",
     "sync_plugin_std.workers",
     "sync_tools",
@@ -171,6 +173,7 @@ _AUTHOR_ORDER = (
     "shared-memory",
     "sockets",
     "transports",
+    "wrapping",
     "stores",
     "workers",
     "launching",
@@ -209,6 +212,7 @@ def pages() -> dict[str, str]:
         "models": _exported("Models", "sync_core.models"),
         "checks": _exported("Checks of arguments", "sync_core.checks"),
         "declarations": _exported("Names of hooks and capabilities", "sync_core.hooks"),
+        "wrapping": _exported("Schemes that wrap others", "sync_core.wrapping"),
         "lazy": _exported("Packages that import late", "sync_core.lazy"),
         "registry": _exported("Registry of plugins", "sync_core.registry"),
         "tools": _exported("Commands", "sync_tools"),
@@ -260,11 +264,17 @@ def error_names() -> list[str]:
 def installed(group: str) -> dict[str, Any]:
     """Load the plugins of this project and return them by name."""
     entries = {name: registry.entry_point(group, name) for name in registry.KNOWN[group]}
-    return {name: registry.load(group, entry) for name, entry in entries.items()}
+    loaded = {name: registry.load(group, entry) for name, entry in entries.items()}
+    return {n: found("shm") if wraps_another(found) else found for n, found in loaded.items()}
 
 
 def options_of(scheme: Any) -> type:
-    """Return the dataclass that a scheme's module gives to `TransportContext.parse_options`."""
+    """Return the dataclass that a scheme's module gives to `TransportContext.parse_options`.
+
+    Of a scheme that wraps others it is the scheme itself.
+    """
+    if isinstance(scheme, WrappingScheme):
+        return type(scheme)
     module = inspect.getmodule(type(scheme))
     assert module is not None
     parsed = {

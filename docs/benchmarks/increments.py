@@ -6,10 +6,10 @@ r"""Incremental versions beside whole ones, over links of several rates.
 The model is a language model of transformers, such as SmolLM2-135M. It is trained in float32 for
 twelve steps of AdamW, and what each step changes of it in bfloat16 is kept, also for later runs
 where ``--versions FILE`` is given. Then a trainer goes through these versions, and sends each to
-one worker over `dist` with ``shared_memory=False``: whole, with ``increments=True`` and with
-``increments="auto"``. The two ends are processes of a network namespace whose loopback has the
-given rate; root is needed for that, and without it only the unlimited link is measured. After each
-send the worker's digest of all its tensors is compared with the trainer's.
+one worker over `dist` with ``shared_memory=False``: whole, and by ``"increments::dist"``. The two
+ends are processes of a network namespace whose loopback has the given rate; root is needed for
+that, and without it only the unlimited link is measured. After each send the worker's digest of all
+its tensors is compared with the trainer's.
 
 Prints a table: megabytes of a version and medians of seconds from the call of `send` to its end.
 The first send, which is whole in all ways, is left out. Memory is the peak of increments over that
@@ -40,9 +40,9 @@ from sync_core import Address, Receiver, Sender, SenderLostError
 
 _STEPS = 12
 _RATES = {"1 Gb/s": "1gbit", "5 Gb/s": "5gbit", "unlimited": ""}
-_WAYS: dict[str, Any] = {"whole": False, "increments": True, "auto": "auto"}
+_WAYS = {"whole": "dist", "increments": "increments::dist"}
 _COLUMNS = (
-    "link | whole, MB | increment, MB | share | whole, s | increment, s | ratio | auto, s | ratio "
+    "link | whole, MB | increment, MB | share | whole, s | increment, s | ratio "
     "| sender's memory | worker's memory"
 )
 #: For each tensor, the positions that a step changed, and the bits that are there now.
@@ -98,7 +98,7 @@ def main() -> None:
                 print(row(link, **found_ways), flush=True)
 
 
-def row(link: str, whole: Figures, increments: Figures, auto: Figures) -> str:
+def row(link: str, whole: Figures, increments: Figures) -> str:
     """A row of the table."""
     cells = (
         link,
@@ -108,8 +108,6 @@ def row(link: str, whole: Figures, increments: Figures, auto: Figures) -> str:
         f"{whole.seconds:.3f}",
         f"{increments.seconds:.3f}",
         f"{whole.seconds / increments.seconds:.1f}",
-        f"{auto.seconds:.3f}",
-        f"{whole.seconds / auto.seconds:.1f}",
         f"{increments.sender_memory - whole.sender_memory:+.2f}",
         f"{increments.worker_memory - whole.worker_memory:+.2f}",
     )
@@ -164,13 +162,11 @@ def measured_at(link: str, way: str, file: Path) -> Figures | None:
     return found
 
 
-def measure(versions: tuple[dict[str, Tensor], list[Step]], increments: Any) -> Figures:
+def measure(versions: tuple[dict[str, Tensor], list[Step]], scheme: str) -> Figures:
     """Medians of the sends after the first, in one way."""
     weights, steps = versions
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    with Sender(
-        "dist", weights, num_workers=1, increments=increments, shared_memory=False
-    ) as sender:
+    with Sender(scheme, weights, num_workers=1, shared_memory=False) as sender:
         worker = multiprocessing.get_context("spawn").Process(target=work, args=(theirs,))
         worker.start()
         ours.send((sender.address(0), {k: torch.zeros_like(v) for k, v in weights.items()}))

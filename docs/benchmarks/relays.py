@@ -21,7 +21,7 @@ import torch
 from _limited_links import Role, hosts, missing
 from torch import Tensor
 
-from sync_core import Address, Receiver, Relay, Sender
+from sync_core import Address, Chunked, Receiver, Relay, Sender
 
 HOSTS = 8
 CHUNKS = 64
@@ -47,14 +47,13 @@ def trainer(address: str, pipe: Connection, *, nbytes: int) -> None:
             if sender is not None:
                 sender.close()
             sender = Sender(
-                "dist",
+                Chunked("dist", mb=nbytes / CHUNKS / 1e6) if in_chunks else "dist",
                 policy,
                 num_workers=count,
                 host=address,
                 shared_memory=False,
                 timeout=_TIMEOUT,
                 version=version,
-                chunk_mb=nbytes / CHUNKS / 1e6 if in_chunks else None,
             )
             pipe.send([sender.address(i) for i in range(count)])
         else:

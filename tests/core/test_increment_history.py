@@ -165,4 +165,4 @@ def test_positions_take_a_sixteenth_of_the_memory_and_old_values_one_copy() -> N
 )
 def test_options_that_make_no_sense(options: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        Increments(**options)  # type: ignore[arg-type]
+        Increments("shm", **options)  # type: ignore[arg-type]

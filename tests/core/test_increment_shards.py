@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sync_core import OptionError, Ranks, Receiver, Sender, SendReport, join_addresses
+from sync_core import Increments, OptionError, Ranks, Receiver, Sender, SendReport, join_addresses
 from sync_plugin_std.thread import ThreadScheme
 
 pytestmark = pytest.mark.timeout(100)
@@ -51,12 +51,12 @@ def trainer(whole: dict[str, Tensor], workers: int, **options: Any) -> Iterator[
         yield [
             opened.enter_context(
                 Sender(
-                    Far(),
+                    Increments(Far()),
                     num_workers=workers,
                     ranks=Ranks(rank, RANKS),
                     timeout=30.0,
                     **part(whole, rank * STEP, (rank + 1) * STEP),
-                    **{"increments": True, **options},
+                    **options,
                 )
             )
             for rank in range(RANKS)
@@ -106,8 +106,8 @@ def test_each_rank_sends_the_changes_of_its_part() -> None:
 
 def test_random_changes_and_workers_that_come_back() -> None:
     numbers, whole = random.Random(3), make_whole()
-    with trainer(whole, workers=2, increments="auto") as auto, trainer(whole, 2) as always:
-        for senders in (auto, always):
+    with trainer(whole, workers=2) as senders:
+        for _ in range(2):
             workers = [connect(senders, i, (0, ROWS)) for i in range(2)]
             for _ in range(8):
                 for tensor in whole.values():
@@ -125,4 +125,4 @@ def test_random_changes_and_workers_that_come_back() -> None:
 
 def test_a_scheme_of_which_increments_are_of_no_use() -> None:
     with pytest.raises(OptionError, match=r"scheme 'thread' .* does not leave this process"):
-        Sender("thread", num_workers=1, ranks=Ranks(0, 1), increments=True, model=make_whole())
+        Sender("increments::thread", num_workers=1, ranks=Ranks(0, 1), model=make_whole())

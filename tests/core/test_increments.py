@@ -54,23 +54,27 @@ def send(sender: Sender, *receivers: Receiver, **arguments: Any) -> SendReport:
     [
         ("none", {}, "scheme 'none' .* moves nothing"),
         ("thread", {}, "scheme 'thread' .* does not leave this process"),
-        ("shm", {"zero_copy": True}, "zero_copy has workers read whole versions"),
-        ("shm", {"increments": "yes"}, "increments must be True, False, .auto. or Increments"),
+        ("shm", {"zero_copy": True}, "'increments::shm' .*cannot zero_copy"),
+        ("shm", {"below": "yes"}, "below must be a number between 0 and 1, got .yes."),
     ],
 )
 def test_what_is_refused(scheme: str, options: dict[str, Any], message: str) -> None:
+    def make() -> Sender:
+        below = options.pop("below", 0.3)
+        return Sender(Increments(scheme, below), weights(), num_workers=1, **options)
+
     with pytest.raises(OptionError, match=message):
-        Sender(scheme, weights(), num_workers=1, **{"increments": True, **options})
+        make()
 
 
 def test_the_name_of_an_increment_is_reserved() -> None:
     with pytest.raises(ModelError, match="the name '__increment__' is reserved"):
-        Sender(Far(), {"__increment__": torch.zeros(2)}, num_workers=1, increments=True)
+        Sender(Increments(Far()), {"__increment__": torch.zeros(2)}, num_workers=1)
 
 
 def test_a_report_says_what_travelled() -> None:
     model = weights()
-    with Sender(Far(), model, num_workers=2, increments=True) as sender:
+    with Sender(Increments(Far()), model, num_workers=2) as sender:
         receivers = [Receiver(sender.address(i), weights(1.0)) for i in range(2)]
         first = send(sender, *receivers)
         assert {(r.base, r.changed) for r in first.workers.values()} == {(0, 1.0)}
@@ -86,8 +90,7 @@ def test_a_report_says_what_travelled() -> None:
 
 def test_whole_versions_from_time_to_time() -> None:
     model = weights()
-    options = Increments(whole_every=2)
-    with Sender(Far(), model, num_workers=1, increments=options) as sender:
+    with Sender(Increments(Far(), whole_every=2), model, num_workers=1) as sender:
         receiver = Receiver(sender.address(0), weights(1.0))
         bases = []
         for _ in range(5):
@@ -98,11 +101,11 @@ def test_whole_versions_from_time_to_time() -> None:
 
 def test_bytes_between_tensors_do_not_matter_to_a_whole_version() -> None:
     model, copy = weights(), weights(1.0)
-    with Sender(Far(), model, num_workers=1, increments=Increments(whole_every=1)) as sender:
+    with Sender(Increments(Far(), whole_every=1), model, num_workers=1) as sender:
         receiver = Receiver(sender.address(0), copy)
         send(sender, receiver)
-        assert receiver._increments is not None
-        receiver._increments.kept.body.fill(77)
+        transport: Any = receiver._transport
+        transport.kept.body.fill(77)
         send(sender, receiver)
         assert torch.equal(copy["c"], model["c"])
 
@@ -127,7 +130,7 @@ def test_a_whole_version_that_is_damaged_on_its_way_is_an_error_once() -> None:
             return super().create_transport(context)
 
     model, copy = weights(), weights(1.0)
-    with Sender(Damaging(), model, num_workers=1, increments=True) as sender:
+    with Sender(Increments(Damaging()), model, num_workers=1) as sender:
         receiver = Receiver(sender.address(0), copy)
         with pytest.raises(SendError, match="has the checksum"):
             send(sender, receiver)
@@ -157,9 +160,8 @@ def test_the_rule_against_a_model_that_keeps_every_version(
     given_so_far = weights()
     versions: dict[int, dict[str, Tensor]] = {}
     copies = [weights(-1.0), weights(-1.0)]
-    with Sender(
-        Far(), model, num_workers=2, partial=True, increments=increments, timeout=10
-    ) as sender:
+    scheme = Increments(Far()) if increments else Far()
+    with Sender(scheme, model, num_workers=2, partial=True, timeout=10) as sender:
         receivers = [Receiver(sender.address(i), copies[i]) for i in range(2)]
         for number, (kind, ids) in enumerate(operations, start=1):
             if kind == "come back":

@@ -68,7 +68,7 @@ def fill(model: nn.Module, value: int) -> None:
 @pytest.mark.parametrize("scheme", ["thread", "shm", "dist", "file"])
 def test_a_pool_grows_and_shrinks_while_versions_are_sent(scheme: str, tmp_path: Any) -> None:
     policy = nn.Linear(3, 2)
-    options: dict[str, Any] = {"directory": str(tmp_path)} if scheme == "file" else {}
+    options: dict[str, Any] = {"directory": str(tmp_path)} if scheme.endswith("file") else {}
     sends = 200 if scheme == "shm" else 40
     with Sender(scheme, policy, num_workers=0, **options) as sender:
         fill(policy, 1)
@@ -101,15 +101,15 @@ def test_a_pool_grows_and_shrinks_while_versions_are_sent(scheme: str, tmp_path:
     ("scheme", "options"),
     [
         ("thread", {}),
-        ("thread", {"chunk_mb": 1.0}),
+        ("chunked::thread", {}),
         ("shm", {}),
         ("shm", {"partial": True}),
         ("dist", {}),
-        ("dist", {"increments": True}),
-        ("dist", {"chunk_mb": 1.0}),
+        ("increments::dist", {}),
+        ("chunked::dist", {}),
         ("dist", {"topology": "broadcast"}),
         ("file", {}),
-        ("file", {"increments": True}),
+        ("increments::file", {}),
     ],
     ids=str,
 )
@@ -199,10 +199,10 @@ def test_a_worker_that_is_silent_is_removed_and_the_others_are_updated() -> None
     ("scheme", "options"),
     [
         ("thread", {}),
-        ("thread", {"chunk_mb": 1.0}),
+        ("chunked::thread", {}),
         ("shm", {"partial": True}),
         ("shm", {"zero_copy": True}),
-        ("dist", {"increments": True}),
+        ("increments::dist", {}),
         ("dist", {"topology": "broadcast"}),
         ("file", {}),
     ],

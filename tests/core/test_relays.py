@@ -13,6 +13,7 @@ from tests.core.slow_links import SlowLinks
 
 from sync_core import (
     Address,
+    Chunked,
     OptionError,
     Ranks,
     Receiver,
@@ -67,7 +68,7 @@ def weights(nbytes: int) -> dict[str, torch.Tensor]:
 def test_versions_in_chunks_are_those_that_were_sent(scheme: str, tmp_path: Any) -> None:
     policy = weights(100_000)
     options: dict[str, Any] = {"directory": str(tmp_path)} if scheme == "file" else {}
-    with Sender(scheme, policy, num_workers=2, chunk_mb=0.03, **options) as sender:
+    with Sender(Chunked(scheme, mb=0.03), policy, num_workers=2, **options) as sender:
         workers = Workers([sender.address(i) for i in range(2)], policy)
         for version in (1, 2, 3):
             policy["a"].add_(1)
@@ -83,7 +84,7 @@ def test_versions_in_chunks_are_those_that_were_sent(scheme: str, tmp_path: Any)
 def test_a_tree_of_relays_passes_versions_on(scheme: str) -> None:
     policy = weights(100_000)
     with ExitStack() as opened:
-        sender = opened.enter_context(Sender(scheme, policy, num_workers=2, chunk_mb=0.03))
+        sender = opened.enter_context(Sender(Chunked(scheme, mb=0.03), policy, num_workers=2))
         relays = [opened.enter_context(Relay(sender.address(i), num_workers=2)) for i in range(2)]
         leaf = opened.enter_context(Relay(relays[0].address(1), num_workers=2))
         addresses = [relays[0].address(0), *(relays[1].address(i) for i in range(2))]
@@ -103,7 +104,7 @@ def test_the_workers_of_a_chain_receive_while_the_first_chunks_travel_on() -> No
     policy = weights(200_000)
     with ExitStack() as opened:
         sender = opened.enter_context(
-            Sender(SlowLinks(), policy, num_workers=1, chunk_mb=0.01, rate=2e6)
+            Sender(Chunked(SlowLinks(), mb=0.01), policy, num_workers=1, rate=2e6)
         )
         address, workers = sender.address(0), []
         for _ in range(4):
@@ -123,7 +124,7 @@ def test_a_worker_of_a_relay_that_refuses_is_named() -> None:
     policy = weights(8_000)
     with ExitStack() as opened:
         sender = opened.enter_context(
-            Sender("thread", policy, num_workers=1, chunk_mb=1, timeout=5.0)
+            Sender(Chunked("thread", mb=1), policy, num_workers=1, timeout=5.0)
         )
         with Relay(sender.address(0), num_workers=2) as relay:
             good = Workers([relay.address(0)], policy)
@@ -153,7 +154,7 @@ def _receive_and_ignore(receiver: Receiver) -> None:
 
 def test_a_worker_that_comes_late_begins_with_the_first_chunk() -> None:
     policy = weights(100_000)
-    with Sender("thread", policy, num_workers=2, chunk_mb=0.01, timeout=1.0) as sender:
+    with Sender(Chunked("thread", mb=0.01), policy, num_workers=2, timeout=1.0) as sender:
         first = Workers([sender.address(0)], policy)
         threads = first.receive()
         with pytest.raises(SendError, match="worker 1: did not confirm"):
@@ -175,7 +176,7 @@ def test_a_worker_that_comes_late_begins_with_the_first_chunk() -> None:
 
 def test_workers_learn_that_a_relay_is_gone_and_a_relay_that_its_sender_is() -> None:
     policy = weights(8_000)
-    with Sender("thread", policy, num_workers=1, chunk_mb=1, timeout=5.0) as sender:
+    with Sender(Chunked("thread", mb=1), policy, num_workers=1, timeout=5.0) as sender:
         relay = Relay(sender.address(0), num_workers=1)
         worker = Receiver(relay.address(0), {n: torch.zeros_like(t) for n, t in policy.items()})
         relay.close()
@@ -193,12 +194,11 @@ def test_a_sharded_trainer_can_send_chunks() -> None:
     halves = [torch.full((2, 3), float(rank)) for rank in range(2)]
     senders = [
         Sender(
-            "thread",
+            Chunked("thread", mb=0.0005),
             {"w": half},
             num_workers=1,
             ranks=Ranks(rank, 2),
             regions={"w": ((2 * rank, 2 * rank + 2), (0, 3))},
-            chunk_mb=0.0005,
         )
         for rank, half in enumerate(halves)
     ]
@@ -217,17 +217,14 @@ def test_what_cannot_be_relayed_is_refused() -> None:
     policy = weights(80)
     with Sender("thread", policy, num_workers=1) as sender:
         address = sender.address(0)
-        with pytest.raises(AddressError, match=r"type Sender\(…, chunk_mb=4\)"):
+        with pytest.raises(AddressError, match=r"type Sender\(Chunked\(.dist., mb=4\), …\)"):
             Relay(address, num_workers=1)
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"chunk_mb": 0}, "chunk_mb must be a size in MB"),
-        ({"chunk_mb": float("nan")}, "chunk_mb must be a size in MB"),
-        ({"chunk_mb": 1, "zero_copy": True}, "cannot be given together"),
-    ]
-    for given, message in refused:
-        with pytest.raises(OptionError, match=message):
-            Sender("thread", policy, num_workers=1, **given)
+    for size in (0, float("nan"), True):
+        with pytest.raises(OptionError, match="mb must be a size in MB"):
+            Chunked("thread", mb=size)
+    with pytest.raises(OptionError, match=r"'chunked::shm' .*cannot zero_copy"):
+        Sender("chunked::shm", policy, num_workers=1, zero_copy=True)
     with pytest.raises(OptionError, match="leave slots= out"):
-        Sender("shm", policy, num_workers=1, chunk_mb=1, slots=4)
+        Sender("chunked::shm", policy, num_workers=1, slots=4)
     with pytest.raises(OptionError, match="moves nothing"):
-        Sender("none", policy, num_workers=1, chunk_mb=1)
+        Sender("chunked::none", policy, num_workers=1)

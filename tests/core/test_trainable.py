@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import ModelError, OptionError, Receiver, Sender, SendReport, WorkerState
+from sync_core import Increments, ModelError, OptionError, Receiver, Sender, SendReport, WorkerState
 from sync_testing.loopback import Loopback
 
 
@@ -53,9 +53,8 @@ def train(model: nn.Module) -> None:
 @pytest.mark.parametrize("increments", [False, True])
 def test_only_the_first_version_has_frozen_parameters(increments: bool) -> None:
     model, copy, late = frozen_model(), make(), make()
-    with Sender(
-        Far(), model, num_workers=1, only="trainable", increments=increments, timeout=10
-    ) as sender:
+    scheme = Increments(Far()) if increments else Far()
+    with Sender(scheme, model, num_workers=1, only="trainable", timeout=10) as sender:
         receiver = Receiver(sender.address(0), copy)
         first = send(sender, receiver).nbytes
         for _ in range(2):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sync_core.receiving.background import BackgroundReceiver
 from torch import nn
 
 from sync_core import (
@@ -85,14 +86,12 @@ def test_it_stages_the_newest_and_commits_when_asked(
             assert copy.weight.unique().item() == committed
 
 
-@pytest.mark.parametrize("increments", [False, True])
-def test_a_version_joined_from_ranks_does_not_change_while_it_is_committed(
-    increments: bool,
-) -> None:
+@pytest.mark.parametrize("scheme", ["dist", "increments::dist"])
+def test_a_version_joined_from_ranks_does_not_change_while_it_is_committed(scheme: str) -> None:
     policy, copy = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
     fill(policy, 1.0)
     with (
-        Sender("dist", policy, num_workers=1, ranks=Ranks(0, 1), increments=increments) as sender,
+        Sender(scheme, policy, num_workers=1, ranks=Ranks(0, 1)) as sender,
         Receiver(join_addresses([sender.address(0)]), copy, background=True) as receiver,
     ):
         for _ in range(2):

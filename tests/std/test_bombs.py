@@ -11,7 +11,7 @@ import torch
 import zstandard
 from torch import Tensor, nn
 
-from sync_core import Layout, Payload, Receiver, Sender, SenderTransport
+from sync_core import Chunked, Layout, Payload, Receiver, Sender, SenderTransport
 from sync_core.errors import PayloadError
 from sync_core.relays.chunks import ChunkedSender
 from sync_core.weights.layout import CHUNK, CHUNK_HEAD
@@ -93,7 +93,7 @@ def test_a_compressed_patch() -> None:
 )
 def test_heads_of_chunks(head: list[int]) -> None:
     chunk: dict[str, Any] = {CHUNK: torch.ones(1000, dtype=torch.uint8)}
-    with Sender("shm", nn.Linear(3, 2), num_workers=1, chunk_mb=0.001, timeout=10.0) as sender:
+    with Sender(Chunked("shm", mb=0.001), nn.Linear(3, 2), num_workers=1, timeout=10.0) as sender:
         (chunks,) = find(sender, ChunkedSender)
         with pytest.raises(PayloadError, match="chunk"):
             receive(sender, chunks._lanes[0], chunk | {CHUNK_HEAD: torch.tensor(head)})

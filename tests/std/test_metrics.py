@@ -229,12 +229,11 @@ def test_increments_and_the_share_that_travelled(
     registry: CollectorRegistry, tmp_path: Path
 ) -> None:
     weights, metrics = {"w": torch.zeros(1000)}, Metrics(registry)
-    which = {"scheme": "file", "model_id": "policy"}
+    which = {"scheme": "increments::file", "model_id": "policy"}
     with Sender(
-        "file",
+        "increments::file",
         weights,
         num_workers=1,
-        increments=True,
         layers=[metrics],
         directory=str(tmp_path),
         poll=0.001,

@@ -186,7 +186,7 @@ def test_the_model_of_relays_is_near_what_was_measured() -> None:
     link = Job(nbytes=4e8, workers=2, nodes=2, gbit=0.01)
     direct = 'Sender("dist", …)'
     for way, relays in (("direct", 0), ("chain", 1), ("tree", 2)):
-        name = direct if way == "direct" else 'Sender("dist", …, chunk_mb=…), Relay(…)'
+        name = direct if way == "direct" else 'Sender("chunked::dist", …), Relay(…)'
         job = Job(nbytes=4e8, workers=9, nodes=9, gbit=0.01, relays=relays)
         ratio = estimate_of(name, job).seconds / estimate_of(direct, link).seconds
         assert 0.7 < ratio / measured[way] < 1.3, way
@@ -205,7 +205,7 @@ def test_the_model_of_increments_is_near_what_was_measured(gbit: float) -> None:
         changed=float(share.rstrip("%")) / 100,
     )
     assert 0.5 < estimate_of('Sender("dist", …)', job).seconds / float(whole) < 2
-    found = estimate_of('Sender("dist", …, increments=True)', job)
+    found = estimate_of('Sender("increments::dist", …)', job)
     assert 0.5 < found.seconds / float(increment) < 2
 
 

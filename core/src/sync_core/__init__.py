@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from sync_core.increments.options import Increments
     from sync_core.receiving.receiver import Receiver
+    from sync_core.relays.chunks import Chunked
     from sync_core.relays.relay import Relay
     from sync_core.report import Reporter, SendReport, WorkerResult
     from sync_core.sending.failure_policy import WorkerFailure
@@ -95,6 +96,7 @@ _MODULES = {
     ),
     "sync_core.increments.options": ("Increments",),
     "sync_core.receiving.receiver": ("Receiver",),
+    "sync_core.relays.chunks": ("Chunked",),
     "sync_core.relays.relay": ("Relay",),
     "sync_core.report": ("Reporter", "SendReport", "WorkerResult"),
     "sync_core.sending.failure_policy": ("WorkerFailure",),
@@ -116,7 +118,7 @@ _MODULES = {
     "sync_core.worker_group": ("WorkerGroup",),
 }
 
-_KITS = ("checks", "errors", "hooks", "lazy", "models", "registry", "transports")
+_KITS = ("checks", "errors", "hooks", "lazy", "models", "registry", "transports", "wrapping")
 
 __all__ = [
     "Address",
@@ -125,6 +127,7 @@ __all__ = [
     "ApplyError",
     "BindContext",
     "CapacityError",
+    "Chunked",
     "ClosedError",
     "CorruptionError",
     "Delivery",

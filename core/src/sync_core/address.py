@@ -14,6 +14,7 @@ from sync_core.errors import AddressError, OptionError, PayloadError
 from sync_core.hooks import ApplyContext, TransportContext, parse_options
 from sync_core.models.extract import Strategy
 from sync_core.weights.layout import Layout
+from sync_core.wrapping import WrappingScheme
 
 #: The version of the JSON form, and the entry that holds it.
 _FORMAT = 1
@@ -71,7 +72,6 @@ class Address:
         layout: the layout that the receiver's model must have, but for ``cast``: that of the
             trainer's model as the layers have changed it that no receiver undoes.
         source_layout: the layout of the trainer's model, before any layer changes it.
-        increments: whether versions may come as increments.
     """
 
     scheme: Any
@@ -90,9 +90,10 @@ class Address:
     timeout: float
     layout: Layout = field(repr=False)
     source_layout: Layout = field(repr=False)
-    increments: bool = False
 
-    def transport_context(self, scheme: str, timeout: float) -> TransportContext:
+    def transport_context(
+        self, scheme: str, timeout: float, *, background: bool = False
+    ) -> TransportContext:
         """Return what the receiver's transport is made from."""
         return TransportContext(
             side="receiver",
@@ -101,6 +102,7 @@ class Address:
             token=self.token,
             timeout=timeout,
             zero_copy=self.zero_copy,
+            background=background,
             options=self.options,
             worker_id=self.worker_id,
             endpoint=self.endpoint,
@@ -124,7 +126,8 @@ class Address:
     def to_json(self) -> str:
         """Return the address as JSON, with its token: a secret.
 
-        Schemes and layers are named in it, so it reaches receivers that have them installed.
+        Schemes and layers are named in it, so it reaches receivers that have them installed. A
+        scheme that wraps another is written with its options, which must be plain values.
 
         Raises:
             AddressError: the scheme or a layer is an object rather than a name, or the endpoint
@@ -137,16 +140,12 @@ class Address:
             ...     Address.from_json(text) == sender.address(0)
             True
         """
-        for plugin in (self.scheme, *self.layers):
-            if isinstance(plugin, registry.ComposedScheme):
-                raise AddressError(
-                    "an address of a sender with ranks= or chunk_mb= has no JSON form; pickle it"
-                )
-            if not isinstance(plugin, str):
-                raise AddressError(
-                    f"an address with the plugin object {plugin!r} has no JSON form; give the "
-                    "sender schemes and layers by their installed names"
-                )
+        if isinstance(self.scheme, registry.ComposedScheme):
+            raise AddressError("an address of a sender with ranks= has no JSON form; pickle it")
+        scheme = _plain_scheme(self.scheme)
+        for layer in self.layers:
+            if not isinstance(layer, str):
+                raise AddressError(_is_object(layer))
         headers = [self.layout]
         for layout in (self.source_layout, *self.layouts):
             if layout not in headers:
@@ -154,6 +153,7 @@ class Address:
         content = {
             _MARK: _FORMAT,
             **{name: getattr(self, name) for name in _FITS},
+            "scheme": scheme,
             "endpoint": self._plain_endpoint(),
             # Mostly one and the same.
             "headers": [layout.header[8:].decode() for layout in headers],
@@ -201,6 +201,7 @@ class Address:
         if len(before) != len(content["layers"]):
             raise AddressError("an address needs a layout for each of its layers")
         content["layers"] = tuple(content["layers"])
+        content["scheme"] = _read_scheme(content["scheme"])
         return cls(
             **content,
             endpoint=_read_endpoint(content["scheme"], endpoint),
@@ -216,8 +217,8 @@ class Address:
                 "the address that workers share has no JSON form; pickle it, or give each worker "
                 "its own: sender.address(sender.add_worker()).to_json()"
             )
-        if is_dataclass(endpoint) and type(endpoint) is _endpoint_type(self.scheme):
-            endpoint = {f.name: getattr(endpoint, f.name) for f in fields(endpoint)}
+        kind = _endpoint_type(self.scheme)
+        endpoint = _written_endpoint(endpoint, kind)
         if not _is_plain(endpoint):
             raise AddressError(
                 f"scheme {self.scheme!r} has no JSON form of its addresses, as they hold a "
@@ -227,16 +228,72 @@ class Address:
         return endpoint
 
 
-def _endpoint_type(scheme: str) -> type | None:
+def _is_object(plugin: object) -> str:
+    return (
+        f"an address with the plugin object {plugin!r} has no JSON form; give the sender schemes "
+        "and layers by their installed names"
+    )
+
+
+def _plain_scheme(scheme: Any) -> Any:
+    """Return a scheme as it is written: a name, a chain, or a scheme that wraps one of these."""
+    if isinstance(scheme, str):
+        return scheme
+    if not isinstance(scheme, WrappingScheme):
+        raise AddressError(_is_object(scheme))
+    options = {f.name: getattr(scheme, f.name) for f in fields(scheme) if f.name != "inner"}
+    if not _is_plain(options) or registry.wrapper(scheme.wrapper) is not type(scheme):
+        raise AddressError(_is_object(scheme))
+    return {"wrapper": scheme.wrapper, "inner": _plain_scheme(scheme.inner), "options": options}
+
+
+def _read_scheme(written: Any) -> Any:
+    if isinstance(written, str):
+        return written
+    kind = registry.wrapper(written["wrapper"])
+    given = {"inner": _read_scheme(written["inner"]), **written["options"]}
+    try:
+        made: WrappingScheme = parse_options(kind, given, f"scheme {written['wrapper']!r}")
+    except OptionError as error:
+        raise AddressError(str(error)) from error
+    return made
+
+
+def _is_scheme(value: Any) -> bool:
+    if isinstance(value, WrappingScheme):
+        return True  # `_plain_scheme` writes it
+    if not isinstance(value, dict):
+        return _is_text(value)
+    return (
+        value.keys() == {"wrapper", "inner", "options"}
+        and _is_text(value["wrapper"])
+        and _is_scheme(value["inner"])
+        and isinstance(value["options"], dict)
+        and "inner" not in value["options"]
+        and _is_plain(value["options"])
+    )
+
+
+def _endpoint_type(scheme: Any) -> type | None:
     """The dataclass that a scheme declares as ``endpoint_type``, made of plain values."""
-    plugin = registry.find(registry.SCHEMES, scheme).object
+    plugin = registry.find(registry.SCHEMES, scheme).innermost.object
     return getattr(plugin, "endpoint_type", None)
 
 
-def _read_endpoint(scheme: str, value: Any) -> Any:
+def _written_endpoint(endpoint: Any, kind: type | None) -> Any:
+    if isinstance(endpoint, list):
+        return [_written_endpoint(each, kind) for each in endpoint]
+    if is_dataclass(endpoint) and type(endpoint) is kind:
+        return {f.name: getattr(endpoint, f.name) for f in fields(endpoint)}
+    return endpoint
+
+
+def _read_endpoint(scheme: Any, value: Any) -> Any:
     kind = _endpoint_type(scheme)
     if kind is None:
         return value
+    if isinstance(value, list):
+        return [_read_endpoint(scheme, each) for each in value]
     if not isinstance(value, dict):
         raise AddressError(f"scheme {scheme!r} has no endpoint {value!r:.80}")
     try:
@@ -290,7 +347,7 @@ def _is_flag(value: Any) -> bool:
 
 # What each entry of an address in JSON may hold, but for layouts and the endpoint.
 _FITS: Mapping[str, Callable[[Any], bool]] = {
-    "scheme": _is_text,
+    "scheme": _is_scheme,
     "layers": lambda value: isinstance(value, list | tuple) and all(map(_is_text, value)),
     "options": lambda value: isinstance(value, dict) and _is_plain(value),
     "worker_id": lambda value: type(value) is int and value >= 0,
@@ -300,7 +357,6 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "zero_copy": _is_flag,
     "partial": _is_flag,
     "cast": _is_flag,
-    "increments": _is_flag,
     "verify": lambda value: value is None or value in get_args(Verify),
     "timeout": lambda value: type(value) in (int, float) and 0 < value < math.inf,
 }

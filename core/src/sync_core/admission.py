@@ -191,7 +191,7 @@ def enter(address: Address, timeout: float) -> Address:
         AddressError: it has not answered in time.
     """
     entrance: Entrance = address.endpoint
-    backend = registry.find(registry.SCHEMES, address.scheme)
+    backend = registry.find(registry.SCHEMES, address.scheme).innermost
     stack = Stack(Defaults(address.strategy), backend)
     name = secrets.token_bytes(_NAME_NBYTES)
     deadline = time.monotonic() + timeout

@@ -97,6 +97,7 @@ SCHEME_CAPABILITIES = MappingProxyType(
     {
         "background": "weights take time to come: Receiver(…, background=True) stages them",
         "broadcast": "a version is packed or put once, however many workers get it",
+        "compares": "its transport compares versions, and leaves out what a worker has already",
         "cross_host": "workers may be on other machines",
         "cross_process": "workers may be in other processes",
         "cuda": "tensors on a GPU travel without a copy in the memory of the host",
@@ -202,6 +203,8 @@ class TransportContext:
         token: the secret of this sender. A transport refuses a peer that does not know it.
         timeout: the deadline, in seconds, of a call that may block.
         zero_copy: whether receivers keep views of what the transport delivers.
+        background: (receiver) whether the newest version is staged in a thread of its own; see
+            `WrappingScheme.inner_receiver`. A transport need not look at it.
         options: the options that the user gave to `Sender`; read them with `parse_options`.
         worker_ids: (sender) the workers to serve.
         workers: (sender) handles of the workers, for a scheme that calls into them.
@@ -213,8 +216,6 @@ class TransportContext:
             may be called from any thread, with locks held, or never.
         worker_id: (receiver) which worker this is.
         endpoint: (receiver) what `SenderTransport.address` gave for this worker.
-        background: (receiver) whether a thread is to stage versions. Only a composed scheme that
-            joins parts does that itself; for any other the receiver does it.
     """
 
     side: Literal["sender", "receiver"]
@@ -223,6 +224,7 @@ class TransportContext:
     token: str = field(repr=False)
     timeout: float
     zero_copy: bool = False
+    background: bool = False
     models: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     worker_ids: tuple[int, ...] = ()
@@ -232,7 +234,6 @@ class TransportContext:
     notify: Callable[[int, Notice], None] = unheard
     worker_id: int = -1
     endpoint: Any = None
-    background: bool = False
 
     def parse_options(self, options_type: type[Options]) -> Options:
         """The options as an instance of a dataclass that declares them.

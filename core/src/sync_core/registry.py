@@ -44,6 +44,7 @@ from sync_core.hooks import (
 )
 from sync_core.report import Reporter
 from sync_core.worker_group import WorkerGroup
+from sync_core.wrapping import SEPARATOR, WrappingScheme
 
 __all__ = [
     "DISABLE",
@@ -66,6 +67,7 @@ __all__ = [
     "owner_of",
     "promised_to",
     "requirements_of",
+    "wrapper",
 ]
 
 _CORE = "sync-core"
@@ -249,6 +251,7 @@ _STD, _RAY, _DIST = "sync-plugin-std", "sync-plugin-ray", "sync-plugin-dist"
 KNOWN = MappingProxyType(
     {
         SCHEMES: {
+            **dict.fromkeys(("chunked", "increments"), _CORE),
             **dict.fromkeys(("none", "thread", "shm", "mp", "file"), _STD),
             "ray": _RAY,
             **dict.fromkeys(("dist", "rpc"), _DIST),
@@ -312,6 +315,12 @@ class Plugin:
         """Return whether the plugin is a scheme whose versions travel in parts."""
         return isinstance(self.object, ComposedScheme) and self.object.by_parts
 
+    @property
+    def innermost(self) -> Plugin:
+        """Return the scheme that moves the bytes: of a chain, the last one."""
+        scheme = self.object
+        return scheme.plugin.innermost if isinstance(scheme, WrappingScheme) else self
+
     def describe(self) -> str:
         """The plugin's kind, name, distribution and version, for messages."""
         return _describe(self.group, self.name, self.distribution, self.version)
@@ -322,7 +331,9 @@ def find(group: str, name: Any) -> Plugin:
 
     Args:
         group: ``"sync.schemes"``, ``"sync.layers"`` or ``"sync.workers"``.
-        name: its name, or a plugin object (or class, or module) to be used as it is.
+        name: its name, or a plugin object (or class, or module) to be used as it is. Of schemes
+            also a chain, such as ``"increments::dist"``: the names of schemes that wrap others,
+            from the outside in, and last the one that is wrapped.
 
     Raises:
         PluginNotFoundError: nothing installed has the name; says what to install or to type.
@@ -338,17 +349,51 @@ def find(group: str, name: Any) -> Plugin:
         'sync-plugin-std'
     """
     if isinstance(name, str):
+        outer, separator, inner = name.partition(SEPARATOR)
+        if group == SCHEMES and separator:
+            return _chain(outer, inner)
         entry = entry_point(group, name)
         plugin = Plugin(group, name, load(group, entry), *owner_of(entry))
     else:
         plugin = Plugin(group, _name_of(name), name)
         plugin = replace(plugin, object=_made(plugin.describe(), group, name))
     if inspect.isclass(plugin.object) and group != WORKERS:
+        if issubclass(plugin.object, WrappingScheme):
+            raise NotAPluginError(
+                f"{plugin.describe()} wraps another scheme; type {plugin.name}{SEPARATOR}shm, or "
+                f"{plugin.object.__name__}('shm')"
+            )
         raise NotAPluginError(
             f"{plugin.describe()} needs arguments; give an object, such as "
             f"{plugin.object.__name__}(…), instead"
         )
     return plugin
+
+
+def wrapper(name: str) -> type[WrappingScheme]:
+    """Return the class of a scheme that wraps others, by the name of its entry point.
+
+    Raises:
+        NotAPluginError: the scheme does not wrap others.
+        PluginError: see `find`.
+
+    Example:
+        >>> wrapper("increments")("dist", below=0.5).name
+        'increments::dist'
+    """
+    entry = entry_point(SCHEMES, name)
+    kind = load(SCHEMES, entry)
+    if not (inspect.isclass(kind) and issubclass(kind, WrappingScheme)):
+        raise NotAPluginError(
+            f"{describe(SCHEMES, entry)} does not wrap another scheme; type scheme={name!r}"
+        )
+    return kind
+
+
+def _chain(outer: str, inner: str) -> Plugin:
+    """Return the scheme of a chain of names."""
+    made = wrapper(outer)(inner)
+    return Plugin(SCHEMES, made.name, made, *owner_of(entry_point(SCHEMES, outer)))
 
 
 def load(group: str, entry: EntryPoint) -> Any:
@@ -462,7 +507,7 @@ def _needs_arguments(given: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def _name_of(given: Any) -> str:
-    if isinstance(given, ComposedScheme):
+    if isinstance(given, ComposedScheme | WrappingScheme):
         return given.name
     if inspect.isclass(given) or inspect.ismodule(given):
         return given.__name__
@@ -492,6 +537,8 @@ def _check(owner: str, group: str, plugin: Any) -> None:
         raise NotAPluginError(
             f"{owner} has no create_transport marked with @sync_core.hookimpl{there}"
         )
+    if inspect.isclass(plugin) and issubclass(plugin, WrappingScheme):
+        return
     if not isinstance(getattr(plugin, "capabilities", None), frozenset):
         raise NotAPluginError(
             f"{owner} declares no capabilities; add one line: capabilities = frozenset()"

@@ -30,6 +30,7 @@ from sync_core.models.extract import Strategy
 from sync_core.registry import Plugin
 from sync_core.transports.transport import ReceiverTransport, SenderTransport
 from sync_core.weights.payload import Update
+from sync_core.wrapping import check_transport, in_background
 
 # Not all of them: a token is a secret, and options may hold some.
 _CONTEXT_FIELDS = ("side", "scheme", "model_id", "version", "worker_id", "worker_ids")
@@ -192,16 +193,13 @@ class Stack:
     def create_sender_transport(self, context: TransportContext) -> SenderTransport:
         """The sender's side of the backend's transport."""
         transport = self._manager.hook.create_transport(context=context)
-        if not isinstance(transport, SenderTransport):
-            raise self._wrong_transport(transport, "a SenderTransport for the sender")
-        return transport
+        return check_transport(self._backend, transport, SenderTransport)
 
     def create_receiver_transport(self, context: TransportContext) -> ReceiverTransport:
         """A receiver's side of the backend's transport."""
         transport = self._manager.hook.create_transport(context=context)
-        if not isinstance(transport, ReceiverTransport):
-            raise self._wrong_transport(transport, "a ReceiverTransport for the receiver")
-        return transport
+        made = check_transport(self._backend, transport, ReceiverTransport)
+        return in_background(self._backend, context, made)
 
     def prepare_weights(self, update: Update, context: SendContext) -> Update:
         """The update to send."""
@@ -230,12 +228,6 @@ class Stack:
             self._manager.hook if hook in self._hooked else self._defaults, hook
         )
         return found
-
-    def _wrong_transport(self, transport: object, wanted: str) -> HookResultError:
-        return HookResultError(
-            f"{self._backend.describe()}: create_transport returned {_kind(transport)}, "
-            f"not {wanted}"
-        )
 
     def _register(self, plugin: Plugin, name: str) -> None:
         check_hooks(plugin.describe(), plugin.object)

@@ -118,17 +118,16 @@ class Order:
         """Start the trainer, and two workers."""
         self.skipper = Skipper()
         self.partial = self.random.random() < 0.5
-        increments = Increments(
+        scheme = Increments(
+            self._scheme(),
             below=self.random.choice([0.1, 0.3, 1.0]),
             whole_every=self.random.choice([None, None, 3]),
             compress=self.random.choice([None, "zstd"]),
-            auto=self.random.choice([False, False, True]),
         )
         self.sender = Sender(
-            self._scheme(),
+            scheme,
             self.model,
             num_workers=2,
-            increments=increments,
             partial=self.partial,
             layers=[self.skipper],
             timeout=_DEADLINE,
@@ -293,9 +292,10 @@ class Order:
     def do_corrupt(self) -> None:
         """Flip a bit of what a worker keeps to make the next version from."""
         receiver = self.workers[self.any_worker()].receiver
-        if receiver is not None and receiver._increments is not None:
+        if receiver is not None:
+            transport: Any = receiver._transport
             with suppress(IncrementError):
-                body = receiver._increments.kept.body
+                body = transport.kept.body
                 body[self.random.randrange(len(body))] ^= 1
 
     def do_restart(self) -> None:

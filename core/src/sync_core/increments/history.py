@@ -38,12 +38,12 @@ def described(layout: Layout) -> Layout:
     return Layout((*layout.specs, spec), layout.aliases)
 
 
-def describe(layout: Layout, version: int, checksum_: int | None, *, kept: bool = True) -> Patch:
+def describe(layout: Layout, version: int, checksum_: int | None) -> Patch:
     """Return the description of a whole version; see `sync_core.weights.patch.Patch`."""
     unit = unit_nbytes(layout)
     size = (padded_nbytes(layout) - len(layout.header)) // unit
     nothing = np.empty(0, np.uint8), np.empty(0, f"u{unit}")
-    return Patch(0, version, layout.digest, checksum_, size, *nothing, kept=kept)
+    return Patch(0, version, layout.digest, checksum_, size, *nothing)
 
 
 @dataclass(frozen=True, slots=True)

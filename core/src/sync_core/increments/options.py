@@ -1,41 +1,55 @@
-"""The options of incremental versions."""
+"""The wrapping scheme of incremental versions, and its options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import ClassVar
 
 from sync_core.errors import OptionError
+from sync_core.hooks import TransportContext
 from sync_core.registry import Plugin
+from sync_core.transports.transport import ReceiverTransport, SenderTransport
 from sync_core.weights.patch import Compression, zstd
+from sync_core.wrapping import WrappingScheme
 
 
-@dataclass(frozen=True, slots=True)
-class Increments:
-    """Options of increments: ``Sender(…, increments=Increments(below=0.1))``.
+@dataclass(frozen=True)
+class Increments(WrappingScheme):
+    """A scheme that sends each worker what it lacks: positions that changed, and their values.
+
+    A whole version travels where that takes fewer bytes, and to workers that have none. For
+    workers on other machines, and for stores. Sender and workers each keep one more copy of the
+    model in memory.
 
     Args:
+        inner: the scheme that carries the increments.
         below: an increment travels where it takes less than this share of a whole version's bytes.
         whole_every: send a whole version to every worker after so many versions; None for never.
         compress: ``"zstd"`` compresses increments; needs ``pip install "sync-core[zstd]"``, here
             and in the workers.
-        auto: compare a version with the one before only where that takes less time than sending
-            it whole, by measurement; see the how-to page.
 
     Raises:
-        OptionError: a value that is out of range, or zstandard is missing.
+        OptionError: a value that is out of range, zstandard is missing, or the inner scheme does
+            not leave the process.
 
     Example:
-        >>> Increments(below=2)
+        >>> Increments("dist", below=2)
         Traceback (most recent call last):
         ...
         sync_core.errors.OptionError: below must be a number between 0 and 1, got 2
     """
 
+    wrapper: ClassVar[str] = "increments"
+    keeps: ClassVar[frozenset[str]] = frozenset(
+        {"background", "broadcast", "cross_host", "cross_process", "late_join", "pull"}
+        | {"descriptors", "worker_paths"}
+    )
+    adds: ClassVar[frozenset[str]] = frozenset({"compares"})
+
     below: float = 0.3
     whole_every: int | None = None
     compress: Compression | None = None
-    auto: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.below, bool) or not isinstance(self.below, int | float):
@@ -49,37 +63,37 @@ class Increments:
             raise OptionError(f"compress must be 'zstd' or None, got {self.compress!r}")
         if self.compress is not None:
             zstd()
-        if not isinstance(self.auto, bool):
-            raise OptionError(f"auto must be True or False, got {self.auto!r}")
 
-    @classmethod
-    def of(cls, given: Increments | bool | Literal["auto"] | None) -> Increments | None:
-        """Return the options that the argument ``increments`` of `Sender` stands for.
+    @cached_property
+    def plugin(self) -> Plugin:
+        """The inner scheme.
 
         Raises:
-            OptionError: it is not one.
+            PluginError: it cannot be found or used.
+            OptionError: increments would save nothing over it.
         """
-        if isinstance(given, Increments):
-            return given
-        if given is True:
-            return cls()
-        if given == "auto":
-            return cls(auto=True)
-        if given is False or given is None:
-            return None
-        raise OptionError(f"increments must be True, False, 'auto' or Increments(…), got {given!r}")
+        found = super().plugin
+        if self.adds <= found.capabilities:
+            raise OptionError(
+                f"{found.describe()} leaves out already what a worker has; type "
+                f"scheme={found.name!r}"
+            )
+        if "cross_process" not in found.capabilities:
+            raise OptionError(
+                f"{found.describe()} does not leave this process (it does not declare the "
+                "capability 'cross_process'), where comparing two versions costs more than copying "
+                f"one; type scheme={found.name!r}"
+            )
+        return found
 
+    def create_sender(self, context: TransportContext) -> SenderTransport:
+        """Make the sender's side."""
+        from sync_core.increments.sender import IncrementalSender
 
-def check_of_use(scheme: Plugin) -> None:
-    """Raise `OptionError` for a scheme over which increments would save nothing."""
-    if "same_object" in scheme.capabilities:
-        raise OptionError(
-            f"{scheme.describe()} moves nothing, so that there is nothing to leave out; leave out "
-            "increments="
-        )
-    if "cross_process" not in scheme.capabilities:
-        raise OptionError(
-            f"{scheme.describe()} does not leave this process (it does not declare the capability "
-            "'cross_process'), where comparing two versions costs more than copying one; leave "
-            "out increments="
-        )
+        return IncrementalSender(context, self)
+
+    def create_receiver(self, context: TransportContext) -> ReceiverTransport:
+        """Make a receiver's side."""
+        from sync_core.increments.receiver import IncrementalReceiver
+
+        return IncrementalReceiver(self.inner_receiver(context), context.worker_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -15,12 +14,13 @@ from sync_core.transports.transport import Answer, ReceiverTransport
 from sync_core.weights.layout import INCREMENT, Layout
 from sync_core.weights.patch import Patch
 from sync_core.weights.payload import Payload
+from sync_core.wrapping import WrappingReceiver
 
 # Of answers after which the model may hold anything.
 _BAD = ("load", "readback")
 
 
-class IncrementalReceiver(ReceiverTransport):
+class IncrementalReceiver(WrappingReceiver):
     """Keeps the newest version in its own memory, and applies increments to it.
 
     It hands on whole versions, each good until the next `receive`. A version that cannot be
@@ -32,7 +32,7 @@ class IncrementalReceiver(ReceiverTransport):
     """
 
     def __init__(self, transport: ReceiverTransport, worker_id: int) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._worker_id = worker_id
         self._kept: Packed | None = None
         self._version = 0
@@ -40,7 +40,7 @@ class IncrementalReceiver(ReceiverTransport):
         self._number = 0
         # The version that the model has, and the number of its delivery.
         self._committed = 0
-        self.delivered = 0
+        self._delivered = 0
 
     @property
     def kept(self) -> Packed:
@@ -53,13 +53,13 @@ class IncrementalReceiver(ReceiverTransport):
         """Return the newest version, whole; refuse what cannot be made whole, and wait for more."""
         deadline = time.monotonic() + timeout
         while True:
-            payload = self._transport.receive(max(0.0, deadline - time.monotonic()))
+            payload = self.transport.receive(max(0.0, deadline - time.monotonic()))
             if payload is None:
                 return None
             try:
                 whole = self._make_whole(payload)
             except SyncError as error:
-                self._transport.acknowledge(Answer.refusal(payload.version, error))
+                self.transport.acknowledge(Answer.refusal(payload.version, error))
                 payload.release()
                 continue
             except BaseException:
@@ -68,8 +68,8 @@ class IncrementalReceiver(ReceiverTransport):
             if whole.version == self._committed:
                 # The model has it already: the sender could not know.
                 whole.release()
-                self.delivered = payload.version
-                self._transport.acknowledge(Answer(version=payload.version))
+                self._delivered = payload.version
+                self.transport.acknowledge(Answer(version=payload.version))
                 continue
             self._number = payload.version
             return whole
@@ -78,30 +78,24 @@ class IncrementalReceiver(ReceiverTransport):
         """Answer under the number that the sender's transport knows."""
         if answer.version == self._version and answer.version != self._committed:
             if answer.error is None or answer.failure == "late":
-                self._committed, self.delivered = answer.version, self._number
+                self._committed, self._delivered = answer.version, self._number
             elif answer.failure in _BAD:
                 self._committed = 0
-        self._transport.acknowledge(replace(answer, version=self._number))
+        self.transport.acknowledge(replace(answer, version=self._number))
 
     def forget_commit(self) -> None:
         """Note that another model has replaced the one that has the newest version."""
-        self._committed = self.delivered = 0
+        self._committed = self._delivered = 0
+        super().forget_commit()
 
-    def wake(self) -> None:
-        """Wake the transport."""
-        self._transport.wake()
-
-    def on_arrival(self, callback: Callable[[], None]) -> bool:
-        """Let the transport call the function."""
-        return self._transport.on_arrival(callback)
-
-    def leave(self, reason: str) -> None:
-        """Notify the sender."""
-        self._transport.leave(reason)
+    def delivered(self, version: int) -> int:
+        """Return the number under which the inner transport brought the version."""
+        del version
+        return self.transport.delivered(self._delivered)
 
     def close(self) -> None:
         """Close the transport, and release the memory."""
-        self._transport.close()
+        self.transport.close()
         self._kept = None
 
     def _make_whole(self, payload: Payload) -> Payload:
@@ -119,8 +113,6 @@ class IncrementalReceiver(ReceiverTransport):
         else:
             # It describes what has come, and changes nothing.
             patch = Patch.from_tensor(payload.tensors[-1], 0)
-            if not patch.kept:
-                return self._pass_on(patch, payload)
             kept = self._copy(patch, payload)
         payload.release()
         self._kept, self._version = kept, patch.version
@@ -135,14 +127,6 @@ class IncrementalReceiver(ReceiverTransport):
             # Where the transport measures it.
             stage_seconds=payload.stage_seconds and payload.stage_seconds + took,
         )
-
-    def _pass_on(self, patch: Patch, payload: Payload) -> Payload:
-        """Return a version that no increment will build on where it arrived."""
-        self._kept, self._version = None, patch.version
-        layout = _without_description(payload.layout)
-        if layout.digest != patch.digest:
-            raise PayloadError("it does not have the layout that it was sent with")
-        return replace(payload, version=patch.version, layout=layout, source=payload.tensors[:-1])
 
     def _apply(self, patch: Patch) -> Packed:
         """Apply an increment to what is kept."""

@@ -12,10 +12,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,10 +27,8 @@ from sync_core.errors import (
     WorkerError,
 )
 from sync_core.hooks import TransportContext
-from sync_core.increments.choice import Choice, Way, seconds_of
-from sync_core.increments.history import History, describe, described
+from sync_core.increments.history import History, described
 from sync_core.increments.options import Increments
-from sync_core.stack import Stack
 from sync_core.transports.transport import Answer, Delivery, Notice, SenderTransport
 from sync_core.weights.layout import INCREMENT, Layout, TensorSpec
 from sync_core.weights.patch import Compression, Patch
@@ -41,23 +39,6 @@ _log = logging.getLogger("sync_core")
 _PATIENCE = 1.0
 # The payloads whose numbers are kept, for answers that come late.
 _NUMBERS = 1024
-
-
-class MakeTransport(Protocol):
-    """Makes the scheme's transport, for payloads of a layout."""
-
-    def __call__(
-        self, *, layout: Layout, notify: Callable[[int, Notice], None]
-    ) -> SenderTransport: ...
-
-
-def transport_maker(stack: Stack, context: TransportContext) -> MakeTransport:
-    """Return what makes a scheme's transport, of which a context says the rest."""
-
-    def make(*, layout: Layout, notify: Callable[[int, Notice], None]) -> SenderTransport:
-        return stack.create_sender_transport(replace(context, layout=layout, notify=notify))
-
-    return make
 
 
 class _Outgoing(Delivery):
@@ -92,14 +73,8 @@ class _Line:
     """
 
     def __init__(self, options: Increments) -> None:
-        self._below = options.below
         self.history = History(options.below)
-        self.choice = Choice() if options.auto else None
         self.last_whole = 0
-
-    def forget(self) -> None:
-        """Forget all versions, as one is sent that is not kept."""
-        self.history = History(self._below)
 
 
 @dataclass(eq=False)
@@ -136,23 +111,14 @@ class IncrementalSender(SenderTransport):
     """Sends each worker what it lacks, by the scheme's transport.
 
     Args:
-        make: makes that transport.
-        layout: of the versions.
-        worker_ids: the workers.
-        options: see `sync_core.Increments`.
-        notify: see `TransportContext`.
+        context: what the sender gave to `create_transport`.
+        options: the scheme, with its options.
     """
 
-    def __init__(
-        self,
-        make: MakeTransport,
-        layout: Layout,
-        worker_ids: Sequence[int],
-        options: Increments,
-        notify: Callable[[int, Notice], None],
-    ) -> None:
+    def __init__(self, context: TransportContext, options: Increments) -> None:
+        assert context.layout is not None
         self._options = options
-        self._notify = notify
+        self._notify = context.notify
         self._lines: dict[Layout, _Line] = {}
         self._numbers: dict[int, int] = {}
         self._number = 0
@@ -161,13 +127,15 @@ class IncrementalSender(SenderTransport):
         # For what is known of workers; no other lock is taken with it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._workers = {i: _Recipient(i) for i in worker_ids}
+        self._workers = {i: _Recipient(i) for i in context.worker_ids}
         # As that of a worker that joins: the newest version that went to all.
         self._joining = _Recipient(-1)
         self._requests: queue.SimpleQueue[_Recipient | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._transport = make(layout=described(layout), notify=self._heard)
+        self._transport = options.inner_sender(
+            context, layout=described(context.layout), notify=self._heard
+        )
 
     def address(self, worker_id: int) -> Any:
         """Return the transport's endpoint."""
@@ -179,7 +147,7 @@ class IncrementalSender(SenderTransport):
         outgoing = {i: _Outgoing(i, version) for i in worker_ids}
         with self._calling:
             line = self._lines.setdefault(payload.layout, _Line(self._options))
-            compared = self._record(line, payload, worker_ids)
+            self._record(line, payload, worker_ids)
             with self._lock:
                 to_all = self._workers.keys() <= outgoing.keys()
                 workers = {i: self._workers[i] for i in worker_ids if i in self._workers}
@@ -189,10 +157,7 @@ class IncrementalSender(SenderTransport):
                         worker.line, worker.held = line, 0
                     worker.wanted, worker.outgoing = version, outgoing[worker_id]
                 held = {i: workers[i].held if i in workers else 0 for i in worker_ids}
-            if compared:
-                parts = self._divide(line, version, held)
-            else:
-                parts = [_PayloadPart(_not_kept(payload), worker_ids, 1.0)]
+            parts = self._divide(line, version, held)
             for number, part in enumerate(parts):
                 try:
                     self._hand_over(part, outgoing, payload.packing)
@@ -261,26 +226,13 @@ class IncrementalSender(SenderTransport):
         if thread is not None and thread is not threading.current_thread():
             thread.join(_PATIENCE)
 
-    def _record(self, line: _Line, payload: Payload, worker_ids: Sequence[int]) -> bool:
-        """Make a payload the newest version of its line; False where it is not compared."""
-        begin, choice, before = time.perf_counter(), line.choice, line.history.version
+    def _record(self, line: _Line, payload: Payload, worker_ids: Sequence[int]) -> None:
+        """Make a payload the newest version of its line."""
         with self._lock:
             others = [w for i, w in self._workers.items() if i not in worker_ids]
             # Those that may yet ask for an older version; some can get that from here alone.
             asking = [w for w in (*others, self._joining) if others and w.line is line and w.wanted]
-            compares = choice is None or choice.compares() or not all(w.whole for w in asking)
-        if compares:
-            line.history.record(payload, keep=bool(asking))
-        else:
-            line.forget()
-        if choice is not None:
-            way: Way | None = "increment" if compares else "whole"
-            if compares and not before:
-                way = None  # there was nothing to compare it with
-            seconds = time.perf_counter() - begin if compares else 0.0
-            with self._lock:
-                choice.began(payload.version, way, nbytes=payload.nbytes, seconds=seconds)
-        return compares
+        line.history.record(payload, keep=bool(asking))
 
     def _divide(self, line: _Line, version: int, held: Mapping[int, int]) -> list[_PayloadPart]:
         """Return the payloads of a version, each with its workers."""
@@ -320,7 +272,6 @@ class IncrementalSender(SenderTransport):
             for worker in workers.values():
                 worker.whole = whole
         payload = replace(part.payload, version=self._number, packing=packing)
-        begin = time.perf_counter()
         try:
             deliveries = self._transport.send(payload, part.worker_ids)
         except BaseException:
@@ -335,9 +286,7 @@ class IncrementalSender(SenderTransport):
                     carried.carry_by(delivery, part.payload.base, part.changed)
                 self._changed.notify_all()
             known = workers.get(worker_id)
-            delivery.watch(
-                partial(self._answered, known, carried, version=version, whole=whole, begin=begin)
-            )
+            delivery.watch(partial(self._answered, known, carried, version=version, whole=whole))
 
     def _answered(
         self,
@@ -348,13 +297,12 @@ class IncrementalSender(SenderTransport):
         *,
         version: int,
         whole: bool,
-        begin: float,
     ) -> None:
         """A delivery of the transport has ended, or had another outcome later."""
         with self._lock:
             if error is not None and outgoing is not None and outgoing.inner is not delivery:
                 return  # another one brings the version now
-            lacks = worker is not None and self._learn(worker, delivery, error, version, begin)
+            lacks = worker is not None and self._learn(worker, error, version)
         if lacks:
             # As another receiver would, which has taken its place.
             self._notify(delivery.worker_id, Notice("connected"))
@@ -374,17 +322,9 @@ class IncrementalSender(SenderTransport):
             self._fail(outgoing, error)
 
     @staticmethod
-    def _learn(
-        worker: _Recipient,
-        delivery: Delivery,
-        error: WorkerError | None,
-        version: int,
-        begin: float,
-    ) -> bool:
+    def _learn(worker: _Recipient, error: WorkerError | None, version: int) -> bool:
         """Note what a worker holds now; True where it has lost what it held."""
         if error is None:
-            if worker.line is not None and worker.line.choice is not None:
-                worker.line.choice.took(version, seconds_of(delivery, begin))
             worker.held = max(worker.held, version)
             return False
         if not isinstance(error, IncrementError | CorruptionError):
@@ -479,14 +419,6 @@ class IncrementalSender(SenderTransport):
             served = [w for w in wanting if w.line is line]
             held = min((w.held for w in served if w.held), default=newest)
             line.history.forget(held, min((w.wanted for w in served), default=newest))
-
-
-def _not_kept(payload: Payload) -> Payload:
-    """A whole version that was not compared, so that no increment can build on it."""
-    description = describe(payload.layout, payload.version, None, kept=False).to_tensor()
-    return replace(
-        payload, layout=described(payload.layout), source=(*payload.tensors, description)
-    )
 
 
 def _travelling(patch: Patch, compress: Compression | None) -> Payload:

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -37,7 +36,6 @@ from sync_core.weights.payload import Payload
 
 # Features that few receivers use are imported when they are asked for.
 if TYPE_CHECKING:
-    from sync_core.increments.receiver import IncrementalReceiver
     from sync_core.shards.local import Regions
 
 _log = logging.getLogger("sync_core")
@@ -178,13 +176,12 @@ class Receiver(CollectorReference):
     def delivered(self) -> int:
         """The number under which the transport brought what the model has.
 
-        It is `version`, but where the sender has ``increments=``, whose transport may be given
-        two payloads for one version. It is 0 where a string reference leads to another module
-        than the one that has `version`.
+        It is `version`, but under a scheme that wraps another: see `ReceiverTransport.delivered`.
+        It is 0 where a string reference leads to another module than the one that has `version`.
         """
         if self._target.model_was_replaced():
             return 0
-        return self._version if self._increments is None else self._increments.delivered
+        return self._transport.delivered(self._version)
 
     @property
     def worker_id(self) -> int:
@@ -263,8 +260,7 @@ class Receiver(CollectorReference):
             self.reject(SyncError("a newer version was asked for before this one was committed"))
         if self._target.model_was_replaced():
             self._version = 0
-            if self._increments is not None:
-                self._increments.forget_commit()
+            self._transport.forget_commit()
         payload = self._next(deadline)
         while payload is not None and not self._accepts(payload):
             payload = self._next(deadline)
@@ -439,24 +435,9 @@ class Receiver(CollectorReference):
         except Exception as error:
             _refuse(address, backend, timeout, error)
             raise
-        background = self._background and "background" in backend.capabilities
-        transport = self._target.stack.create_receiver_transport(
-            replace(address.transport_context(backend.name, timeout), background=background)
+        self._transport = self._target.stack.create_receiver_transport(
+            address.transport_context(backend.name, timeout, background=self._background)
         )
-        # Where versions come in parts, what joins them stages each part.
-        if background and not backend.by_parts:
-            from sync_core.transports.background import BackgroundReceiver
-
-            transport = BackgroundReceiver(transport)
-        self._transport = transport
-        self._increments: IncrementalReceiver | None = None
-        # Where there are several ranks, there is one for each of them inside.
-        if address.increments and not backend.by_parts:
-            from sync_core.increments.receiver import IncrementalReceiver
-
-            # The outer one: what it hands on lies in memory that the next version is made in.
-            self._increments = IncrementalReceiver(self._transport, address.worker_id)
-            self._transport = self._increments
         self._leave = weakref.finalize(
             self, _leave, self._transport, self._target.lease, self._reasons, self._process
         )

@@ -16,16 +16,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from sync_core import registry
 from sync_core.errors import OptionError, PayloadError, SenderLostError, SyncError, WorkerError
-from sync_core.hooks import TransportContext, hookimpl
-from sync_core.registry import ComposedScheme
-from sync_core.stack import Defaults, Stack
+from sync_core.hooks import TransportContext
+from sync_core.transports.background import BackgroundReceiver
 from sync_core.transports.transport import (
     Answer,
     Delivery,
@@ -37,69 +35,73 @@ from sync_core.transports.transport import (
 from sync_core.weights.block import Block
 from sync_core.weights.layout import CHUNK, CHUNK_HEAD, Layout
 from sync_core.weights.payload import Payload
+from sync_core.wrapping import WrappingScheme
 
 _log = logging.getLogger("sync_core")
 _LANES = 2
 # The numbers of a chunk: version, index, bytes of the version, bytes of a chunk.
 _HEAD = 4
-_KEPT_CAPABILITIES = frozenset({"background", "cross_host", "cross_process", "late_join", "pull"})
 #: The request of a worker that lacks the chunks before the one it got.
 AGAIN = "again"
 # How long closing waits for a chunk that is being sent, in seconds; an estimate.
 _PATIENCE = 5.0
 
 
-class ChunkedScheme(ComposedScheme):
-    """A scheme whose versions travel in chunks over another scheme.
+@dataclass(frozen=True)
+class Chunked(WrappingScheme):
+    """A scheme whose versions travel in chunks over another scheme, which relays can pass on.
+
+    While one chunk is on its way, the one before it is answered: see `Relay`.
 
     Args:
-        inner: the name of the other scheme, or a plugin object.
-        nbytes: the size of a chunk.
+        inner: the scheme that carries the chunks.
+        mb: the size of a chunk, in MB (1e6 bytes).
 
     Raises:
-        OptionError: with the other scheme nothing travels.
+        OptionError: the size is not one, or nothing travels by the inner scheme.
+
+    Example:
+        >>> policy, model = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+        >>> with Sender(Chunked("thread", mb=1), policy, num_workers=1) as sender:
+        ...     pending = sender.send_async()
+        ...     Receiver(sender.address(0), model).receive(), pending.wait().updated
+        (1, (0,))
     """
 
-    def __init__(self, inner: Any, nbytes: int) -> None:
-        self.inner = inner
-        self.nbytes = nbytes
-        backend = registry.find(registry.SCHEMES, inner)
-        self.stack = Stack(Defaults("tensordict"), backend)
-        if "same_object" in backend.capabilities:
-            raise OptionError(f"{backend.describe()} moves nothing; leave chunk_mb= out")
-        self.name = backend.name
-        self.capabilities = backend.capabilities & _KEPT_CAPABILITIES
+    wrapper: ClassVar[str] = "chunked"
+    keeps: ClassVar[frozenset[str]] = frozenset(
+        {"background", "cross_host", "cross_process", "late_join", "pull"}
+    )
 
-    def __reduce__(self) -> tuple[object, tuple[Any, int]]:
-        return ChunkedScheme, (self.inner, self.nbytes)
+    mb: float = 4.0
 
-    @hookimpl
-    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
-        """The sender's or a receiver's side."""
-        if context.side == "receiver":
-            return ChunkedReceiver(context, self)
+    def __post_init__(self) -> None:
+        number = isinstance(self.mb, int | float) and not isinstance(self.mb, bool)
+        if not number or not 0 < self.mb < math.inf:
+            raise OptionError(f"mb must be a size in MB, such as 4, got {self.mb!r}")
+
+    @property
+    def nbytes(self) -> int:
+        """The size of a chunk in bytes."""
+        return max(1, int(self.mb * 1e6))
+
+    def create_sender(self, context: TransportContext) -> ChunkedSender:
+        """Make the sender's side."""
         if context.workers:
-            raise OptionError("chunk_mb= needs workers that connect by addresses; give num_workers")
+            raise OptionError(
+                f"{self.name} needs workers that connect by addresses; give num_workers"
+            )
         if "slots" in context.options:
             raise OptionError(
-                "slots= and chunk_mb= cannot be given together, since each worker's chunk takes a "
-                "slot of its own, which has the size of a chunk; leave slots= out"
+                f"slots= cannot be given with {self.name}, since each worker's chunk takes a slot "
+                "of its own, which has the size of a chunk; leave slots= out"
             )
         return ChunkedSender(context, self)
 
-
-def chunked(scheme: Any, chunk_mb: float, *, zero_copy: bool) -> ChunkedScheme:
-    """A scheme that sends chunks; see the argument ``chunk_mb`` of `sync_core.Sender`.
-
-    Raises:
-        OptionError: the size is not one, or parameters were to view what arrives.
-    """
-    number = isinstance(chunk_mb, int | float) and not isinstance(chunk_mb, bool)
-    if not number or not 0 < chunk_mb < math.inf:
-        raise OptionError(f"chunk_mb must be a size in MB, such as 4, got {chunk_mb!r}")
-    if zero_copy:
-        raise OptionError("chunk_mb= and zero_copy=True cannot be given together")
-    return ChunkedScheme(scheme, max(1, int(chunk_mb * 1e6)))
+    def create_receiver(self, context: TransportContext) -> ReceiverTransport:
+        """Make a receiver's side, which puts versions together in the background if asked to."""
+        receiver = ChunkedReceiver(replace(context, background=False), self)
+        return BackgroundReceiver(receiver) if context.background else receiver
 
 
 #: An inner transport, a delivery of it, and its outcome.
@@ -111,11 +113,10 @@ def _chunk_layout(nbytes: int) -> Layout:
     return Layout.of_kinds([(CHUNK, torch.uint8, (nbytes,)), (CHUNK_HEAD, torch.int64, (_HEAD,))])
 
 
-def _lane_context(context: TransportContext, scheme: ChunkedScheme, lane: int) -> TransportContext:
+def _lane_context(context: TransportContext, scheme: Chunked, lane: int) -> TransportContext:
     """The context of one of the inner transports, which do not share a secret."""
     return replace(
         context,
-        scheme=scheme.name,
         token=f"{context.token}-{lane}",
         layout=_chunk_layout(scheme.nbytes),
         zero_copy=False,
@@ -180,7 +181,7 @@ class ChunkedSender(SenderTransport):
         scheme: the scheme.
     """
 
-    def __init__(self, context: TransportContext, scheme: ChunkedScheme) -> None:
+    def __init__(self, context: TransportContext, scheme: Chunked) -> None:
         self._chunk_nbytes = scheme.nbytes
         self._notify = context.notify
         # Of the inner transports, which take the calls of one thread at a time. Callbacks of these,
@@ -198,7 +199,7 @@ class ChunkedSender(SenderTransport):
                     models=(),
                     notify=unheard if lane else self._hear,
                 )
-                self._lanes.append(scheme.stack.create_sender_transport(lane_context))
+                self._lanes.append(scheme.inner_sender(lane_context))
                 opened.callback(self._lanes[-1].close)
             opened.pop_all()
         self._thread = threading.Thread(target=self._run, name="sync-chunks", daemon=True)
@@ -207,7 +208,7 @@ class ChunkedSender(SenderTransport):
     def address(self, worker_id: int) -> Any:
         """Return the endpoints of the inner transports."""
         with self._lock:
-            return tuple(lane.address(worker_id) for lane in self._lanes)
+            return [lane.address(worker_id) for lane in self._lanes]
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Pack the version, and send its first chunk."""
@@ -382,7 +383,7 @@ class ChunkedReceiver(ReceiverTransport):
         scheme: the scheme.
     """
 
-    def __init__(self, context: TransportContext, scheme: ChunkedScheme) -> None:
+    def __init__(self, context: TransportContext, scheme: Chunked) -> None:
         self._layout = context.layout
         self._chunk_nbytes = scheme.nbytes
         self._version: ChunkedVersion | None = None
@@ -394,7 +395,7 @@ class ChunkedReceiver(ReceiverTransport):
         with ExitStack() as opened:
             for lane, endpoint in enumerate(context.endpoint):
                 lane_context = replace(_lane_context(context, scheme, lane), endpoint=endpoint)
-                self._lanes.append(scheme.stack.create_receiver_transport(lane_context))
+                self._lanes.append(scheme.inner_receiver(lane_context))
                 opened.callback(self._lanes[-1].close)
             opened.pop_all()
 

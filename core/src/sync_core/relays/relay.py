@@ -9,11 +9,12 @@ import threading
 from dataclasses import replace
 from typing import Any, NoReturn, Self
 
+from sync_core import registry
 from sync_core._util import release_with
 from sync_core.address import Address
 from sync_core.checks import check_count
 from sync_core.errors import AddressError, SenderLostError, SyncError, WorkerError
-from sync_core.relays.chunks import ChunkedReceiver, ChunkedScheme, ChunkedSender, ChunkedVersion
+from sync_core.relays.chunks import Chunked, ChunkedReceiver, ChunkedSender, ChunkedVersion
 from sync_core.transports.transport import Answer, Delivery
 
 _log = logging.getLogger("sync_core")
@@ -32,7 +33,7 @@ class Relay:
     memory for two versions.
 
     Args:
-        address: that of one worker of a sender with ``chunk_mb``, or of another relay.
+        address: that of one worker of a sender with a scheme `Chunked`, or of another relay.
         num_workers: how many workers, or relays, it serves.
         **options: options of the scheme for these, instead of the sender's: such as ``host=``.
 
@@ -42,7 +43,7 @@ class Relay:
 
     Example:
         >>> policy, model = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
-        >>> with Sender("thread", policy, num_workers=1, chunk_mb=4) as sender:
+        >>> with Sender("chunked::thread", policy, num_workers=1) as sender:
         ...     with Relay(sender.address(0), num_workers=1) as relay:
         ...         with Receiver(relay.address(0), model) as receiver:
         ...             pending = sender.send_async()
@@ -52,11 +53,13 @@ class Relay:
 
     def __init__(self, address: Address, *, num_workers: int, **options: Any) -> None:
         count = check_count(num_workers, "num_workers")
-        scheme = address.scheme if isinstance(address, Address) else None
-        if not isinstance(scheme, ChunkedScheme):
+        scheme = None
+        if isinstance(address, Address):
+            scheme = registry.find(registry.SCHEMES, address.scheme).object
+        if not isinstance(scheme, Chunked):
             raise AddressError(
                 f"a relay needs the address of a sender that sends chunks, got {address!r:.200}; "
-                "type Sender(…, chunk_mb=4)"
+                "type Sender(Chunked('dist', mb=4), …)"
             )
         self._address = replace(
             address, token=secrets.token_hex(16), options={**address.options, **options}

@@ -59,7 +59,7 @@ class ElasticWorkers:
         # Those that have left included.
         self._admitted: set[int] = set()
         context = pipeline.admission_context()
-        self._admission = Admission(context, pipeline.stack, self._admit, self._remove)
+        self._admission = Admission(context, pipeline.side_stack(), self._admit, self._remove)
         self._close = release_with(self, self._admission.close)
         sender.subscribe(partial(_remove_lost, weakref.ref(self)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from sync_core.models.extract import Strategy, gathered
 from sync_core.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
-    from sync_core.increments.options import Increments
     from sync_core.sending.elastic import ElasticWorkers
     from sync_core.sending.failure_policy import FailurePolicy, OnFailure
     from sync_core.sending.partial import PartialUpdates, TrainableOnly
@@ -29,12 +28,10 @@ def composed(
     scheme: Any,
     layers: Sequence[Any],
     *,
-    chunk_mb: float | None,
     ranks: Ranks | None,
     regions: Regions | None,
     strategy: Strategy,
     verified: bool,
-    increments: Increments | None,
     others: Mapping[str, Any],
 ) -> tuple[Any, Sequence[Any], Collect | None]:
     """Return a sender's scheme, its layers, and what reads a model that is spread over ranks.
@@ -42,33 +39,18 @@ def composed(
     Args:
         scheme: the user's.
         layers: the user's.
-        chunk_mb: see `sync_core.Sender`, here and for all others.
-        ranks: see there.
+        ranks: see `sync_core.Sender`, here and for all others.
         regions: see there.
         strategy: see there.
         verified: whether ``verify`` was given.
-        increments: those of each rank's part.
         others: arguments that cannot be given together with ``ranks``.
     """
-    if chunk_mb is not None:
-        from sync_core.relays.chunks import chunked
-
-        scheme = chunked(scheme, chunk_mb, zero_copy=others["zero_copy"])
     if ranks is not None or regions is not None:
         from sync_core.shards.sender import check_alone, sharded
 
         check_alone(others)
-        return sharded(scheme, ranks, regions, layers, verified=verified, increments=increments)
+        return sharded(scheme, ranks, regions, layers, verified=verified)
     return scheme, layers, partial(gathered, strategy=strategy) if others["gather"] else None
-
-
-def increments_of(given: Increments | bool | Literal["auto"]) -> Increments | None:
-    """Return the options of increments; None where whole versions are sent."""
-    if given is False:
-        return None
-    from sync_core.increments.options import Increments
-
-    return Increments.of(given)
 
 
 def trainable_only(only: object, strategy: Strategy, *, gather: bool) -> TrainableOnly | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -37,10 +37,6 @@ from sync_core.stack import Defaults, Stack
 from sync_core.transports.transport import Delivery, SenderTransport, unheard
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
-
-# Features that few senders use are imported when they are asked for.
-if TYPE_CHECKING:
-    from sync_core.increments.options import Increments
 
 
 class Source:
@@ -188,7 +184,6 @@ class Terms:
     partial: bool
     verify: Verify | None
     timeout: float
-    increments: Increments | None = None
     cast: bool = False
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
@@ -197,8 +192,6 @@ class Terms:
         check_strategy(self.strategy)
         if self.zero_copy and (self.partial or self.strategy != "tensordict"):
             raise OptionError("zero_copy needs whole updates and strategy='tensordict'")
-        if self.zero_copy and self.increments is not None:
-            raise OptionError("zero_copy has workers read whole versions; leave out increments=")
 
     def address_maker(self, **known: Any) -> Callable[..., Address]:
         """Makes addresses from a worker's id and its endpoint; ``known`` are the other fields."""
@@ -214,7 +207,6 @@ class Terms:
             cast=self.cast,
             verify=self.verify,
             timeout=self.timeout,
-            increments=self.increments is not None,
             **known,
         )
 
@@ -247,10 +239,6 @@ class Pipeline:
         self._backend = registry.find(registry.SCHEMES, terms.scheme)
         if terms.zero_copy and "zero_copy" not in self._backend.capabilities:
             raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
-        if terms.increments is not None:
-            from sync_core.increments.options import check_of_use
-
-            check_of_use(self._backend)
         found = [registry.find(registry.LAYERS, layer) for layer in terms.layers]
         #: The layers that are called with every report.
         self.reporters = [one.object for one in found if isinstance(one.object, Reporter)]
@@ -284,7 +272,7 @@ class Pipeline:
         #: Whether workers may get less than the whole model.
         self.partial = terms.partial and self.moves_nothing is None
         #: Whether the transport leaves out what workers have, so that updates must be whole.
-        self.packs_increments = terms.increments is not None
+        self.compares = "compares" in self._backend.capabilities
         if self._terms.partial and self.moves_nothing is None:
             from sync_core.increments.partial import BaseLayer
 
@@ -354,18 +342,7 @@ class Pipeline:
             make_address=self.make_address,
             notify=members.notify,
         )
-        if self._terms.increments is None or self._backend.by_parts:
-            self.transport = self.stack.create_sender_transport(transport_context)
-        else:
-            from sync_core.increments.sender import IncrementalSender, transport_maker
-
-            self.transport = IncrementalSender(
-                transport_maker(self.stack, transport_context),
-                layouts[-1],
-                members.ids,
-                self._terms.increments,
-                members.notify,
-            )
+        self.transport = self.stack.create_sender_transport(transport_context)
         # It must not keep the sender alive.
         self._context = replace(transport_context, make_address=None, notify=unheard)
         self._close = release_with(self, self.transport.close)
@@ -378,6 +355,10 @@ class Pipeline:
         """
         endpoint = self.opened.address(worker_id)
         return self.make_address(worker_id=worker_id, endpoint=endpoint)
+
+    def side_stack(self) -> Stack:
+        """Return what makes transports of the innermost scheme, beside the sender's own."""
+        return Stack(self._defaults, self._backend.innermost)
 
     def admission_context(self) -> TransportContext:
         """Return what a transport for workers that come later is made from.
@@ -393,7 +374,7 @@ class Pipeline:
                 f"{self._backend.describe()} serves no workers that come later; give the id of a "
                 "worker: sender.address(0)"
             )
-        return self._context
+        return replace(self._context, scheme=self._backend.innermost.name)
 
     def prepare(
         self,

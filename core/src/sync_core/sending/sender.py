@@ -33,7 +33,6 @@ from sync_core.weights.payload import Update
 from sync_core.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
-    from sync_core.increments.options import Increments
     from sync_core.sending.elastic import ElasticWorkers
     from sync_core.sending.failure_policy import OnFailure
     from sync_core.sending.status import StatusEndpoint
@@ -46,7 +45,8 @@ class Sender(Updater):
     """Sends a model's weights to workers.
 
     Args:
-        scheme: the name of an installed scheme, or a plugin object.
+        scheme: the name of an installed scheme, a plugin object, or a chain of schemes that wrap
+            others, such as ``"increments::dist"`` or ``Increments("dist", below=0.5)``.
         model: what is sent when `send` is given nothing: a module, a TensorDict, a state_dict,
             a string such as ``"env.transform[0]"``, looked up in ``context`` at every send, or
             a mapping from names to such models, which are one version: all committed, or none.
@@ -84,12 +84,6 @@ class Sender(Updater):
             gradient once, and from then on only the others and buffers. Workers that lack more
             get it. A frozen parameter that changes all the same makes `send` raise, which looks at
             samples of them, and `check`, which looks at all. Implies ``partial``.
-        increments: send each worker only what it lacks, as positions that changed and their
-            values, where that takes fewer bytes: True; ``"auto"`` only where it also takes less
-            time, by measurement; or `Increments` with options. For workers on other machines, and
-            stores. Sender and workers each keep one more copy of the model in memory.
-        chunk_mb: send versions in chunks of so many MB, so that relays pass them on while the rest
-            is on its way; see `Relay`. None: as the scheme does.
         on_failure: what is done about a worker that failed, after the others were updated:
             ``"raise"`` a `SendError`; ``"drop"`` it; ``"quarantine"``, do not wait for it for a
             time that doubles, though it gets every version, until it has committed the newest;
@@ -139,11 +133,9 @@ class Sender(Updater):
         zero_copy: bool = False,
         partial: bool = False,
         only: Literal["trainable"] | None = None,
-        increments: Increments | bool | Literal["auto"] = False,
         gather: bool = False,
         ranks: Ranks | None = None,
         regions: Regions | None = None,
-        chunk_mb: float | None = None,
         on_failure: OnFailure = "raise",
         group: WorkerGroup | None = None,
         on_restart: Callable[[Any, Address], object] | None = None,
@@ -158,16 +150,13 @@ class Sender(Updater):
         timeout = check_seconds(timeout)
         if on_report is not None:
             check_function(on_report, "on_report")
-        packed = features.increments_of(increments)
         scheme, layers, collect = features.composed(
             scheme,
             layers,
-            chunk_mb=chunk_mb,
             ranks=ranks,
             regions=regions,
             strategy=strategy,
             verified=verify is not None,
-            increments=packed,
             others={
                 "gather": gather,
                 "partial": partial,
@@ -191,7 +180,6 @@ class Sender(Updater):
             partial=partial or only is not None,
             verify=verify,
             timeout=timeout,
-            increments=packed,
         )
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)
         self._handles = dict(enumerate(workers or ()))
@@ -475,9 +463,8 @@ class Sender(Updater):
         shared = self._elastic is not None and worker_ids is None
         to_none = shared and not self._members.ids
         if self._partial is not None:
-            # A transport that packs increments leaves out what each worker has.
-            whole = self._pipeline.packs_increments
-            held = () if whole else self._members.acknowledged(due).values()
+            # A transport that compares versions leaves out what each worker has.
+            held = () if self._pipeline.compares else self._members.acknowledged(due).values()
             update = self._partial.complete(given, update, version, held)
         if due or to_none:
             if self._pipeline.prepares:

@@ -20,14 +20,12 @@ from sync_core.errors import (
     SyncError,
 )
 from sync_core.hooks import TransportContext, hookimpl
-from sync_core.increments.receiver import IncrementalReceiver
 from sync_core.registry import ComposedScheme
 from sync_core.shards.local import Regions, RegionViews
 from sync_core.shards.plan import Region, plan, shape_of, write_region
 from sync_core.shards.request import Holding, Request, ShardEndpoint, broken
 from sync_core.shards.sender import inner_stack
 from sync_core.shards.whole_model import WholeModel, wanted_regions
-from sync_core.transports.background import BackgroundReceiver
 from sync_core.transports.transport import Answer, ReceiverTransport, SenderTransport
 from sync_core.weights.layout import ASK, SHARD_VERSION, Layout
 from sync_core.weights.payload import Payload
@@ -155,7 +153,6 @@ def join_addresses(addresses: Sequence[Address]) -> Address:
             "timeout",
             "cast",
             "verify",
-            "increments",
         ):
             theirs, ours = getattr(address, field), getattr(first, field)
             if theirs != ours:
@@ -264,7 +261,7 @@ class JoinedReceiver(ReceiverTransport):
         with ExitStack() as opened:
             self._ends = []
             for source in joined.sources:
-                end = _RankReceiver(source, context.timeout, background=context.background)
+                end = _RankReceiver(source, context)
                 opened.callback(end.close)
                 self._ends.append(end)
             deadline = time.monotonic() + context.timeout
@@ -374,11 +371,10 @@ class _RankReceiver:
 
     Args:
         source: the rank.
-        timeout: the deadline of calls that may block, in seconds.
-        background: whether a thread stages what comes.
+        context: of the joined receiver.
     """
 
-    def __init__(self, source: RankSource, timeout: float, *, background: bool) -> None:
+    def __init__(self, source: RankSource, context: TransportContext) -> None:
         self._source = source
         address = source.address
         self.rank = _rank(address)
@@ -386,16 +382,12 @@ class _RankReceiver:
         self._version_at = source.layout.index[SHARD_VERSION]
         self._is_verified = address.verify is not None
         backend, stack = inner_stack(address.scheme.inner)
-        context = address.transport_context(backend.name, timeout)
-        self.transport = stack.create_receiver_transport(
-            replace(context, endpoint=address.endpoint.inner, layout=source.layout)
+        own = address.transport_context(
+            backend.name, context.timeout, background=context.background
         )
-        if background:
-            # The inner one: versions are joined, and made of increments, by the thread that commits
-            # them, so that none changes meanwhile.
-            self.transport = BackgroundReceiver(self.transport)
-        if address.increments:
-            self.transport = IncrementalReceiver(self.transport, address.worker_id)
+        self.transport = stack.create_receiver_transport(
+            replace(own, endpoint=address.endpoint.inner, layout=source.layout)
+        )
         self._request = source.request.to_text()
         self._staged: Payload | None = None
         #: The version that is staged, or else the one that was taken last; 0 before the first.

@@ -30,8 +30,6 @@ from sync_core.errors import (
     WorkerTimeoutError,
 )
 from sync_core.hooks import TransportContext, hookimpl, implemented
-from sync_core.increments.options import Increments, check_of_use
-from sync_core.increments.sender import IncrementalSender, transport_maker
 from sync_core.registry import ComposedScheme, Plugin
 from sync_core.shards.late import LateWorkers
 from sync_core.shards.local import LocalShards, Ranks, Regions
@@ -93,7 +91,6 @@ def sharded(
     layers: Sequence[Any],
     *,
     verified: bool,
-    increments: Increments | None,
 ) -> tuple[ShardedScheme, list[Any], Callable[[Any], dict[str, Tensor]]]:
     """Return what a rank's sender is made of: see the argument ``ranks`` of `sync_core.Sender`.
 
@@ -114,7 +111,6 @@ def sharded(
         regrouping,
         others=others,
         verified=verified,
-        increments=increments,
     )
     return composed, others, shards.read
 
@@ -145,10 +141,9 @@ class ShardedScheme(ComposedScheme):
         layers: those that rename, fuse and cut tensors; see the capability ``regions`` of layers.
         others: the sender's other layers, which must leave names and shapes as they are.
         verified: whether checksums travel with the parts; see ``verify`` of `Sender`.
-        increments: how each worker is sent only what it lacks of its part; None for whole parts.
 
     Raises:
-        OptionError: with the other scheme nothing travels, or increments are of no use.
+        OptionError: with the other scheme nothing travels.
     """
 
     by_parts = True
@@ -162,7 +157,6 @@ class ShardedScheme(ComposedScheme):
         *,
         others: Sequence[Any] = (),
         verified: bool = False,
-        increments: Increments | None = None,
     ) -> None:
         self.inner = inner
         self.ranks = ranks
@@ -170,15 +164,12 @@ class ShardedScheme(ComposedScheme):
         self._layers = layers
         self._others = others
         self._verified = verified
-        self._increments = increments
         backend, self._stack = inner_stack(inner)
         if "same_object" in backend.capabilities:
             raise OptionError(
                 f"{backend.describe()} moves nothing, so that ranks= is of no use; type "
                 "scheme='shm' or 'dist'"
             )
-        if increments is not None:
-            check_of_use(backend)
         self.name = backend.name
         self.capabilities = backend.capabilities & _KEPT_CAPABILITIES
 
@@ -206,7 +197,6 @@ class ShardedScheme(ComposedScheme):
             self._stack,
             holding,
             verified=self._verified,
-            increments=self._increments,
         )
 
 
@@ -283,7 +273,6 @@ class ShardedSender(SenderTransport):
         stack: makes the scheme's own transport.
         holding: what this rank holds.
         verified: whether checksums travel with the parts.
-        increments: the options of increments, which workers that want the same share; or None.
     """
 
     def __init__(
@@ -294,7 +283,6 @@ class ShardedSender(SenderTransport):
         holding: Holding,
         *,
         verified: bool = False,
-        increments: Increments | None = None,
     ) -> None:
         self._verified = verified
         self._timeout = context.timeout
@@ -311,17 +299,7 @@ class ShardedSender(SenderTransport):
         self._members = {worker_id: _Member() for worker_id in context.worker_ids}
         self._inner_of: dict[Delivery, Delivery] = {}
         inner = replace(context, scheme=scheme, layout=_ASK_LAYOUT, models=(), notify=self._hear)
-        self._inner: SenderTransport
-        if increments is None:
-            self._inner = stack.create_sender_transport(inner)
-        else:
-            self._inner = IncrementalSender(
-                transport_maker(stack, inner),
-                _ASK_LAYOUT,
-                context.worker_ids,
-                increments,
-                self._hear,
-            )
+        self._inner = stack.create_sender_transport(inner)
         self._ask(tuple(self._members))
 
     def address(self, worker_id: int) -> ShardEndpoint:

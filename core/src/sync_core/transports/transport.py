@@ -417,6 +417,19 @@ class ReceiverTransport(ABC):
         del callback
         return False
 
+    def delivered(self, version: int) -> int:
+        """Return the number under which the innermost transport brought the newest version.
+
+        It is the version, but where a transport that wraps another numbers what that carries.
+
+        Args:
+            version: the version that the model has.
+        """
+        return version
+
+    def forget_commit(self) -> None:  # noqa: B027 - most know nothing of the model
+        """Note that another model has replaced the one that has the newest version."""
+
     def leave(self, reason: str) -> None:  # noqa: B027 - some senders need not be notified
         """Notify the sender that this receiver is about to close, and why; `close` follows.
 

@@ -40,7 +40,7 @@ _MAGIC = b"SCP2"
 _HEADER = struct.Struct("<4sBBBxQQQQQQQQ32s")
 #: The size of a patch without positions, in bytes.
 HEADER_NBYTES = _HEADER.size
-_COMPRESSED, _HAS_CHECKSUM, _NOT_KEPT = 1, 2, 4
+_COMPRESSED, _HAS_CHECKSUM = 1, 2
 # zstd's fastest: 3 to 15 ms for a patch of 257 MiB, and hardly larger than with higher levels.
 _LEVEL = 1
 
@@ -57,7 +57,6 @@ class Patch:
         size: the units of the body.
         gaps: from each position to the next; see `shorten`.
         values: of the units at these positions, today.
-        kept: whether an increment may build on the result.
 
     Example:
         >>> body = np.zeros(64, np.uint16)
@@ -77,7 +76,6 @@ class Patch:
     size: int
     gaps: Units
     values: Units
-    kept: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +126,7 @@ class Patch:
     def to_tensor(self, compress: Compression | None = None) -> Tensor:
         """Return the patch as the tensor of bytes in which it travels."""
         values, gaps = self.values.view(np.uint8), self.gaps.view(np.uint8)
-        flags = _NOT_KEPT * (not self.kept) | _HAS_CHECKSUM * (self.checksum is not None)
+        flags = _HAS_CHECKSUM * (self.checksum is not None)
         if compress is not None:
             compressor = zstd().ZstdCompressor(level=_LEVEL)
             values, gaps = (
@@ -197,7 +195,6 @@ class Patch:
             size,
             gaps.view(f"u{gap}"),
             values.view(f"u{unit}"),
-            not flags & _NOT_KEPT,
         )
 
 

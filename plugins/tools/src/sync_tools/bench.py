@@ -324,7 +324,8 @@ def measure(
         zero_copy: let the workers keep views.
         consolidated: consolidate the trainer's model.
         rounds: how many rounds count, after three that do not.
-        changed: send increments, and change this share of the elements before each round.
+        changed: send increments (``"increments::"`` and the scheme), and change this share of the
+            elements before each round.
         options: options of the scheme.
 
     Raises:
@@ -332,6 +333,8 @@ def measure(
     """
     options = options or {}
     check_measurable(scheme)
+    if changed is not None and not scheme.startswith("increments::"):
+        scheme = f"increments::{scheme}"
     source = make_model(model)
     if consolidated:
         consolidate(source)
@@ -345,7 +348,6 @@ def measure(
                 source,
                 num_workers=workers,
                 zero_copy=zero_copy,
-                increments=changed is not None,
                 **options,
             )
         )

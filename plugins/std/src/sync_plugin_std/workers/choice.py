@@ -64,8 +64,8 @@ def shares_policy(scheme: Any) -> bool:
 
 def _default_group(scheme: registry.Plugin) -> str:
     names = {entry.name for entry in registry.installed(registry.WORKERS)}
-    if scheme.name in names:
-        return scheme.name
+    if scheme.innermost.name in names:
+        return scheme.innermost.name
     return "process" if "cross_process" in scheme.capabilities else "inline"
 
 

@@ -172,7 +172,8 @@ class DeliveryCases(SchemeCases):
         assert workers.values() == [{1.0, 6.0}], VALUES
         whole = workers.send().nbytes
         assert workers.values() == [{1.0}], VALUES
-        assert workers.send({"0.bias": torch.full((4,), 7.0)}).nbytes < whole, REPORT
+        partial = workers.send({"0.bias": torch.full((4,), 7.0)}).nbytes
+        assert partial < whole or self.can("compares"), REPORT
         assert workers.values() == [{1.0, 7.0}], VALUES
 
     def test_partial_updates_that_are_skipped(self, start: Start) -> None:

@@ -1,4 +1,4 @@
-"""Cases of schemes whose versions travel as increments: `Sender(increments=True)`."""
+"""Cases of schemes whose versions travel as increments: ``"increments::"`` and the scheme."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from sync_core import Increments
 from sync_testing.expectations import BASE, RECEIVED, VALUES
 from sync_testing.schemes.models import fingerprints, make_policy
 from sync_testing.schemes.pool import SchemeCases, Start, Workers
@@ -132,13 +133,15 @@ class IncrementCases(SchemeCases):
 
     def _start(self, start: Start, **options: Any) -> tuple[nn.Module, Workers]:
         """The model, and two workers that have another of the kind."""
-        # Increments are refused within one process.
+        # Increments are refused within one process, and of increments.
         self.need("cross_process")
+        if self.can("compares"):
+            pytest.skip("the scheme's versions are increments already")
         if self.called:
             policy = make_policy()
-            return policy, start(policy, increments=True, **options)
+            return policy, start(policy, scheme=Increments(self.scheme), **options)
         wide = make_wide()
-        return wide, start(wide, make=make_wide, increments=True, **options)
+        return wide, start(wide, make=make_wide, scheme=Increments(self.scheme), **options)
 
     @staticmethod
     def _send_twice(workers: Workers, policy: nn.Module) -> None:

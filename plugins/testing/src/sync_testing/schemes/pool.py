@@ -290,8 +290,9 @@ class SchemeCases(Conformance):
 
     @classmethod
     def sender(cls, model: Any, num_workers: int = 1, **options: Any) -> Sender:
-        """A sender of the scheme."""
-        return Sender(cls.scheme, model, num_workers=num_workers, **{**cls.options, **options})
+        """A sender of the scheme, or of one that wraps it."""
+        scheme = options.pop("scheme", cls.scheme)
+        return Sender(scheme, model, num_workers=num_workers, **{**cls.options, **options})
 
     @classmethod
     def can(cls, capability: str) -> bool:

@@ -169,8 +169,8 @@ class Worker:
     def spoil(self) -> None:
         """Flip a bit of what the next increment is applied to."""
         assert self.receiver is not None
-        assert self.receiver._increments is not None
-        self.receiver._increments.kept.body[3] ^= 1
+        transport: Any = self.receiver._transport
+        transport.kept.body[3] ^= 1
 
     def update_by_hand(self, value: float) -> int | None:
         """Commit weights that did not come from the sender."""

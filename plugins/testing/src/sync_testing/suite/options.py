@@ -11,6 +11,7 @@ import pytest
 
 from sync_core import PluginError, registry
 from sync_core.hooks import read_option
+from sync_core.wrapping import SEPARATOR
 from sync_testing import LayerConformance, SchemeConformance, WorkerGroupConformance
 from sync_testing.cases import Conformance
 
@@ -78,7 +79,7 @@ def _choose(base: type[Conformance], plugin: str, **attributes: Any) -> None:
 
 def _found(name: str) -> Any:
     """The name, or the object that it leads to."""
-    if ":" not in name:
+    if ":" not in name or SEPARATOR in name:
         return name
     # As with python -m; its own program, as pytest is, does not look for modules here.
     sys.path.insert(0, str(Path.cwd()))

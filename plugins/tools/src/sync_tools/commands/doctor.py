@@ -25,12 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from sync_core import registry
-from sync_core.errors import PluginNotFoundError
+from sync_core.errors import PluginError, PluginNotFoundError
 from sync_core.hooks import Finding
 from sync_core.registry import owner_of
+from sync_core.wrapping import SEPARATOR
 from sync_plugin_std.workers import WorkerProcess, start_process
 from sync_tools.commands.findings import check_imports, check_machine, check_plugins
-from sync_tools.commands.listing import make_console
+from sync_tools.commands.listing import make_console, wraps_another
 from sync_tools.commands.scheme_options import format_scheme_options, parse_scheme_options
 
 #: What a scheme is tried with: a model of `sync_tools.bench`, so many workers and versions.
@@ -114,7 +115,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def diagnose(
-    entry: EntryPoint, timeout: float, options: Mapping[str, Any] = MappingProxyType({})
+    entry: EntryPoint,
+    timeout: float,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    scheme: str | None = None,
 ) -> tuple[Diagnosis, list[Finding]]:
     """Try a scheme in its own process, of which nothing is left afterwards.
 
@@ -125,22 +130,25 @@ def diagnose(
         entry: the scheme's entry point, which is not loaded here.
         timeout: deadline in seconds.
         options: the scheme's options.
+        scheme: the chain of names, such as ``"increments::dist"``, where the entry point's scheme
+            wraps another.
 
     Returns:
         The outcome, and the scheme's own findings.
     """
+    name = scheme or entry.name
     ours, theirs = multiprocessing.Pipe()
     with ours:
         with theirs:
-            process = start_process(_MAIN, entry.name, str(timeout), fds=[theirs.fileno()])
+            process = start_process(_MAIN, name, str(timeout), fds=[theirs.fileno()])
         try:
-            outcome, findings = _await(ours, process, Trial(entry.name, timeout, options))
+            outcome, findings = _await(ours, process, Trial(name, timeout, options))
         finally:
             # The process group is the scheme's alone: whatever it has started and did not end.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.exited(GRACE)
-    return Diagnosis(entry.name, *owner_of(entry), **asdict(outcome)), findings
+    return Diagnosis(name, *owner_of(entry), **asdict(outcome)), findings
 
 
 def _await(
@@ -193,9 +201,9 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     diagnoses, findings = [], []
     # On the terminal even when the output goes elsewhere: this takes seconds for each scheme.
     progress = Console(stderr=True)
-    for entry in _entries(arguments.schemes):
-        with progress.status(f"trying {entry.name}"):
-            diagnosis, found = diagnose(entry, arguments.timeout, options)
+    for scheme, entry in _entries(arguments.schemes).items():
+        with progress.status(f"trying {scheme}"):
+            diagnosis, found = diagnose(entry, arguments.timeout, options, scheme=scheme)
         diagnoses.append(diagnosis)
         findings += found
     # Schemes of one distribution may find the same.
@@ -218,13 +226,22 @@ def _findings(*, whole: bool) -> list[Finding]:
     return [*found, *check_imports()] if whole else found
 
 
-def _entries(names: list[str]) -> list[EntryPoint]:
+def _entries(names: list[str]) -> dict[str, EntryPoint]:
+    """Return the schemes to try; of those that wrap others, only the chains that are named."""
     if names:
-        return [registry.entry_point(registry.SCHEMES, name) for name in dict.fromkeys(names)]
+        outer = {name: name.partition(SEPARATOR)[0] for name in names}
+        return {n: registry.entry_point(registry.SCHEMES, outer[n]) for n in outer}
     entries = registry.installed(registry.SCHEMES)
     if not entries:
         raise PluginNotFoundError("no scheme is installed; type: pip install sync-plugin-std")
-    return entries
+    return {entry.name: entry for entry in entries if not _wraps(entry)}
+
+
+def _wraps(entry: EntryPoint) -> bool:
+    try:
+        return wraps_another(registry.load(registry.SCHEMES, entry))
+    except PluginError:
+        return False  # trying it reports the error
 
 
 def print_table(diagnoses: list[Diagnosis]) -> None:

@@ -18,6 +18,7 @@ from sync_core import WorkerGroup, registry
 from sync_core.errors import PluginError, RequirementError
 from sync_core.hooks import HOOKS, implemented
 from sync_core.registry import core_requirement, entry_points_of, owner_of
+from sync_core.wrapping import WrappingScheme
 
 _TITLES = {
     registry.SCHEMES: "schemes",
@@ -43,9 +44,11 @@ class Listed:
         version: the version of that.
         requires: the core that it was made for, as its distribution says; None if it does not.
         hooks: the hooks that it implements.
-        capabilities: what it declares that it can do.
-        options: what a worker group takes as ``worker_options``, and a layer when it is made;
-            None of a scheme, which reads its options only when a sender is made.
+        capabilities: what it declares that it can do; of a scheme that wraps another, what it keeps
+            of that scheme's, and what it adds.
+        wraps: whether it is a scheme that wraps another.
+        options: what a worker group takes as ``worker_options``, and a layer or a scheme that wraps
+            another when it is made; None of other schemes, which read them when a sender is made.
         disabled: whether ``SYNC_DISABLE`` leaves it out; it is not loaded then.
         conflicts: other distributions that claim the name, and are not disabled.
         needs: what has to be installed before it can be made; None if nothing has.
@@ -59,6 +62,7 @@ class Listed:
     requires: str | None = None
     hooks: tuple[str, ...] = ()
     capabilities: tuple[str, ...] = ()
+    wraps: bool = False
     options: tuple[str, ...] | None = None
     disabled: bool = False
     conflicts: tuple[str, ...] = ()
@@ -107,9 +111,22 @@ def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
     return replace(
         plugin,
         hooks=tuple(hook for hook in HOOKS if hook in implemented(loaded)),
-        capabilities=() if group == registry.LAYERS else tuple(sorted(loaded.capabilities)),
+        capabilities=() if group == registry.LAYERS else tuple(sorted(_declared(loaded))),
+        wraps=wraps_another(loaded),
         options=_options(group, loaded),
     )
+
+
+def wraps_another(loaded: Any) -> bool:
+    """Return whether a loaded plugin is a scheme that wraps another."""
+    return inspect.isclass(loaded) and issubclass(loaded, WrappingScheme)
+
+
+def _declared(loaded: Any) -> frozenset[str]:
+    declared: frozenset[str] = (
+        loaded.keeps | loaded.adds if wraps_another(loaded) else loaded.capabilities
+    )
+    return declared
 
 
 def _conflicts(group: str, entry: EntryPoint) -> tuple[str, ...]:
@@ -119,6 +136,8 @@ def _conflicts(group: str, entry: EntryPoint) -> tuple[str, ...]:
 
 
 def _options(group: str, loaded: Any) -> tuple[str, ...] | None:
+    if wraps_another(loaded):
+        return tuple(name for name in inspect.signature(loaded).parameters if name != "inner")
     if group == registry.SCHEMES:
         return None
     if group == registry.WORKERS:
@@ -170,10 +189,15 @@ def _table(title: str, plugins: list[Listed], box: Box | None, width: int) -> Ta
             plugin.distribution,
             plugin.version,
             ", ".join(plugin.hooks),
-            "see below" if _remark(plugin) else ", ".join(plugin.capabilities),
+            "see below" if _remark(plugin) else _capabilities(plugin),
             style=_style(plugin),
         )
     return table
+
+
+def _capabilities(plugin: Listed) -> str:
+    listed = ", ".join(plugin.capabilities)
+    return f"wraps another: {plugin.name}::shm; keeps {listed}" if plugin.wraps else listed
 
 
 def _style(plugin: Listed) -> str | None:

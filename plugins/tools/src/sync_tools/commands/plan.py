@@ -88,7 +88,7 @@ class Job:
             is more than 1, each rank and each worker has a link of ``gbit``, and a core.
         worker_ranks: over how many workers each copy of the model is spread.
         relays: to how many machines each relay passes a version on: 1 for a chain; 0 for none.
-        changed: the part of the bytes that travels with ``increments=True``.
+        changed: the part of the bytes that travels with ``"increments::dist"``.
     """
 
     nbytes: float
@@ -238,7 +238,7 @@ def dist(job: Job) -> Iterator[Estimate]:
     if job.changed < 1:
         seconds = job.start + MEASURED.compare * job.gigabytes + job.changed * there
         yield Estimate(
-            'Sender("dist", …, increments=True)',
+            'Sender("increments::dist", …)',
             seconds,
             seconds,
             memory + job.gigabytes / 16,
@@ -270,7 +270,7 @@ def relays(job: Job) -> Iterator[Estimate]:
     seconds = job.start + job.packing + wire + job.copies
     memory = _VERSIONS * job.gigabytes
     yield Estimate(
-        'Sender("dist", …, chunk_mb=…), Relay(…)',
+        'Sender("chunked::dist", …), Relay(…)',
         seconds,
         seconds,
         memory,

@@ -1,0 +1,260 @@
+"""Schemes whose transports are made of another scheme's: `WrappingScheme`.
+
+A chain such as ``"increments::dist"`` names them from the outside in: versions are packed by
+``increments``, and what it packs is moved by ``dist``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from sync_core import hooks
+from sync_core.errors import HookResultError, OptionError
+from sync_core.hooks import HookManager, TransportContext, hookimpl
+from sync_core.transports.background import BackgroundReceiver
+from sync_core.transports.transport import Answer, Delivery, ReceiverTransport, SenderTransport
+from sync_core.weights.payload import Payload
+
+if TYPE_CHECKING:
+    from sync_core.registry import Plugin
+
+__all__ = ["SEPARATOR", "WrappingReceiver", "WrappingScheme", "WrappingSender"]
+
+#: Between the names of a chain.
+SEPARATOR = "::"
+
+Transport = TypeVar("Transport", SenderTransport, ReceiverTransport)
+
+
+@dataclass(frozen=True)
+class WrappingScheme(ABC):
+    """A scheme whose transports are made of another scheme's; subclass it as a frozen dataclass.
+
+    The fields of the subclass are its options, and have defaults: a chain of names uses those.
+    Plain values (numbers, strings, None) give the scheme's addresses a JSON form. The options of a
+    sender, ``Sender(…, **options)``, are those of the innermost scheme.
+
+    Args:
+        inner: the scheme that moves what this one makes: a name, a chain, or a plugin object.
+
+    Attributes:
+        wrapper: the name of its entry point in the group ``sync.schemes``.
+        keeps: those of the inner scheme's capabilities that this one keeps.
+        adds: capabilities that it has whatever the inner scheme has.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from typing import ClassVar
+        >>> @dataclass(frozen=True)
+        ... class Counted(WrappingScheme):
+        ...     wrapper: ClassVar[str] = "counted"
+        ...     keeps: ClassVar[frozenset[str]] = frozenset({"cross_process", "late_join"})
+        ...     limit: int = 10
+        ...     def create_sender(self, context):
+        ...         return self.inner_sender(context)
+        ...     def create_receiver(self, context):
+        ...         return self.inner_receiver(context)
+        >>> Counted("shm").name, sorted(Counted("shm").capabilities)
+        ('counted::shm', ['cross_process', 'late_join'])
+    """
+
+    inner: Any
+
+    wrapper: ClassVar[str]
+    keeps: ClassVar[frozenset[str]] = frozenset()
+    adds: ClassVar[frozenset[str]] = frozenset()
+
+    @cached_property
+    def plugin(self) -> Plugin:
+        """The inner scheme.
+
+        Raises:
+            PluginError: it cannot be found or used.
+            OptionError: it moves nothing.
+        """
+        from sync_core import registry
+
+        found = registry.find(registry.SCHEMES, self.inner)
+        if "same_object" in found.capabilities:
+            raise OptionError(
+                f"{found.describe()} moves nothing, so that {self.wrapper}{SEPARATOR} is of no "
+                f"use; type scheme={found.name!r}, or {self.wrapper}{SEPARATOR}shm"
+            )
+        return found
+
+    @property
+    def name(self) -> str:
+        """The chain of names, by which messages and reports name the scheme."""
+        return f"{self.wrapper}{SEPARATOR}{self.plugin.name}"
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Return the capabilities of the inner scheme that are kept, and those that are added."""
+        return (self.plugin.capabilities & self.keeps) | self.adds
+
+    @abstractmethod
+    def create_sender(self, context: TransportContext) -> SenderTransport:
+        """Make the sender's side; see `inner_sender`."""
+
+    @abstractmethod
+    def create_receiver(self, context: TransportContext) -> ReceiverTransport:
+        """Make a receiver's side; see `inner_receiver`."""
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        """Make one side."""
+        if context.side == "sender":
+            return self.create_sender(context)
+        return self.create_receiver(context)
+
+    def inner_sender(self, context: TransportContext, **changed: Any) -> SenderTransport:
+        """Make the sender's side of the inner scheme.
+
+        Args:
+            context: what `create_sender` was given.
+            changed: the fields in which the inner scheme's context differs, such as ``layout``.
+        """
+        return _create(self.plugin, replace(context, **changed), SenderTransport)
+
+    def inner_receiver(self, context: TransportContext, **changed: Any) -> ReceiverTransport:
+        """Make a receiver's side of the inner scheme.
+
+        Where the receiver stages in the background, the innermost scheme's transport does: a
+        wrapping transport runs in the thread that commits, and may reuse its memory after that.
+
+        Args:
+            context: what `create_receiver` was given.
+            changed: the fields in which the inner scheme's context differs, such as ``endpoint``.
+        """
+        context = replace(context, **changed)
+        transport = _create(self.plugin, context, ReceiverTransport)
+        return in_background(self.plugin, context, transport)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what was found: an installed plugin is found again where this is unpickled.
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
+
+
+def in_background(
+    plugin: Plugin, context: TransportContext, transport: ReceiverTransport
+) -> ReceiverTransport:
+    """Return the transport, which stages in its own thread where the context asks for that.
+
+    Args:
+        plugin: the scheme; one that wraps another leaves staging to that.
+        context: what the transport was made from.
+        transport: what receives; owned from now on.
+    """
+    wraps = isinstance(plugin.object, WrappingScheme) or plugin.by_parts
+    if not context.background or wraps or "background" not in plugin.capabilities:
+        return transport
+    return BackgroundReceiver(transport)
+
+
+def check_transport(plugin: Plugin, made: object, kind: type[Transport]) -> Transport:
+    """Return what a scheme's ``create_transport`` returned.
+
+    Raises:
+        HookResultError: it is something else than the side that was asked for.
+    """
+    if isinstance(made, kind):
+        return made
+    given = "None" if made is None else f"a {type(made).__name__}"
+    side = "the sender" if issubclass(kind, SenderTransport) else "a receiver"
+    raise HookResultError(
+        f"{plugin.describe()}: create_transport returned {given}, not a {kind.__name__} for {side}"
+    )
+
+
+def _create(plugin: Plugin, context: TransportContext, kind: type[Transport]) -> Transport:
+    manager = HookManager()
+    manager.add_hookspecs(hooks)
+    manager.register(plugin.object)
+    made = manager.hook.create_transport(context=replace(context, scheme=plugin.name))
+    return check_transport(plugin, made, kind)
+
+
+class WrappingSender(SenderTransport):
+    """The sender's side of a scheme that wraps another: passes every call on.
+
+    Subclasses override what they change, such as `send`.
+
+    Args:
+        transport: the inner scheme's, of `WrappingScheme.inner_sender`; owned from now on.
+    """
+
+    def __init__(self, transport: SenderTransport) -> None:
+        self.transport = transport
+
+    def address(self, worker_id: int) -> Any:
+        """Return the inner transport's endpoint."""
+        return self.transport.address(worker_id)
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
+        """Send by the inner transport."""
+        return self.transport.send(payload, worker_ids)
+
+    def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
+        """Wait by the inner transport."""
+        self.transport.wait(deliveries, timeout)
+
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Serve one more worker."""
+        self.transport.add_worker(worker_id, worker)
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Stop serving a worker."""
+        self.transport.remove_worker(worker_id)
+
+    def close(self) -> None:
+        """Close the inner transport."""
+        self.transport.close()
+
+
+class WrappingReceiver(ReceiverTransport):
+    """A receiver's side of a scheme that wraps another: passes every call on.
+
+    Subclasses override what they change, such as `receive`.
+
+    Args:
+        transport: the inner scheme's, of `WrappingScheme.inner_receiver`; owned from now on.
+    """
+
+    def __init__(self, transport: ReceiverTransport) -> None:
+        self.transport = transport
+
+    def receive(self, timeout: float) -> Payload | None:
+        """Receive by the inner transport."""
+        return self.transport.receive(timeout)
+
+    def acknowledge(self, answer: Answer) -> None:
+        """Answer by the inner transport."""
+        self.transport.acknowledge(answer)
+
+    def delivered(self, version: int) -> int:
+        """Return what the inner transport returns."""
+        return self.transport.delivered(version)
+
+    def forget_commit(self) -> None:
+        """Let the inner transport know."""
+        self.transport.forget_commit()
+
+    def on_arrival(self, callback: Callable[[], None]) -> bool:
+        """Let the inner transport call the function."""
+        return self.transport.on_arrival(callback)
+
+    def wake(self) -> None:
+        """Wake the inner transport."""
+        self.transport.wake()
+
+    def leave(self, reason: str) -> None:
+        """Notify the sender."""
+        self.transport.leave(reason)
+
+    def close(self) -> None:
+        """Close the inner transport."""
+        self.transport.close()
