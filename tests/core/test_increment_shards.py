@@ -106,8 +106,8 @@ def test_each_rank_sends_the_changes_of_its_part() -> None:
 
 def test_random_changes_and_workers_that_come_back() -> None:
     numbers, whole = random.Random(3), make_whole()
-    with trainer(whole, workers=2) as senders:
-        for _ in range(2):
+    for _ in range(2):
+        with trainer(whole, workers=2) as senders:
             workers = [connect(senders, i, (0, ROWS)) for i in range(2)]
             for _ in range(8):
                 for tensor in whole.values():

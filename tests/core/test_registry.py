@@ -105,7 +105,7 @@ def test_only_the_plugin_that_was_named_is_loaded(site: Site) -> None:
         (
             registry.SCHEMES,
             "shn",
-            "did you mean 'shm'.; for a plugin of your own, .* .installed: file, mp, none, ray,",
+            "did you mean 'shm'.; for a plugin of your own, .* .installed: chunked, file",
         ),
         (registry.SCHEMES, "SHM", "did you mean 'shm'"),
         (registry.SCHEMES, "smoke-signal", "'smoke-signal' is installed; for a plugin of your own"),

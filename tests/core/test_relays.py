@@ -24,7 +24,6 @@ from sync_core import (
     join_addresses,
 )
 from sync_core.errors import AddressError
-from sync_core.relays.chunks import ChunkedScheme
 from sync_testing.schemes.delivery import DeliveryCases
 from sync_testing.schemes.faults import FaultCases
 from sync_testing.schemes.lifetime import LifetimeCases
@@ -57,7 +56,7 @@ class Workers:
 class TestChunks(DeliveryCases, ProtocolCases, LifetimeCases, FaultCases):
     """Versions of many chunks are those of any other scheme."""
 
-    scheme = ChunkedScheme("thread", 300)
+    scheme = Chunked("thread", mb=0.0003)
 
 
 def weights(nbytes: int) -> dict[str, torch.Tensor]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from sync_core.receiving.background import BackgroundReceiver
 from torch import nn
 
 from sync_core import (
@@ -108,7 +107,7 @@ def test_a_version_joined_from_ranks_does_not_change_while_it_is_committed(schem
         pending = sender.send_async()
         transport: Any = receiver._transport
         end = transport._ends[0].transport
-        background = end._transport if increments else end
+        background = end.transport if "increments" in scheme else end
         deadline = time.monotonic() + 20
         while background._staged is None:
             assert time.monotonic() < deadline

@@ -30,7 +30,7 @@ from sync_core.models.extract import Strategy
 from sync_core.registry import Plugin
 from sync_core.transports.transport import ReceiverTransport, SenderTransport
 from sync_core.weights.payload import Update
-from sync_core.wrapping import check_transport, in_background
+from sync_core.wrapping import check_receiver, check_sender, in_background
 
 # Not all of them: a token is a secret, and options may hold some.
 _CONTEXT_FIELDS = ("side", "scheme", "model_id", "version", "worker_id", "worker_ids")
@@ -193,12 +193,12 @@ class Stack:
     def create_sender_transport(self, context: TransportContext) -> SenderTransport:
         """The sender's side of the backend's transport."""
         transport = self._manager.hook.create_transport(context=context)
-        return check_transport(self._backend, transport, SenderTransport)
+        return check_sender(self._backend, transport)
 
     def create_receiver_transport(self, context: TransportContext) -> ReceiverTransport:
         """A receiver's side of the backend's transport."""
         transport = self._manager.hook.create_transport(context=context)
-        made = check_transport(self._backend, transport, ReceiverTransport)
+        made = check_receiver(self._backend, transport)
         return in_background(self._backend, context, made)
 
     def prepare_weights(self, update: Update, context: SendContext) -> Update:

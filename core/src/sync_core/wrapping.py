@@ -10,24 +10,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sync_core import hooks
 from sync_core.errors import HookResultError, OptionError
 from sync_core.hooks import HookManager, TransportContext, hookimpl
-from sync_core.transports.background import BackgroundReceiver
 from sync_core.transports.transport import Answer, Delivery, ReceiverTransport, SenderTransport
-from sync_core.weights.payload import Payload
 
 if TYPE_CHECKING:
     from sync_core.registry import Plugin
+    from sync_core.weights.payload import Payload
 
-__all__ = ["SEPARATOR", "WrappingReceiver", "WrappingScheme", "WrappingSender"]
+__all__ = ["SEPARATOR", "WrappingReceiver", "WrappingScheme", "WrappingSender", "end_together"]
 
 #: Between the names of a chain.
 SEPARATOR = "::"
-
-Transport = TypeVar("Transport", SenderTransport, ReceiverTransport)
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class WrappingScheme(ABC):
             context: what `create_sender` was given.
             changed: the fields in which the inner scheme's context differs, such as ``layout``.
         """
-        return _create(self.plugin, replace(context, **changed), SenderTransport)
+        return check_sender(self.plugin, _create(self.plugin, replace(context, **changed)))
 
     def inner_receiver(self, context: TransportContext, **changed: Any) -> ReceiverTransport:
         """Make a receiver's side of the inner scheme.
@@ -131,7 +128,7 @@ class WrappingScheme(ABC):
             changed: the fields in which the inner scheme's context differs, such as ``endpoint``.
         """
         context = replace(context, **changed)
-        transport = _create(self.plugin, context, ReceiverTransport)
+        transport = check_receiver(self.plugin, _create(self.plugin, context))
         return in_background(self.plugin, context, transport)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -152,30 +149,59 @@ def in_background(
     wraps = isinstance(plugin.object, WrappingScheme) or plugin.by_parts
     if not context.background or wraps or "background" not in plugin.capabilities:
         return transport
+    # Loads torch, for which `sync-core list` need not wait.
+    from sync_core.transports.background import BackgroundReceiver
+
     return BackgroundReceiver(transport)
 
 
-def check_transport(plugin: Plugin, made: object, kind: type[Transport]) -> Transport:
-    """Return what a scheme's ``create_transport`` returned.
+def check_sender(plugin: Plugin, made: object) -> SenderTransport:
+    """Return what a scheme's ``create_transport`` returned for the sender.
 
     Raises:
-        HookResultError: it is something else than the side that was asked for.
+        HookResultError: it is something else.
     """
-    if isinstance(made, kind):
-        return made
+    if not isinstance(made, SenderTransport):
+        raise _wrong(plugin, made, "a SenderTransport for the sender")
+    return made
+
+
+def check_receiver(plugin: Plugin, made: object) -> ReceiverTransport:
+    """Return what a scheme's ``create_transport`` returned for a receiver.
+
+    Raises:
+        HookResultError: it is something else.
+    """
+    if not isinstance(made, ReceiverTransport):
+        raise _wrong(plugin, made, "a ReceiverTransport for the receiver")
+    return made
+
+
+def end_together(outer: Delivery, inner: Delivery) -> None:
+    """End the delivery that carries another when that is given up, so that no wait for it goes on.
+
+    Args:
+        outer: the sender's delivery.
+        inner: that of the inner transport; it fails with the outer one's error, the same object.
+    """
+
+    def end() -> None:
+        if outer.error is not None and not inner.ended:
+            inner.fail(outer.error)
+
+    outer.on_end(end)
+
+
+def _wrong(plugin: Plugin, made: object, wanted: str) -> HookResultError:
     given = "None" if made is None else f"a {type(made).__name__}"
-    side = "the sender" if issubclass(kind, SenderTransport) else "a receiver"
-    raise HookResultError(
-        f"{plugin.describe()}: create_transport returned {given}, not a {kind.__name__} for {side}"
-    )
+    return HookResultError(f"{plugin.describe()}: create_transport returned {given}, not {wanted}")
 
 
-def _create(plugin: Plugin, context: TransportContext, kind: type[Transport]) -> Transport:
+def _create(plugin: Plugin, context: TransportContext) -> object:
     manager = HookManager()
     manager.add_hookspecs(hooks)
     manager.register(plugin.object)
-    made = manager.hook.create_transport(context=replace(context, scheme=plugin.name))
-    return check_transport(plugin, made, kind)
+    return manager.hook.create_transport(context=replace(context, scheme=plugin.name))
 
 
 class WrappingSender(SenderTransport):

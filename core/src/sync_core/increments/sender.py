@@ -33,6 +33,7 @@ from sync_core.transports.transport import Answer, Delivery, Notice, SenderTrans
 from sync_core.weights.layout import INCREMENT, Layout, TensorSpec
 from sync_core.weights.patch import Compression, Patch
 from sync_core.weights.payload import Payload
+from sync_core.wrapping import end_together
 
 _log = logging.getLogger("sync_core")
 # How long closing waits for a version that is being sent again, in seconds.
@@ -63,6 +64,7 @@ class _Outgoing(Delivery):
         self.inner = inner
         self.nbytes += inner.nbytes
         self.base, self.changed = base, changed
+        end_together(self, inner)
 
 
 class _Line:
@@ -299,6 +301,8 @@ class IncrementalSender(SenderTransport):
         whole: bool,
     ) -> None:
         """A delivery of the transport has ended, or had another outcome later."""
+        if outgoing is not None and error is not None and error is outgoing.error:
+            return  # the send was given up: see `end_together`
         with self._lock:
             if error is not None and outgoing is not None and outgoing.inner is not delivery:
                 return  # another one brings the version now
@@ -357,7 +361,11 @@ class IncrementalSender(SenderTransport):
                     worker.held = max(worker.held, version)
         self._notify(worker_id, notice)
         if notice.kind == "connected" and worker is not None:
-            self._request(worker)
+            under_way = worker.outgoing
+            # A receiver that cannot use the increment on its way refuses it. Sent again before
+            # that, a version whose answer is on its way too would wait for another one.
+            if under_way is None or under_way.ended:
+                self._request(worker)
 
     def _request(self, worker: _Recipient) -> bool:
         """Have a worker sent what it wants whole, unless the transport has that for it already."""

@@ -46,6 +46,7 @@ from sync_core.transports.transport import (
 )
 from sync_core.weights.layout import ASK, Layout
 from sync_core.weights.payload import Payload
+from sync_core.wrapping import end_together
 
 _log = logging.getLogger("sync_core")
 _ASK_LAYOUT = Layout.of_kinds([(ASK, torch.uint8, (1,))])
@@ -473,6 +474,7 @@ class ShardedSender(SenderTransport):
                 delivery = Delivery(worker_id, payload.version, inner.nbytes)
                 deliveries[worker_id] = delivery
                 self._inner_of[delivery] = inner
+                end_together(delivery, inner)
                 members[worker_id].sent = payload.version
         for worker_id, delivery in deliveries.items():
             sent[worker_id].watch(partial(self._forward, delivery, members[worker_id]))
@@ -482,6 +484,8 @@ class ShardedSender(SenderTransport):
         self, delivery: Delivery, member: _Member, inner: Delivery, error: WorkerError | None
     ) -> None:
         """Report the outcome of an inner delivery, under the sender's version."""
+        if error is not None and error is delivery.error:
+            return  # the send was given up: see `end_together`
         # Another receiver, which wants other regions, may have come in the worker's place.
         self._answered(member, inner, error)
         answer = inner.latest

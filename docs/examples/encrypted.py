@@ -1,0 +1,130 @@
+"""A scheme that wraps another, and encrypts what it carries: ``encrypted::dist``.
+
+    pip install cryptography
+    export SYNC_KEY=$(python -c "import secrets; print(secrets.token_hex(32))")
+
+Every version is sealed with AES-256 in Galois/counter mode (NIST SP 800-38D,
+https://doi.org/10.6028/NIST.SP.800-38D), by the package `cryptography`. A version that was changed
+on its way, or is given another number, is refused. The page docs/authors/write-a-wrapping-scheme.md
+goes through this file.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from sync_core import (
+    Answer,
+    CorruptionError,
+    Delivery,
+    Layout,
+    OptionError,
+    Payload,
+    ReceiverTransport,
+    SenderTransport,
+    TransportContext,
+)
+from sync_core.transports import Block
+from sync_core.wrapping import WrappingReceiver, WrappingScheme, WrappingSender
+
+_NONCE_NBYTES, _TAG_NBYTES = 12, 16
+
+
+@dataclass(frozen=True)
+class Encrypted(WrappingScheme):
+    """Encrypts versions between the trainer and its workers.
+
+    Args:
+        inner: the scheme that carries what is encrypted.
+        variable: the environment variable that has the key at both ends, 64 hexadecimal digits. The
+            key is in no address.
+    """
+
+    wrapper: ClassVar[str] = "encrypted"
+    keeps: ClassVar[frozenset[str]] = frozenset(
+        ("background", "broadcast", "cross_host", "cross_process", "descriptors", "late_join")
+    )
+
+    variable: str = "SYNC_KEY"
+
+    def create_sender(self, context: TransportContext) -> SenderTransport:
+        """Make the sender's side."""
+        assert context.layout is not None
+        inner = self.inner_sender(context, layout=_sealed(context.layout.nbytes))
+        return EncryptingSender(inner, self._cipher())
+
+    def create_receiver(self, context: TransportContext) -> ReceiverTransport:
+        """Make a receiver's side."""
+        cipher = self._cipher()
+        layout = None if context.layout is None else _sealed(context.layout.nbytes)
+        inner = self.inner_receiver(context, layout=layout)
+        return DecryptingReceiver(inner, cipher, context.worker_id)
+
+    def _cipher(self) -> AESGCM:
+        try:
+            return AESGCM(bytes.fromhex(os.environ[self.variable]))
+        except (KeyError, ValueError) as error:
+            raise OptionError(
+                f"{self.name} needs a key at both ends; type: export {self.variable}=$(python -c "
+                "'import secrets; print(secrets.token_hex(32))')"
+            ) from error
+
+
+class EncryptingSender(WrappingSender):
+    """Sends every payload as one tensor of bytes: nonce, encrypted payload, tag."""
+
+    def __init__(self, transport: SenderTransport, cipher: AESGCM) -> None:
+        super().__init__(transport)
+        self._cipher = cipher
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
+        """Encrypt the payload and send it under the same number."""
+        nonce = secrets.token_bytes(_NONCE_NBYTES)
+        data = nonce + self._cipher.encrypt(nonce, payload.to_bytes(), _number(payload.version))
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        sealed = replace(payload, layout=_sealed(payload.nbytes), source=(tensor,))
+        return self.transport.send(sealed, worker_ids)
+
+
+class DecryptingReceiver(WrappingReceiver):
+    """Decrypts every payload, into memory of its own."""
+
+    def __init__(self, transport: ReceiverTransport, cipher: AESGCM, worker_id: int) -> None:
+        super().__init__(transport)
+        self._cipher = cipher
+        self._worker_id = worker_id
+
+    def receive(self, timeout: float) -> Payload | None:
+        """Return the newest version, decrypted; refuse one that was changed on its way."""
+        payload = self.transport.receive(timeout)
+        if payload is None:
+            return None
+        data = payload.tensors[0].cpu().numpy().tobytes()
+        payload.release()
+        nonce, sealed = data[:_NONCE_NBYTES], data[_NONCE_NBYTES:]
+        try:
+            content = self._cipher.decrypt(nonce, sealed, _number(payload.version))
+        except InvalidTag as cause:
+            error = CorruptionError(self._worker_id, f"version {payload.version} does not decrypt")
+            self.transport.acknowledge(Answer.refusal(payload.version, error))
+            raise error from cause
+        return Payload.unpack(Block.of_bytes(content), payload.version, since=payload.known_at)
+
+
+def _number(version: int) -> bytes:
+    return version.to_bytes(8, "big")
+
+
+@lru_cache(maxsize=16)
+def _sealed(nbytes: int) -> Layout:
+    size = _NONCE_NBYTES + nbytes + _TAG_NBYTES
+    return Layout.of({"encrypted": torch.empty(size, dtype=torch.uint8)})
