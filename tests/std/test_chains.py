@@ -1,0 +1,75 @@
+"""Chains of schemes do what every scheme does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sync_core import Address, Chunked, Increments, OptionError, Receiver, Relay, Sender, registry
+from sync_core.errors import NotAPluginError, PluginNotFoundError
+from sync_testing import SchemeConformance
+
+
+class TestIncrementsInChunks(SchemeConformance):
+    scheme = "increments::chunked::shm"
+
+
+class TestIncrementsOverAStore(SchemeConformance):
+    scheme = "increments::file"
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "increments::shm",
+        "chunked::shm",
+        "increments::chunked::dist",
+        Increments("shm", below=0.5),
+        Increments(Chunked("dist", mb=0.5), whole_every=3),
+    ],
+    ids=str,
+)
+def test_an_address_has_a_json_form(scheme: object) -> None:
+    model, copy = {"w": torch.zeros(300)}, {"w": torch.ones(300)}
+    with Sender(scheme, model, num_workers=1) as sender:
+        address = Address.from_json(sender.address(0).to_json())
+        assert address == sender.address(0)
+        with Receiver(address, copy) as receiver:
+            for version in (1, 2):
+                model["w"][version] = version
+                pending = sender.send_async()
+                assert receiver.receive(20) == version
+                pending.wait()
+    assert torch.equal(copy["w"], model["w"])
+
+
+def test_a_relay_of_a_chain_that_came_as_json() -> None:
+    model, copy = {"w": torch.arange(300.0)}, {"w": torch.zeros(300)}
+    with Sender(Chunked("shm", mb=0.0005), model, num_workers=1) as sender:
+        address = Address.from_json(sender.address(0).to_json())
+        with (
+            Relay(address, num_workers=1) as relay,
+            Receiver(Address.from_json(relay.address(0).to_json()), copy) as receiver,
+        ):
+            pending = sender.send_async()
+            assert receiver.receive(20) == 1
+            assert pending.wait().updated == (0,)
+    assert torch.equal(copy["w"], model["w"])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind", "message"),
+    [
+        ("increments", NotAPluginError, r"wraps another scheme; type increments::shm"),
+        ("shm::dist", NotAPluginError, r"does not wrap another scheme; type scheme='shm'"),
+        ("increment::shm", PluginNotFoundError, "did you mean 'increments'"),
+        ("increments::shmm", PluginNotFoundError, "did you mean 'shm'"),
+        ("increments::none", OptionError, "moves nothing"),
+        ("chunked::none", OptionError, "moves nothing"),
+        ("increments::increments::shm", OptionError, "leaves out already what a worker has"),
+        ("increments::chunked::thread", OptionError, "does not leave this process"),
+    ],
+)
+def test_chains_that_make_no_sense(scheme: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        registry.find(registry.SCHEMES, scheme)
