@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -20,22 +25,41 @@ from sync_testing.interrupts import interrupted
 
 pytestmark = pytest.mark.timeout(120)
 # Interrupts of each scheme: spread over a send, and each of its last moments.
-_SPREAD, _LAST = 40, 20
+_SPREAD, _LAST = 25, 12
+
+
+_SCHEMES = ["thread", "shm", "mp", "dist", "file"]
+# Those with the option ``slots``; with one, a send may have to wait for it.
+_SLOTS = ["thread", "shm", "mp"]
+
+
+def _spread(count: int, moments: int = _SPREAD) -> list[int]:
+    """Moments of ``count``: some spread over all, and the last."""
+    return [*range(0, count, max(1, count // moments)), *range(max(0, count - _LAST), count)]
+
+
+def _options(scheme: str, directory: Path) -> dict[str, Any]:
+    return {"directory": str(directory), "poll": 0.001} if scheme == "file" else {}
+
+
+def _left(before: set[threading.Thread], seconds: float = 5.0) -> list[str]:
+    """The threads of ours that do not end."""
+    deadline = time.monotonic() + seconds
+    new = [t for t in threading.enumerate() if t not in before and t.name.startswith("sync")]
+    for thread in new:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread.name for thread in new if thread.is_alive()]
 
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["send", "send_async"])
-@pytest.mark.parametrize("scheme", ["thread", "shm", "mp", "dist"])
-def test_the_next_send_works(scheme: str, blocking: bool) -> None:
-    policy = nn.Linear(4, 4)
-    with Sender(scheme, policy, num_workers=1, timeout=10.0) as sender:
-        receiver = Receiver(sender.address(0), nn.Linear(4, 4))
-
-        def serve() -> None:
-            try:
-                while True:
-                    receiver.receive()
-            except SenderLostError:
-                receiver.close()
+@pytest.mark.parametrize(
+    ("scheme", "slots"), [*((name, {}) for name in _SCHEMES), *((n, {"slots": 1}) for n in _SLOTS)]
+)
+def test_the_next_send_works(
+    scheme: str, blocking: bool, slots: dict[str, int], tmp_path: Path
+) -> None:
+    options = {**_options(scheme, tmp_path), **slots}
+    with Sender(scheme, nn.Linear(4, 4), num_workers=1, timeout=10.0, **options) as sender:
 
         def send(moment: int | None) -> int:
             """Send, and return how many moments that had."""
@@ -50,18 +74,98 @@ def test_the_next_send_works(scheme: str, blocking: bool) -> None:
                 sender.wait_async()
             return moments.count
 
-        serving = threading.Thread(target=serve)
-        serving.start()
+        _interrupt_each(sender, send)
+
+
+@pytest.mark.parametrize("scheme", _SCHEMES)
+def test_the_next_send_works_after_an_interrupted_wait(scheme: str, tmp_path: Path) -> None:
+    options = _options(scheme, tmp_path)
+    with Sender(scheme, nn.Linear(4, 4), num_workers=1, timeout=10.0, **options) as sender:
+
+        def wait(moment: int | None) -> int:
+            pending = sender.send_async()
+            with interrupted(moment) as moments:
+                pending.wait()
+            # Before the first moments, waiting had not begun.
+            assert pending.ended or (moment is not None and moment < 2)
+            if not pending.ended:
+                sender.wait_async()
+            return moments.count
+
+        _interrupt_each(sender, wait)
+
+
+def _interrupt_each(sender: Sender, act: Callable[[int | None], int]) -> None:
+    """Interrupt at moments of ``act``, which returns how many there are; sends work after each."""
+    receiver = Receiver(sender.address(0), nn.Linear(4, 4))
+
+    def serve() -> None:
         try:
-            count = max(send(None) for _ in range(3))
-            spread = range(0, count, max(1, count // _SPREAD))
-            for moment in (*spread, *range(max(0, count - _LAST), count)):
-                send(moment)
-                assert sender.send().updated == (0,), f"after an interrupt at {moment} of {count}"
-        finally:
-            sender.close()
-            serving.join(20)
+            while True:
+                receiver.receive()
+        except SenderLostError:
+            receiver.close()
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    try:
+        count = max(act(None) for _ in range(3))
+        for moment in _spread(count):
+            act(moment)
+            assert sender.send().updated == (0,), f"after an interrupt at {moment} of {count}"
+    finally:
+        sender.close()
+        serving.join(20)
     assert not serving.is_alive()
+
+
+@pytest.mark.parametrize("scheme", _SCHEMES)
+def test_a_constructor_leaves_nothing(scheme: str, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+
+    def make(moment: int | None) -> int:
+        with interrupted(moment) as moments:
+            sender = Sender(
+                scheme, nn.Linear(4, 4), num_workers=1, status=True, **_options(scheme, tmp_path)
+            )
+            sender.close()
+        return moments.count
+
+    make(None)
+    for moment in _spread(make(None), 50):
+        make(moment)
+    gc.collect()
+    assert _left(before) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["again", "forgotten"])
+@pytest.mark.parametrize("scheme", _SCHEMES)
+def test_a_close_is_completed(scheme: str, again: bool, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+
+    def close(moment: int | None) -> int:
+        sender = Sender(
+            scheme, nn.Linear(4, 4), num_workers=1, status=True, **_options(scheme, tmp_path)
+        )
+        receiver = Receiver(sender.address(0), nn.Linear(4, 4))
+        sender.send_async()
+        with interrupted(moment) as moments:
+            sender.close()
+        if again:
+            sender.close()
+        del sender
+        gc.collect()
+        with pytest.raises(SenderLostError):
+            receiver.receive(timeout=5.0)
+        receiver.close()
+        return moments.count
+
+    close(None)
+    for moment in _spread(close(None), 12):
+        close(moment)
+    assert _left(before) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 class _Sends:

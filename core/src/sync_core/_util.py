@@ -14,7 +14,12 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    _Finalize = weakref.finalize[Any, Any]
+else:
+    _Finalize = weakref.finalize
 
 # What `signal.getsignal` and `signal.signal` call. They convert numbers to enums and back, which
 # takes most of the time of a short block.
@@ -79,12 +84,15 @@ def release_with(
     the owner in its memory, but what the owner holds is not its to release, locks may be held by
     threads that it lacks, and connections are the parent's.
 
+    A release that Ctrl-C has interrupted is called again, by the next of these; so calling
+    ``release`` again must be allowed.
+
     The garbage collector may run in a thread of a library such as Ray, which waits for that very
     thread in its own calls. There, another thread calls ``release``.
 
     Args:
         owner: the object that holds it; not kept alive by ``release`` or ``args``.
-        release: what to call, at most once.
+        release: what to call, once.
         args: its arguments.
 
     Example:
@@ -95,7 +103,26 @@ def release_with(
         released
         >>> release()
     """
-    return weakref.finalize(owner, _release, os.getpid(), release, args)
+    return _Finalizer(owner, _release, os.getpid(), release, args)
+
+
+class _Finalizer(_Finalize):
+    """Stays alive where an explicit call of it is interrupted."""
+
+    __slots__ = ()
+
+    def __call__(self, owner: object = None) -> Any:
+        alive = self.peek()
+        if alive is None:
+            return super().__call__(owner)
+        _, function, args, _ = alive
+        try:
+            result = function(*args)
+        except Exception:
+            self.detach()
+            raise
+        self.detach()
+        return result
 
 
 def _release(process: int, release: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -105,6 +105,9 @@ class Admission:
         )
         self._invite(tuple(range(_PLACES)))
         self._thread = threading.Thread(target=self._run, name="sync-admission", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which ends with `close`."""
         self._thread.start()
 
     def endpoint(self) -> Any:

@@ -51,6 +51,8 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
         self._packed: dict[Slot, int] = {}
         self._shares_memory = options.shares_memory
         self._streams: dict[int, Stream] = {}
+        self._common_stream: Stream | None = None
+        self._opened = ExitStack()
         with ExitStack() as opened:
             listeners = [opened.enter_context(_listen(options.host, options.port))]
             host, port = listeners[0].getsockname()[:2]
@@ -63,7 +65,6 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
                 listeners.append(local_listener.socket)
                 local = local_listener.name
             self._endpoint = Endpoint(options.host, port, local)
-            self._common_stream: Stream | None = None
             super().__init__(
                 context,
                 SharedSlots(remedy=_DO_WITHOUT),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from sync_core._util import release_with
+from sync_core._util import release_with, uninterrupted
 from sync_core.address import Address
 from sync_core.admission import Admission, Entrance
 from sync_core.errors import (
@@ -24,6 +24,7 @@ from sync_core.report import SendReport, WorkerResult
 from sync_core.sending.membership import MembershipEvent
 from sync_core.sending.pipeline import Pipeline
 from sync_core.sending.worker_state import WorkerState
+from sync_core.transports.transport import closed_if_it_fails
 
 
 class Members(Protocol):
@@ -59,8 +60,11 @@ class ElasticWorkers:
         # Those that have left included.
         self._admitted: set[int] = set()
         context = pipeline.admission_context()
-        self._admission = Admission(context, pipeline.side_stack(), self._admit, self._remove)
-        self._close = release_with(self, self._admission.close)
+        with closed_if_it_fails():
+            self._admission = Admission(context, pipeline.side_stack(), self._admit, self._remove)
+            with uninterrupted():
+                self._admission.start()
+                self._close = release_with(self, self._admission.close)
         sender.subscribe(partial(_remove_lost, weakref.ref(self)))
 
     def address(self) -> Address:

@@ -182,7 +182,8 @@ class PendingSend:
         """Wait until every worker has committed the version, and end the send.
 
         A worker that has not answered by then counts as failed; should it answer later, that is
-        not taken for an answer to another send. Waiting again gives the same outcome.
+        not taken for an answer to another send. Waiting again gives the same outcome. Ctrl-C ends
+        the send, so that the next one works.
 
         Args:
             timeout: seconds from now; None for what is left of the send's own deadline.
@@ -190,13 +191,18 @@ class PendingSend:
         Raises:
             SendError: some workers failed; the others have the version.
         """
-        if self._report is None:
-            limit = self._started + self._timeout
-            if timeout is not None:
-                limit = time.perf_counter() + check_seconds(timeout)
-            waited = tuple(self._waited.values())
-            self._wait(waited, max(0.0, limit - time.perf_counter()))
-        report = self._end(waited=True)
+        seconds = None if timeout is None else check_seconds(timeout)
+        try:
+            if self._report is None:
+                limit = self._started + self._timeout
+                if seconds is not None:
+                    limit = time.perf_counter() + seconds
+                waited = tuple(self._waited.values())
+                self._wait(waited, max(0.0, limit - time.perf_counter()))
+            report = self._end(waited=True)
+        except BaseException as error:
+            self.interrupt(error)
+            raise
         if report.failed:
             causes = [result.error.__cause__ for result in report.failed.values() if result.error]
             error = SendError(report)

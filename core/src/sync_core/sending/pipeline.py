@@ -34,7 +34,12 @@ from sync_core.registry import Plugin
 from sync_core.report import Reporter
 from sync_core.sending.membership import Membership
 from sync_core.stack import Defaults, Stack
-from sync_core.transports.transport import Delivery, SenderTransport, unheard
+from sync_core.transports.transport import (
+    Delivery,
+    SenderTransport,
+    closed_if_it_fails,
+    unheard,
+)
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
 
@@ -342,10 +347,12 @@ class Pipeline:
             make_address=self.make_address,
             notify=members.notify,
         )
-        self.transport = self.stack.create_sender_transport(transport_context)
-        # It must not keep the sender alive.
-        self._context = replace(transport_context, make_address=None, notify=unheard)
-        self._close = release_with(self, self.transport.close)
+        with closed_if_it_fails():
+            transport = self.stack.create_sender_transport(transport_context)
+            # It must not keep the sender alive.
+            self._context = replace(transport_context, make_address=None, notify=unheard)
+            self._close = release_with(self, transport.close)
+            self.transport = transport
 
     def address(self, worker_id: int) -> Address:
         """The address of a worker.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from torch import Tensor
 
-from sync_core._util import Stopwatch, release_with
+from sync_core._util import Stopwatch, release_with, uninterrupted
 from sync_core.address import Address, Verify
 from sync_core.checks import check_count, check_function, check_seconds, normalize, normalize_one
 from sync_core.errors import ClosedError, OptionError, PendingSendError
@@ -213,16 +213,23 @@ class Sender(Updater):
         self._sharded = ranks is not None
         self._elastic: ElasticWorkers | None = None
         self._closed = False
+        # The thread that closes, or has closed, this sender.
+        self._closer: int | None = None
         self._process = os.getpid()
         self._status: StatusEndpoint | None = None
-        if status:
-            self._status = features.status_endpoint(self, self._pipeline.scheme)
-            self._reporters.append(self._status)
-            self._close_status = release_with(self, self._status.close)
         if model is None and context is not None:
             model = model_id
-        if model is not None:
-            self.register_model(model)
+        try:
+            if status:
+                with uninterrupted():
+                    self._status = features.status_endpoint(self, self._pipeline.scheme)
+                    self._close_status = release_with(self, self._status.close)
+                self._reporters.append(self._status)
+            if model is not None:
+                self.register_model(model)
+        except BaseException:
+            self.close()
+            raise
 
     def register_model(self, model: Any) -> None:
         """Say what is sent when `send` is given nothing; see the argument ``model``."""
@@ -570,10 +577,12 @@ class Sender(Updater):
     def close(self) -> None:
         """End a pending send and release everything; receivers learn that the sender is gone.
 
-        In a process that was forked from the sender's, this does nothing.
+        In a process that was forked from the sender's, this does nothing. After Ctrl-C, call it
+        again: the same thread then continues.
         """
-        if self._closed or os.getpid() != self._process:
+        if os.getpid() != self._process or self._closer not in (None, threading.get_ident()):
             return
+        self._closer = threading.get_ident()
         self._closed = True
         pending = self._pending
         if pending is not None:

@@ -134,7 +134,8 @@ class StatusEndpoint:
     def close(self) -> None:
         """Refuse further connections; a request in progress is answered first."""
         # Closing is not enough: a process that was forked from this one has the socket, too.
-        self._end.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # Ctrl-C came after this, when it was closed before
+            self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -7,7 +7,9 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from sync_core.errors import (
@@ -321,12 +323,53 @@ def wait_for_each(deliveries: Sequence[Delivery], timeout: float) -> None:
         delivery.wait(max(0.0, limit - time.perf_counter()))
 
 
+class _Making(threading.local):
+    """The transports that are being made by `closed_if_it_fails`, in this thread."""
+
+    transports: list[SenderTransport] | None = None
+
+
+_making = _Making()
+
+
+class closed_if_it_fails:  # noqa: N801 - it is used as `contextlib.suppress` is
+    """For ``with``: an exception, such as Ctrl-C, closes each transport that the block has made.
+
+    Also one whose constructor had not returned, and no name had been given.
+    """
+
+    def __enter__(self) -> None:
+        self._before, _making.transports = _making.transports, []
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        made, _making.transports = _making.transports, self._before
+        if error is None:
+            return
+        for transport in reversed(made or ()):
+            # Its constructor may not have come to what is closed here.
+            with suppress(Exception):
+                transport.close()
+
+
 class SenderTransport(ABC):
     """The sender's side of a transport; one serves all workers of a sender.
 
     Methods are called by one thread at a time. A worker that joins late or comes back is given,
     without a further call, the newest version that was meant for it or for all.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Note the transport, for whoever makes it."""
+        del args, options
+        transport = super().__new__(cls)
+        if _making.transports is not None:
+            _making.transports.append(transport)
+        return transport
 
     @abstractmethod
     def address(self, worker_id: int) -> Any:

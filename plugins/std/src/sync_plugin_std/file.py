@@ -8,7 +8,7 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from io import FileIO
@@ -21,6 +21,7 @@ from sync_core import (
     TransportContext,
     hookimpl,
 )
+from sync_core.transports import uninterrupted
 from sync_plugin_std.left_files import remove_left
 from sync_plugin_std.stores import Store, StoreOptions, store_transport
 from sync_plugin_std.stores.store import NotAFileError
@@ -94,7 +95,9 @@ class DirectoryStore(Store):
         path.parent.mkdir(mode=0o700, exist_ok=True)
         part = path.with_name(f".{secrets.token_hex(8)}")
         try:
-            with open(part, "xb", opener=_open_private) as file:
+            with ExitStack() as opened:
+                with uninterrupted():
+                    file = opened.enter_context(open(part, "xb", opener=_open_private))
                 file.writelines(parts)
             part.replace(path)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -96,6 +97,9 @@ class Publisher:
         # Ctrl-C inside of that would leave the lock taken for good.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
+        # Holds something when a slot may have become free. Ctrl-C in `Condition.wait` may leave the
+        # lock to others, so `reserve` waits without it.
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._short_of_slots = False
         self.closed = False
         self.slots: list[Slot] = []
@@ -292,7 +296,7 @@ class Publisher:
                 place.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
             if place.wake is not None:
                 place.wake()
-            self.changed.notify_all()
+            self._tell_changed()
 
     def close(self) -> None:
         """Fail pending deliveries, release the memory, and wake waiting threads."""
@@ -306,7 +310,7 @@ class Publisher:
                     place.wake()
             self._newest_for_all = None
             self.slots.clear()
-            self.changed.notify_all()
+            self._tell_changed()
 
     def reserve(self, nbytes: int, worker_ids: Sequence[int]) -> Slot:
         """Return a slot without readers, with room for ``nbytes``, for these workers' version.
@@ -316,9 +320,9 @@ class Publisher:
         """
         started = time.monotonic()
         shortage: CapacityError | None = None
-        with self.lock:
-            self._short_of_slots = False
-            while True:
+        self._short_of_slots = False
+        while True:
+            with self.lock:
                 if self.closed:
                     raise ClosedError("the sender is closed")
                 self._reserved = None
@@ -340,7 +344,12 @@ class Publisher:
                 if waited > self._timeout:
                     raise CapacityError(self._all_taken()) from shortage
                 self._short_of_slots = True
-                self.changed.wait((self._patience if patient else self._timeout) - waited)
+                while not self._news.empty():
+                    self._news.get()
+            with suppress(queue.Empty):
+                self._news.get(
+                    timeout=max(0.0, (self._patience if patient else self._timeout) - waited)
+                )
 
     def _free_slot(self, nbytes: int, worker_ids: Sequence[int]) -> Slot | None:
         unwanted = self._unwanted()
@@ -394,7 +403,12 @@ class Publisher:
             for slot in self._unwanted()[1:]:
                 if len(self.slots) > _USUAL:
                     self.slots.remove(slot)
+        self._tell_changed()
+
+    def _tell_changed(self) -> None:
         self.changed.notify_all()
+        if self._news.empty():
+            self._news.put(None)
 
     def _forget(self, slot: Slot) -> None:
         for place in self._places.values():

@@ -184,11 +184,10 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def close(self) -> None:
         """Let the workers know, and end the thread."""
-        with self._publisher.lock:
-            if self._publisher.closed:
-                return
-            self._publisher.close()
-            self._wake_up.send(b"\0")
+        with self._publisher.lock, uninterrupted():
+            if not self._publisher.closed:
+                self._publisher.close()
+                self._wake_up.send(b"\0")
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSING)
 

@@ -26,7 +26,7 @@ from sync_core import (
     WorkerLostError,
 )
 from sync_core.errors import PayloadError
-from sync_core.transports import Notice
+from sync_core.transports import Notice, uninterrupted
 from sync_plugin_std.stores.parts import parts_of
 from sync_plugin_std.stores.store import (
     SENDER,
@@ -236,10 +236,14 @@ class StoreSender(SenderTransport):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
-        self._publish()
-        self._pulse = Pulse(self._publish, options.lost_after / SIGNS)
+        # Whether all that it had put into the store is gone.
+        self._removed = False
         self._thread = threading.Thread(target=self._watch, name="sync-store", daemon=True)
-        self._thread.start()
+        with uninterrupted():
+            self._pulse = Pulse(self._publish, options.lost_after / SIGNS)
+            self._thread.start()
+        # Last, as `close` removes it.
+        self._publish()
 
     def address(self, worker_id: int) -> None:
         """Nothing: the token, which every address has, leads to the records."""
@@ -288,7 +292,7 @@ class StoreSender(SenderTransport):
     def close(self) -> None:
         """End the threads, and remove all that is in the store."""
         with self._lock:
-            if self._closed:
+            if self._removed:
                 return
             self._closed = True
             for worker_id, place in self._places.items():
@@ -304,6 +308,7 @@ class StoreSender(SenderTransport):
             self._records.delete(worker_record(worker_id))
         for version in self._written:
             self._records.delete_version(version)
+        self._removed = True
 
     def _new_place(self) -> _WorkerRecord:
         return _WorkerRecord(Watch(self._options.lost_after), wanted=self._newest)
