@@ -200,8 +200,8 @@ class PendingSend:
                 waited = tuple(self._waited.values())
                 self._wait(waited, max(0.0, limit - time.perf_counter()))
             report = self._end(waited=True)
-        except BaseException as error:
-            self.interrupt(error)
+        except BaseException as interrupt:
+            self.interrupt(interrupt)
             raise
         if report.failed:
             causes = [result.error.__cause__ for result in report.failed.values() if result.error]

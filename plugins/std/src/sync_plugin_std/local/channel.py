@@ -74,6 +74,11 @@ class Channel:
         """Return whether both ends are on one machine, and connected by a unix socket."""
         return sys.platform != "win32" and self._socket.family == socket.AF_UNIX
 
+    def peer_process(self) -> int | None:
+        """Return the number of the process that has connected; None where nothing tells it."""
+        credentials = _credentials(self._socket)
+        return None if credentials is None else credentials[0]
+
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message, with descriptors that the other side gets duplicates of.
 
@@ -279,9 +284,15 @@ def same_user(connection: socket.socket, *also: int) -> bool:
 
     Sockets with abstract names have no permissions of their own. Of others, nothing is asked.
     """
+    credentials = _credentials(connection)
+    return credentials is None or credentials[1] in (os.getuid(), *also)
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int] | None:
+    """Return the process and the user that a unix socket leads to."""
     if sys.platform != "linux" or connection.family != socket.AF_UNIX:
-        return True
+        return None
     size = struct.calcsize("3i")
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, user, _ = struct.unpack("3i", credentials)
-    return user in (os.getuid(), *also)
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    process, user, _ = struct.unpack("3i", found)
+    return process, user

@@ -7,8 +7,8 @@ elsewhere, and is refused.
 ========  ============================  ==========================================================
 from      message                       meaning
 ========  ============================  ==========================================================
-worker    ``hello``, worker, pid,       the first message of a connection
-          nonce
+worker    ``hello``, worker, pid,       the first message of a connection; pids names what counts
+          pids, nonce                   processes there (the namespace), and may be left out
 sender    ``challenge``, nonce, proof   it knows the token; does the worker?
 worker    ``proof``, proof              it does; a message of the scheme, ``welcome``, follows
 ========  ============================  ==========================================================
@@ -23,6 +23,7 @@ import hmac
 import os
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
 from sync_core.errors import SenderLostError
 from sync_plugin_std.local.channel import MAX_MESSAGE, Channel, Message
@@ -44,11 +45,13 @@ class Greeting:
         worker_id: the worker that it says it is.
         pid: its process.
         nonces: of the worker and of the sender.
+        pids: the namespace of its process number, where it says that.
     """
 
     worker_id: int
     pid: int
     nonces: tuple[str, str]
+    pids: object = None
 
     @classmethod
     def of(cls, message: Message) -> Greeting:
@@ -67,7 +70,8 @@ class Greeting:
             raise TypeError(f"{message!r:.200} is not a hello")
         if len(nonce) != 2 * _NONCE_NBYTES:
             raise TypeError(f"a nonce has {2 * _NONCE_NBYTES} digits, got {nonce!r:.80}")
-        return cls(worker_id, pid, (nonce, secrets.token_hex(_NONCE_NBYTES)))
+        nonces = nonce, secrets.token_hex(_NONCE_NBYTES)
+        return cls(worker_id, pid, nonces, message.get("pids"))
 
     def challenge(self, token: str) -> Message:
         """Return the sender's answer."""
@@ -89,6 +93,45 @@ class Greeting:
         return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
+def _pids() -> str | None:
+    """Return the namespace of this process's number; None on systems without them."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+def process_of(channel: Channel, greeting: Greeting, *, connected: bool) -> int | None:
+    """Return a descriptor that is readable once the worker's process has ended, on this machine.
+
+    A connection ends with the last process that has the worker's end of it, which may be another:
+    one that was forked meanwhile, or the trainer. A worker that gives a false number can only lose
+    its own place by that.
+
+    Args:
+        channel: the worker's connection.
+        greeting: its hello, once it has proved that it knows the token.
+        connected: whether it has connected, so that the kernel knows its number.
+
+    Returns:
+        None over a network, on systems without such descriptors, and where the number says nothing.
+
+    Raises:
+        ConnectionError: there is no such process any more.
+    """
+    pid = channel.peer_process() if connected else None
+    if not connected and channel.passes_descriptors and greeting.pids == _pids() is not None:
+        pid = greeting.pid
+    if pid is None or pid in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise ConnectionError("it has ended") from None
+    except (OSError, OverflowError):
+        return None  # no descriptor is left, the kernel is too old, or that is no process
+
+
 def shake_hands(channel: Channel, token: str, worker_id: int, timeout: float) -> None:
     """Prove to a `ServingTransport` that this worker knows the token, once that has proved it.
 
@@ -104,7 +147,8 @@ def shake_hands(channel: Channel, token: str, worker_id: int, timeout: float) ->
     nonce, pid = secrets.token_hex(_NONCE_NBYTES), os.getpid()
     channel.limit = MAX_HELLO
     try:
-        channel.send({"type": "hello", "worker": worker_id, "pid": pid, "nonce": nonce})
+        hello = {"type": "hello", "worker": worker_id, "pid": pid, "pids": _pids(), "nonce": nonce}
+        channel.send(hello)
         message = channel.receive(timeout)
     except ConnectionError as error:
         raise SenderLostError(
