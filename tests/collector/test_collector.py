@@ -27,6 +27,7 @@ from sync_core import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from sync_plugin_std import BFloat16
 from sync_plugin_std.workers.process_group import ProcessGroup
 from sync_testing.processes import descendants
 
@@ -175,7 +176,7 @@ def test_environments_that_are_stepped_together() -> None:
 
 
 def test_layers_and_options_reach_the_sender() -> None:
-    options: dict[str, Any] = {"layers": ["bf16"], "scheme_options": {"slots": 2}}
+    options: dict[str, Any] = {"layers": [BFloat16("*weight")], "scheme_options": {"slots": 2}}
     policy = Scale()
     with Collector(
         long_episodes, policy, scheme="thread", frames_per_batch=2, sync=True, **options

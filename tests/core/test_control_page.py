@@ -109,7 +109,7 @@ def test_times_that_no_worker_can_measure(pages: tuple[ControlPage, ControlPage]
 
 def test_memory_of_another_size_is_not_a_page() -> None:
     memory = SharedMemory.create(8192, writable=True)
-    with pytest.raises(ValueError, match="a control page has"):
+    with pytest.raises(ValueError, match="there is reason for 4096 only"):
         ControlPage(memory.descriptor)
 
 

@@ -100,7 +100,8 @@ class Source:
             if not update.layout.specs:
                 raise ModelError("the weights hold no tensors, so there is nothing to send")
             # As in a state_dict under DeepSpeed ZeRO-3. A shard may be empty in other shapes.
-            if all(spec.shape == (0,) for spec in update.layout.specs):
+            shapes = [spec.shape for spec in update.layout.specs]
+            if len(shapes) > 1 and set(shapes) == {(0,)}:
                 raise ModelError(
                     "the weights hold no elements, so there is nothing to send; gather a model "
                     "that is partitioned: with deepspeed.zero.GatheredParameters("

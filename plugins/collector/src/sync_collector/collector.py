@@ -33,7 +33,7 @@ from sync_collector.options import (
     options_of_workers,
     refresh_interval,
 )
-from sync_collector.policy_module import unwrapped
+from sync_collector.policy_module import unwrapped, unwrapped_models
 from sync_collector.relay import PolicyRelay
 from sync_collector.reporting import StatsLogger
 from sync_collector.rollout import RolloutOptions
@@ -217,7 +217,7 @@ class Collector:
             check_function(postproc, "postproc")
         arguments = {"layers": layers, "zero_copy": zero_copy, **(scheme_options or {})}
         # Workers have no process group of torch's, and act with the module inside.
-        policy, known = unwrapped(policy), {n: unwrapped(one) for n, one in (models or {}).items()}
+        policy, known = unwrapped(policy), unwrapped_models(models)
         all_schemes = schemes_of(scheme, arguments, weight_sync_schemes, known)
         schemes, held = own(all_schemes), elsewhere(all_schemes)
         own_models = {name: model for name, model in known.items() if name not in held}

@@ -6,7 +6,7 @@ import dis
 import functools
 import inspect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy as is_lazy_tensor
 from sync_collector.envs.protocol import Env
 from sync_collector.policies import TensorDictPolicy, TensorPolicy
 from sync_core import ModelError
+from sync_core.checks import check_mapping
 from sync_core.models import named_tensors
 
 
@@ -42,6 +43,16 @@ def unwrapped(model: Any) -> Any:
     while isinstance(model, (DataParallel, DistributedDataParallel)):
         model = model.module
     return model
+
+
+def unwrapped_models(models: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the models by name, each as `unwrapped` returns it.
+
+    Raises:
+        TypeError: they are not a mapping from names.
+    """
+    check_mapping(models or {}, "models", "{'critic': critic}")
+    return {name: unwrapped(model) for name, model in (models or {}).items()}
 
 
 def module_of(policy: Any) -> nn.Module | None:
