@@ -237,7 +237,7 @@ def test_the_model_is_looked_up_in_the_context_at_every_send() -> None:
         pending.wait()
         assert torch.equal(target.weight, trainer.policy.weight)
         trainer.policy = nn.Linear(3, 3)
-        with pytest.raises(sync_core.LayoutMismatchError, match=r"float32\[3, 3\] in the weights"):
+        with pytest.raises(sync_core.LayoutMismatchError, match=r"float32\[3, 3\] in the model"):
             sender.send()
 
 

@@ -170,11 +170,13 @@ def test_models_that_are_missing_or_unknown_are_named() -> None:
     target = models(0.0)
     with Sender("thread", models(0.0), num_workers=1) as sender:
         critic = nn.Linear(3, 1)
-        with pytest.raises(LayoutMismatchError, match=r"'policy\..*' is in the model, not"):
+        with pytest.raises(
+            LayoutMismatchError, match=r"'policy\..*' is in the sender's layout, not"
+        ):
             sender.send(weights_dict={"critic": critic})
         with pytest.raises(LayoutMismatchError, match=r"'actor\.bias' is in the weights, not"):
             sender.send(weights_dict={**models(1.0), "actor": critic})
-        with pytest.raises(LayoutMismatchError, match="not in the model"):
+        with pytest.raises(LayoutMismatchError, match="not in the sender's layout"):
             sender.send(critic)
         with pytest.raises(ValueError, match="both given"):
             sender.send(models(1.0), weights_dict=models(1.0))

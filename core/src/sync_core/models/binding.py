@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from sync_core.errors import ModelError
+from sync_core.errors import LayoutMismatchError, ModelError
 from sync_core.models import commit
 from sync_core.models.aliasing import Places, check_held, check_writable
 from sync_core.models.contiguous import ContiguousTensors
@@ -164,19 +164,33 @@ class Binding:
         else:
             self._check_places(theirs, partial=partial, cast=cast)
         if self._extra_state:
-            self._check_json(theirs)
+            self._check_extra_state(theirs)
             with commit.extra_state_set(self._modules, dict(update.items())):
                 self._write_tensors(update, zero_copy=zero_copy, version=version)
         else:
             self._write_tensors(update, zero_copy=zero_copy, version=version)
 
-    def _check_json(self, layout: Layout) -> None:
-        prefixes = self._module_prefixes()
-        for name in layout.names:
-            if is_json(name) and not name.startswith(prefixes):
+    def _check_extra_state(self, layout: Layout) -> None:
+        """Raise for extra state that only a module can take, if no module has it here."""
+        prefixes, mine = self._module_prefixes(), self._known.layout
+        for name in filter(is_extra_state, layout.names):
+            if name.startswith(prefixes):
+                continue
+            if is_json(name):
                 raise ModelError(
                     f"{name!r} can be written into a module only, since it is extra state that "
                     "is not made of tensors alone; give the module instead of its state_dict"
+                )
+            shapes = [
+                list(one.specs[one.index[name]].shape)
+                for one in (layout, mine)
+                if name in one.index
+            ]
+            if shapes[0] != shapes[-1]:
+                raise LayoutMismatchError(
+                    f"{name!r} is extra state of the shape {shapes[0]}, and has the shape "
+                    f"{shapes[1]} in the model; only a module can take extra state of another "
+                    "shape; give the module instead of its state_dict"
                 )
 
     def _are_equal(self, mine: Layout, theirs: Layout) -> bool:
@@ -290,10 +304,11 @@ class Binding:
     def _matched(self, update: Update) -> list[tuple[str, Tensor, Tensor]]:
         """Names, the model's tensors, and the update's."""
         index, tensors = update.layout.index, update.tensors
+        prefixes = self._module_prefixes()
         return [
             (name, tensor, tensors[index[name]])
             for name, tensor in self._named.items()
-            if name in index and not is_json(name)
+            if name in index and not (is_extra_state(name) and name.startswith(prefixes))
         ]
 
     def _module_prefixes(self) -> tuple[str, ...]:

@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from sync_core.errors import LayoutMismatchError
-from sync_core.models.extra_state import is_json
+from sync_core.models.extra_state import is_extra_state
 from sync_core.models.wrappers import WRAPPERS
 from sync_core.weights.layout import Layout, TensorSpec, place_of
 from sync_core.weights.payload import Update
 
 _SHOWN = 8
+_IN_SENDER = "in the sender's layout"
+_KEEP_NAMES = (
+    "tensors of extra state may change their shapes, but not their names: let get_extra_state "
+    "return the same keys each time, with torch.empty(0) where there is nothing yet"
+)
 
 
 def check_match(
@@ -41,16 +46,52 @@ def check_match(
     if not problems:
         return
     prefixed = _describe_prefix(weights, model)
-    if prefixed is not None:
-        problems = [prefixed]
-    shown = problems[:_SHOWN]
-    if len(problems) > _SHOWN:
-        shown.append(f"… and {len(problems) - _SHOWN} more")
-    if prefixed is None and not model.index.keys() >= weights.index.keys():
+    shown = _shorten(problems) if prefixed is None else [prefixed]
+    if _names_of_extra_state_differ(weights, model):
+        shown.append(_KEEP_NAMES)
+    elif prefixed is None and not model.index.keys() >= weights.index.keys():
         shown.append(_map_names(weights))
     raise LayoutMismatchError(
         "the weights do not fit the model; nothing was written:\n  " + "\n  ".join(shown)
     )
+
+
+def _check_sent(weights: Layout, agreed: Layout, *, partial: bool, own: bool) -> None:
+    """Raise `LayoutMismatchError` unless a sender may send weights of this layout.
+
+    Args:
+        weights: the layout of the weights.
+        agreed: the layout of the sender.
+        partial: whether the weights may lack some tensors.
+        own: whether the weights are those of the sender's own model.
+    """
+    where = "in the model" if own else "in the weights"
+    problems = list(
+        _problems(weights, agreed, partial=partial, cast=False, where=where, there=_IN_SENDER)
+    )
+    if not problems:
+        return
+    prefixed = _describe_prefix(weights, agreed)
+    shown = _shorten(problems) if prefixed is None else [prefixed]
+    if _names_of_extra_state_differ(weights, agreed):
+        shown.append(_KEEP_NAMES)
+    found = "model does" if own else "weights do"
+    raise LayoutMismatchError(
+        f"the {found} not fit the layout with which the sender was made; nothing was sent:\n  "
+        + "\n  ".join(shown)
+        + "\n  the first weights of a sender fix its layout; to send a changed model, make a new "
+        "Sender, and new Receivers with models changed in the same way"
+    )
+
+
+def _shorten(problems: list[str]) -> list[str]:
+    more = len(problems) - _SHOWN
+    return [*problems[:_SHOWN], f"… and {more} more"] if more > 0 else problems
+
+
+def _names_of_extra_state_differ(weights: Layout, model: Layout) -> bool:
+    names = weights.index.keys() ^ model.index.keys()
+    return bool(names) and all(map(is_extra_state, names))
 
 
 def _describe_prefix(weights: Layout, model: Layout) -> str | None:
@@ -85,29 +126,42 @@ def _without(prefix: str, name: str) -> str:
     return ".".join(part for part in name.split(".") if part != prefix)
 
 
-def _problems(weights: Layout, model: Layout, *, partial: bool, cast: bool) -> Iterator[str]:
+def _problems(
+    weights: Layout,
+    model: Layout,
+    *,
+    partial: bool,
+    cast: bool,
+    where: str = "in the weights",
+    there: str = "in the model",
+) -> Iterator[str]:
     for name in weights.names:
         if name not in model.index:
-            yield f"{name!r} is in the weights, not in the model"
+            yield f"{name!r} is {where}, not {there}"
     for name in model.names:
         if name not in weights.index:
             if not partial:
-                yield f"{name!r} is in the model, not in the weights (partial=True allows that)"
+                yield f"{name!r} is {there}, not {where} (partial=True allows that)"
             continue
         theirs, mine = weights.specs[weights.index[name]], model.specs[model.index[name]]
-        if is_json(name) and (theirs.dtype, len(theirs.shape)) == (mine.dtype, len(mine.shape)):
-            continue  # text may be longer than what it replaces
+        # A module replaces its extra state, whatever its shape; see `Binding`.
+        if is_extra_state(name) and theirs.dtype == mine.dtype:
+            continue
         castable = _differ_in_float_dtype(theirs, mine)
         if (theirs.dtype, theirs.shape) != (mine.dtype, mine.shape) and not (cast and castable):
-            advice = '; a layer that casts allows that: Sender(…, layers=["bf16"])'
+            advice = (
+                f"; cast it: tensor.to({mine.dtype})"
+                if there == _IN_SENDER  # layers come after this check
+                else '; a layer that casts allows that: Sender(…, layers=["bf16"])'
+            )
             yield (
-                f"{name!r} is {_kind(theirs.dtype, theirs.shape)} in the weights and "
-                f"{_kind(mine.dtype, mine.shape)} in the model{advice if castable else ''}"
+                f"{name!r} is {_kind(theirs.dtype, theirs.shape)} {where} and "
+                f"{_kind(mine.dtype, mine.shape)} {there}{advice if castable else ''}"
             )
     for name, owner in model.aliases:
         both = name in weights.index and owner in weights.index
         if both and weights.index[name] != weights.index[owner]:
-            yield f"{name!r} and {owner!r} are one tensor in the model and two in the weights"
+            yield f"{name!r} and {owner!r} are one tensor {there} and two {where}"
 
 
 def _differ_in_float_dtype(left: TensorSpec, right: TensorSpec) -> bool:
@@ -119,13 +173,16 @@ def _kind(dtype: object, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def conform(named: Mapping[str, Tensor], layout: Layout, *, partial: bool) -> Update:
+def conform(
+    named: Mapping[str, Tensor], layout: Layout, *, partial: bool, own: bool = False
+) -> Update:
     """An update of the named tensors that fits ``layout``.
 
     Args:
         named: the weights.
-        layout: the layout of the model that they are for.
+        layout: the layout of the sender.
         partial: whether some may be missing; the update then has its own layout.
+        own: whether they are those of the sender's own model.
 
     Raises:
         ModelError: a tensor that cannot travel.
@@ -142,7 +199,7 @@ def conform(named: Mapping[str, Tensor], layout: Layout, *, partial: bool) -> Up
             )
     firsts = {tied.get(name, name): tensor for name, tensor in reversed(list(named.items()))}
     whole = len(firsts) == len(layout.specs)
-    check_match(Layout.of(firsts), untied, partial=partial)
+    _check_sent(Layout.of(firsts), untied, partial=partial, own=own)
     if not whole:
         return given
     tensors = [firsts[spec.name] for spec in layout.specs]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sync_core.errors import ModelError
 from sync_core.models.aliasing import Places
-from sync_core.models.extra_state import is_json
+from sync_core.models.extra_state import is_extra_state
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout
 
@@ -87,7 +87,9 @@ class ParameterViews:
         self._layout = layout
         index = layout.index
         matched = {
-            name: tensor for name, tensor in named.items() if name in index and not is_json(name)
+            name: tensor
+            for name, tensor in named.items()
+            if name in index and not (is_extra_state(name) and name.startswith(prefixes))
         }
         #: The tensors that are pointed, by their names.
         self.pointed = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sync_core import registry
 from sync_core.address import Address
-from sync_core.errors import ModelError
+from sync_core.errors import LayoutMismatchError, ModelError, SyncError
 from sync_core.hooks import BindContext, implemented
 from sync_core.layers import bind, with_layout
 from sync_core.models.binding import Binding
@@ -70,6 +70,8 @@ class Target:
         )
         self._model: Any = None
         self._refers = False
+        #: The layout of the model when it was registered; None where none was checked.
+        self._registered: Layout | None = None
         self._found: Any = None
         #: Lets layers change weights that are given by hand, where there is no sender.
         self.prepare: Callable[[Any], Update] | None = None
@@ -86,19 +88,15 @@ class Target:
             ModelError: it is a reference, and there is no context.
             LayoutMismatchError: it does not fit the sender's.
         """
-        by_reference = refers(model)
+        by_reference, registered = refers(model), None
         if by_reference:
             if self._context is None:
                 raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
         elif not self._reshapes and self._load is None:
             address = self._address
-            check_match(
-                address.layout,
-                Binding(model, address.strategy).layout,
-                partial=address.partial,
-                cast=address.cast,
-            )
-        self._model, self._refers = model, by_reference
+            registered = Binding(model, address.strategy).layout
+            check_match(address.layout, registered, partial=address.partial, cast=address.cast)
+        self._model, self._refers, self._registered = model, by_reference, registered
 
     def model_was_replaced(self) -> bool:
         """Return whether a reference leads to other modules than those that were written."""
@@ -127,8 +125,26 @@ class Target:
                 model,
                 address.apply_context(payload.version, held),
             )
+        except LayoutMismatchError as error:
+            if self._was_changed(model):
+                raise LayoutMismatchError(
+                    f"{error}\n  the model was changed after its Receiver was made; undo that, or "
+                    "change the sender's model in the same way, and make a new Sender and new "
+                    "Receivers"
+                ) from error
+            raise
         finally:
             self.loaded = self.stack.applied
+
+    def _was_changed(self, model: Any) -> bool:
+        """Return whether a model no longer has the layout with which it was registered."""
+        if self._registered is None:
+            return False
+        try:
+            check_match(self._registered, Binding(model, self._address.strategy).layout)
+        except SyncError:
+            return True
+        return False
 
     def write_by_hand(self, weights: Any) -> None:
         """Write weights of the caller's, which layers change only where there is no sender."""

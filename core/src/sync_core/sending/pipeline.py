@@ -112,7 +112,10 @@ class Source:
             if update.layout == self.layout:
                 update = Update(self.layout, update.source)
             else:
-                update = conform(dict(update.items()), self.layout, partial=self._partial)
+                is_own = weights is None or weights is self.model
+                update = conform(
+                    dict(update.items()), self.layout, partial=self._partial, own=is_own
+                )
         if self._moves_nothing is None or weights is None or weights is self.model:
             return update
         if self.model is not None:

@@ -218,7 +218,9 @@ class LocalShards:
                 n for n in {**places, **self.places} if places.get(n) != self.places.get(n)
             )
             raise ModelError(
-                f"{changed!r} is sharded in another way than before; make another Sender"
+                f"{changed!r} is new, gone, or sharded in another way than when the sender was "
+                "made; on every rank, make a new Sender, and new Receivers with models changed in "
+                "the same way"
             )
         self.places = places
         return {name: shard.tensor for name, shard in shards.items()}

@@ -196,6 +196,26 @@ def annotated(seed: int) -> nn.Module:
     return _seeded(seed, lambda: Annotated(seed))
 
 
+class Growing(nn.Module):
+    """Has extra state that is empty at first, and grows, as that of FP8 modules."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.state = torch.full((seed * 5000,), seed, dtype=torch.uint8)
+
+    def get_extra_state(self) -> Tensor:
+        return self.state
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.state = state
+
+
+def growing(seed: int) -> nn.Module:
+    """A module with extra state that has another shape for each seed."""
+    return _seeded(seed, lambda: Growing(seed))
+
+
 def parametrised(seed: int) -> nn.Module:
     """A weight that is computed from two others."""
     return _seeded(seed, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))

@@ -21,6 +21,7 @@ from sync_testing.schemes.models import (
     fill,
     fingerprints,
     frozen,
+    growing,
     huge,
     large,
     make_policy,
@@ -96,7 +97,8 @@ class ValueCases(SchemeCases):
         assert workers.fingerprints() == [fingerprints(weights)], VALUES
 
     @pytest.mark.parametrize(
-        "make", [stateful, annotated, parametrised, nested, recurrent, convolutional, frozen]
+        "make",
+        [stateful, annotated, growing, parametrised, nested, recurrent, convolutional, frozen],
     )
     def test_every_kind_of_module(
         self, start: Start, make: Callable[[int], nn.Module], zero_copy: bool
