@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
@@ -86,7 +87,18 @@ class PipeEnd:
         return taken
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
-        return _unpickle, (DupFd(self._open_end().fileno()),)
+        descriptor = self._open_end().fileno()
+        try:
+            return _unpickle, (DupFd(descriptor),)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            # multiprocessing's own: it listens on a socket in TMPDIR, of at most 107 bytes.
+            raise AddressError(
+                "TMPDIR must be a path of at most 70 bytes for scheme 'mp', which passes pipes "
+                f"over a unix socket there, got {tempfile.gettempdir()!r}: {error}; type "
+                "TMPDIR=/tmp, or use scheme='shm'"
+            ) from error
 
     def _open_end(self) -> socket.socket:
         if self._end is None or self._end.fileno() < 0:
