@@ -115,6 +115,16 @@ def test_how_it_ended(program: str) -> None:
         process.send_signal(signal.SIGTERM)
 
 
+def test_what_may_have_ended_it_by_a_fault_of_memory_is_named(program: str) -> None:
+    with evaluating(program, "time.sleep(60)") as (_, process):
+        process.send_signal(signal.SIGSEGV)
+        assert process.exited(20)
+        assert process.epitaph() == (
+            "killed by SIGSEGV (with zero_copy=True, a write to a parameter does that; "
+            "type zero_copy=False)"
+        )
+
+
 def test_no_descriptor_is_left(program: str) -> None:
     evaluate(program, "0")
     before = len(os.listdir("/proc/self/fd"))

@@ -19,6 +19,9 @@ from pathlib import Path
 
 from sync_plugin_std.workers.fork_server import ForkRequest, receive_reply, send_request
 
+# Parameters are views of memory that is mapped read-only: docs/decisions/0004-zero-copy.md.
+_WROTE = " (with zero_copy=True, a write to a parameter does that; type zero_copy=False)"
+
 
 class WorkerProcess(ABC):
     """A process started by `start_process`.
@@ -50,9 +53,11 @@ class WorkerProcess(ABC):
         if code >= 0:
             return f"exited with code {code}"
         try:
-            return f"killed by {signal.Signals(-code).name}"
+            number = signal.Signals(-code)
         except ValueError:
             return f"killed by signal {-code}"
+        wrote = _WROTE if number in (signal.SIGSEGV, signal.SIGBUS) else ""
+        return f"killed by {number.name}{wrote}"
 
 
 class ForkedProcess(WorkerProcess):
