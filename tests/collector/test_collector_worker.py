@@ -363,6 +363,7 @@ def test_options_of_single_workers() -> None:
         ({"collector_kwargs": [{}, {}]}, ValueError, "2 entries for 1 workers"),
         ({"collector_kwargs": {"frames_per_batch": 3}}, TypeError, "of its own is max_frames"),
         ({"frames_per_trajectory": 3}, TypeError, "no argument 'frames_per_trajectory'; did you"),
+        ({"verfy": "checksum"}, TypeError, "did you mean scheme_options={'verify': …}"),
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-from dataclasses import replace
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from sync_core import Address, Answer, Receiver, Sender, SendError
-from sync_core.errors import AddressError
+from sync_core.errors import OptionError, SenderLostError, WorkerLostError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -24,8 +26,9 @@ def _write_to_a_view(address: Address) -> None:
         model.weight.add_(1.0)
 
 
-def test_a_worker_that_wrote_to_a_view_is_explained() -> None:
-    with Sender("shm", nn.Linear(2, 2), num_workers=1, zero_copy=True) as sender:
+@pytest.mark.parametrize("scheme", ["shm", "mp", "dist"])
+def test_a_worker_that_wrote_to_a_view_is_explained(scheme: str) -> None:
+    with Sender(scheme, nn.Linear(2, 2), num_workers=1, zero_copy=True) as sender:
         arguments = (sender.address(0),)
         process = multiprocessing.get_context("spawn").Process(
             target=_write_to_a_view, args=arguments
@@ -37,24 +40,45 @@ def test_a_worker_that_wrote_to_a_view_is_explained() -> None:
             sender.send()
 
 
-def test_a_token_in_the_wrong_place_is_not_printed() -> None:
-    with Sender("shm", nn.Linear(2, 2), num_workers=1) as sender:
-        content = json.loads(sender.address(0).to_json())
-    token = content["token"]
-    for name in ("worker_id", "strategy", "zero_copy", "options"):
-        with pytest.raises(AddressError, match=name) as failure:
-            Address.from_json(json.dumps({**content, name: token}))
-        assert token not in str(failure.value)
-
-
-@pytest.mark.parametrize("endpoint", [None, 3, [], {"name": "x"}])
-def test_an_endpoint_of_the_wrong_type_is_an_error_of_the_address(endpoint: object) -> None:
-    with Sender("shm", nn.Linear(2, 2), num_workers=1) as sender:
-        address = replace(sender.address(0), endpoint=endpoint)
-        with pytest.raises(AddressError, match="must be the name of a socket"):
-            Receiver(address, nn.Linear(2, 2))
-
-
 def test_an_error_with_a_lone_surrogate_can_be_printed() -> None:
     error = Answer(version=1, error="name \ud800").to_error(0)
-    assert str(error).encode().endswith(b"name \\ud800")
+    for each in (error, SenderLostError("name \ud800"), WorkerLostError(1, "name \ud800")):
+        assert str(each).encode().endswith(b"name \\ud800")
+
+
+def test_a_long_directory_for_temporary_files_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 110)
+    folder.mkdir()
+    script = (
+        "from multiprocessing.reduction import ForkingPickler\n"
+        "from sync_core import Sender\n"
+        "from torch import nn\n"
+        "with Sender('mp', nn.Linear(2, 2), num_workers=1) as sender:\n"
+        "    try: ForkingPickler.dumps(sender.address(0))\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert done.stdout.startswith("AddressError ")
+    assert "type TMPDIR=/tmp" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"increment": True}, r"'increment'; did you mean scheme=\"increments::shm\"\?"),
+        ({"time_out": 3}, r"Sender has no argument 'time_out'; did you mean timeout=…\?"),
+        ({"slot": 3}, r"'shm' has no option 'slot'; .*; did you mean slots=…\?"),
+        ({"bf16": True}, r"Sender has no argument 'bf16'; did you mean layers=\['bf16'\]\?"),
+        ({"zzzzzz": True}, r"'shm' has no option 'zzzzzz'; its options are: directory, slots$"),
+    ],
+)
+def test_a_misspelt_argument_gets_what_was_meant(given: dict[str, object], meant: str) -> None:
+    with pytest.raises(OptionError, match=meant):
+        Sender("shm", nn.Linear(2, 2), num_workers=1, **given)  # type: ignore[arg-type]

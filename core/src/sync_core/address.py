@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self, get_args
 
 from sync_core import registry
-from sync_core.errors import AddressError, OptionError, PayloadError
-from sync_core.hooks import ApplyContext, TransportContext, parse_options
+from sync_core.errors import AddressError, NotAPluginError, OptionError, PayloadError
+from sync_core.hooks import ApplyContext, TransportContext, check_endpoint, parse_options
 from sync_core.models.extract import Strategy
 from sync_core.weights.layout import Layout
 from sync_core.wrapping import WrappingScheme
@@ -19,6 +20,10 @@ from sync_core.wrapping import WrappingScheme
 #: The version of the JSON form, and the entry that holds it.
 _FORMAT = 1
 _MARK = "sync_address"
+_TYPE = "type sender.address(worker_id).to_json()"
+_TOKEN = re.compile("[0-9a-f]{32}")
+# What tokens and names of sockets have, and no name of a plugin.
+_SECRET = re.compile("[0-9a-f]{16}")
 #: A longer text is refused before it is parsed.
 _MAX_CHARACTERS = 200_000_000
 
@@ -163,7 +168,8 @@ class Address:
         }
         if not _is_plain(self.options):
             raise AddressError(
-                f"options of scheme {self.scheme!r} have no JSON form: {self.options!r:.200}"
+                f"an option of scheme {self.scheme!r} has no JSON form, among: "
+                f"{', '.join(self.options)}; give text, numbers and lists, or pickle the address"
             )
         return json.dumps(content)
 
@@ -179,6 +185,7 @@ class Address:
             PluginNotFoundError: the scheme is not installed here.
         """
         content = _parse(text)
+        _check_token(content.get("token"), text)
         try:
             headers, of_layers = content.pop("headers"), content.pop("layouts")
             if not (isinstance(headers, list) and isinstance(of_layers, list)):
@@ -189,22 +196,25 @@ class Address:
             if not all(type(index) is int and 0 <= index < len(layouts) for index in chosen):
                 raise AddressError("an address names a layout that is not in it")
             layout, source_layout, *before = (layouts[index] for index in chosen)
-        except (KeyError, TypeError, UnicodeError, PayloadError) as error:
-            raise AddressError(f"an address without valid layouts: {error!r:.200}") from error
+        except KeyError as error:
+            raise AddressError(f"an address must have the entry {error}; {_TYPE}") from None
+        except (TypeError, UnicodeError, PayloadError):
+            # Not from the cause, which has the value: it may be a secret in the wrong place.
+            raise AddressError(f"an address must have the layouts of a sender; {_TYPE}") from None
         for name, fits in _FITS.items():
             if name not in content or not fits(content[name]):
                 # The value may be a token, its own or one that is in the wrong place.
                 kind = type(content[name]).__name__ if name in content else "nothing"
                 raise AddressError(f"an address cannot have this {name}, which is of type {kind}")
         if unknown := content.keys() - _FITS.keys():
-            raise AddressError(f"an address has no entries {sorted(unknown)}")
+            raise AddressError(f"an address has no entry {min(unknown):.20}; {_TYPE}")
         if len(before) != len(content["layers"]):
             raise AddressError("an address needs a layout for each of its layers")
         content["layers"] = tuple(content["layers"])
         content["scheme"] = _read_scheme(content["scheme"])
         return cls(
             **content,
-            endpoint=_read_endpoint(content["scheme"], endpoint),
+            endpoint=_read_endpoint(_found(content["scheme"]), endpoint),
             layout=layout,
             source_layout=source_layout,
             layouts=tuple(before),
@@ -217,8 +227,8 @@ class Address:
                 "the address that workers share has no JSON form; pickle it, or give each worker "
                 "its own: sender.address(sender.add_worker()).to_json()"
             )
-        kind = _endpoint_type(self.scheme)
-        endpoint = _written_endpoint(endpoint, kind)
+        moves = registry.find(registry.SCHEMES, self.scheme).innermost.object
+        endpoint = _written_endpoint(endpoint, getattr(moves, "endpoint_type", None))
         if not _is_plain(endpoint):
             raise AddressError(
                 f"scheme {self.scheme!r} has no JSON form of its addresses, as they hold a "
@@ -250,34 +260,46 @@ def _plain_scheme(scheme: Any) -> Any:
 def _read_scheme(written: Any) -> Any:
     if isinstance(written, str):
         return written
-    kind = registry.wrapper(written["wrapper"])
     given = {"inner": _read_scheme(written["inner"]), **written["options"]}
     try:
+        kind = registry.wrapper(written["wrapper"])
         made: WrappingScheme = parse_options(kind, given, f"scheme {written['wrapper']!r}")
-    except OptionError as error:
-        raise AddressError(str(error)) from error
+    except (NotAPluginError, OptionError):
+        # Not from the cause, which has the value: it may be a secret.
+        raise AddressError(
+            f"the scheme of an address must have options of {written['wrapper']!r}; {_TYPE}"
+        ) from None
     return made
 
 
-def _is_scheme(value: Any) -> bool:
+# More schemes do not wrap each other.
+_DEEPEST = 8
+
+
+def _is_scheme(value: Any, deepest: int = _DEEPEST) -> bool:
     if isinstance(value, WrappingScheme):
         return True  # `_plain_scheme` writes it
     if not isinstance(value, dict):
-        return _is_text(value)
+        return _is_name(value)
     return (
-        value.keys() == {"wrapper", "inner", "options"}
-        and _is_text(value["wrapper"])
-        and _is_scheme(value["inner"])
+        deepest > 0
+        and value.keys() == {"wrapper", "inner", "options"}
+        and _is_name(value["wrapper"])
+        and _is_scheme(value["inner"], deepest - 1)
         and isinstance(value["options"], dict)
         and "inner" not in value["options"]
         and _is_plain(value["options"])
     )
 
 
-def _endpoint_type(scheme: Any) -> type | None:
-    """The dataclass that a scheme declares as ``endpoint_type``, made of plain values."""
-    plugin = registry.find(registry.SCHEMES, scheme).innermost.object
-    return getattr(plugin, "endpoint_type", None)
+def _found(scheme: Any) -> registry.Plugin:
+    """Return the scheme of an address, with those that it wraps."""
+    try:
+        plugin = registry.find(registry.SCHEMES, scheme)
+        _ = plugin.innermost
+    except (NotAPluginError, OptionError) as error:
+        raise AddressError(f"the scheme of an address cannot be used: {error}") from error
+    return plugin
 
 
 def _written_endpoint(endpoint: Any, kind: type | None) -> Any:
@@ -288,23 +310,39 @@ def _written_endpoint(endpoint: Any, kind: type | None) -> Any:
     return endpoint
 
 
-def _read_endpoint(scheme: Any, value: Any) -> Any:
-    kind = _endpoint_type(scheme)
-    if kind is None:
+def _read_endpoint(plugin: registry.Plugin, value: Any) -> Any:
+    if isinstance(value, list) and plugin.innermost is not plugin:
+        return [_read_endpoint(plugin, each) for each in value]
+    moves = plugin.innermost
+    kind = getattr(moves.object, "endpoint_type", None)
+    if not isinstance(kind, type) or not is_dataclass(kind):
+        check_endpoint(moves.name, moves.object, value)
         return value
-    if isinstance(value, list):
-        return [_read_endpoint(scheme, each) for each in value]
-    if not isinstance(value, dict):
-        raise AddressError(f"scheme {scheme!r} has no endpoint {value!r:.80}")
     try:
-        return parse_options(kind, value, f"the endpoint of scheme {scheme!r}")
-    except OptionError as error:
-        raise AddressError(str(error)) from error
+        given = value if isinstance(value, dict) else {"": value}
+        return parse_options(kind, given, f"the endpoint of scheme {moves.name!r}")
+    except OptionError:
+        # Not from the cause, which has the value: it may be a secret.
+        names = ", ".join(f"{f.name}: {f.type}" for f in fields(kind))
+        raise AddressError(
+            f"the endpoint of an address of scheme {moves.name!r} must have {names}, got "
+            f"a {type(value).__name__} that differs; {_TYPE}"
+        ) from None
+
+
+def _check_token(token: object, text: str | bytes) -> None:
+    """Refuse a text in which the token is not where it belongs, so that no message prints it."""
+    if not (isinstance(token, str) and _TOKEN.fullmatch(token)):
+        kind = "nothing" if token is None else f"another {type(token).__name__}"
+        raise AddressError(f"the token of an address must be 32 hex digits, got {kind}; {_TYPE}")
+    found = text.count(token) if isinstance(text, str) else text.count(token.encode())
+    if found != 1:
+        raise AddressError(f"an address must have its token in one entry, got {found}; {_TYPE}")
 
 
 def _read_layout(header: object) -> Layout:
     if not isinstance(header, str):
-        raise TypeError(f"a layout is a text, not {header!r:.80}")
+        raise TypeError("a layout must be a text")
     data = header.encode()
     return Layout.from_header(len(data).to_bytes(8, "little") + data)
 
@@ -315,12 +353,10 @@ def _parse(text: str | bytes) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise AddressError(
-            f"not an address in JSON: {error}; type sender.address(worker_id).to_json()"
-        ) from error
+        raise AddressError(f"not an address in JSON: {error}; {_TYPE}") from error
     if not isinstance(content, dict) or content.pop(_MARK, None) != _FORMAT:
         raise AddressError(
-            f"not an address in JSON of format {_FORMAT}; type sender.address(worker_id).to_json() "
+            f"not an address in JSON of format {_FORMAT}; {_TYPE} "
             "with the same sync-core at both ends"
         )
     return content
@@ -341,6 +377,11 @@ def _is_text(value: Any) -> bool:
     return type(value) is str and bool(value)
 
 
+def _is_name(value: Any) -> bool:
+    # A message may print the name of a plugin, and no secret that stands in its place.
+    return _is_text(value) and not _SECRET.search(value)
+
+
 def _is_flag(value: Any) -> bool:
     return type(value) is bool
 
@@ -348,7 +389,7 @@ def _is_flag(value: Any) -> bool:
 # What each entry of an address in JSON may hold, but for layouts and the endpoint.
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     "scheme": _is_scheme,
-    "layers": lambda value: isinstance(value, list | tuple) and all(map(_is_text, value)),
+    "layers": lambda value: isinstance(value, list | tuple) and all(map(_is_name, value)),
     "options": lambda value: isinstance(value, dict) and _is_plain(value),
     "worker_id": lambda value: type(value) is int and value >= 0,
     "model_id": _is_text,

@@ -44,8 +44,16 @@ __all__ = [
 ]
 
 
+def printable(text: str) -> str:
+    """Return a text that can be printed: a lone surrogate, which JSON carries, is written out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class SyncError(Exception):
     """Base of every error raised by sync_core and its plugins."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class PluginError(SyncError):
@@ -92,7 +100,15 @@ class PluginNewError(PluginError, ValueError):
 
 
 class OptionError(SyncError, TypeError):
-    """An option that the scheme or worker group does not have."""
+    """An option that the scheme or worker group does not have, or of another type than it takes.
+
+    Attributes:
+        unknown: the name of an option that does not exist; None for other errors.
+        known: the names of the options that exist.
+    """
+
+    unknown: str | None = None
+    known: tuple[str, ...] = ()
 
 
 class ModelError(SyncError, ValueError):
@@ -144,6 +160,7 @@ class WorkerError(SyncError):
     """
 
     def __init__(self, worker_id: int, message: str) -> None:
+        message = printable(message)
         super().__init__(worker_id, message)
         self.worker_id = worker_id
         self.message = message

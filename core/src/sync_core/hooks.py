@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 
 import pluggy
 
-from sync_core.errors import OptionError, UnknownHookError
+from sync_core.errors import AddressError, OptionError, UnknownHookError
 from sync_core.transports.transport import Notice, unheard
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ def parse_options(options_type: type[Options], given: Mapping[str, Any], owner: 
     unknown = [name for name in given if name not in declared]
     if unknown:
         known = ", ".join(sorted(declared)) or "none"
-        raise OptionError(f"{owner} has no option {unknown[0]!r}; its options are: {known}")
+        error = OptionError(f"{owner} has no option {unknown[0]!r}; its options are: {known}")
+        error.unknown, error.known = unknown[0], tuple(sorted(declared))
+        raise error
     missing = [
         name
         for name, f in declared.items()
@@ -57,6 +59,19 @@ def parse_options(options_type: type[Options], given: Mapping[str, Any], owner: 
             advice = "; type True or False" if _is_of(True, types[name]) else ""
             raise OptionError(f"{owner} takes {name}: {declared[name].type}, not {value!r}{advice}")
     return options_type(**given)
+
+
+def check_endpoint(scheme: str, plugin: object, endpoint: object) -> None:
+    """Raise `AddressError` for an endpoint that is not of the scheme's ``endpoint_type``."""
+    kind: Any = getattr(plugin, "endpoint_type", None)
+    if kind is None or isinstance(endpoint, kind):
+        return
+    # Of the type alone, as the value may be a secret.
+    raise AddressError(
+        f"the endpoint of an address of scheme {scheme!r} must be of type "
+        f"{getattr(kind, '__name__', kind)}, got {type(endpoint).__name__}; type "
+        "sender.address(worker_id)"
+    )
 
 
 def read_option(text: str) -> Any:
@@ -226,14 +241,14 @@ class TransportContext:
     zero_copy: bool = False
     background: bool = False
     models: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     worker_ids: tuple[int, ...] = ()
     workers: tuple[Any, ...] = ()
     layout: Layout | None = None
     make_address: Callable[..., Address] | None = None
     notify: Callable[[int, Notice], None] = unheard
     worker_id: int = -1
-    endpoint: Any = None
+    endpoint: Any = field(default=None, repr=False)
 
     def parse_options(self, options_type: type[Options]) -> Options:
         """The options as an instance of a dataclass that declares them.

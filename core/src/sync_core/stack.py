@@ -21,6 +21,7 @@ from sync_core.hooks import (
     SendContext,
     SkipContext,
     TransportContext,
+    check_endpoint,
     check_hooks,
     hookimpl,
     implemented,
@@ -197,6 +198,7 @@ class Stack:
 
     def create_receiver_transport(self, context: TransportContext) -> ReceiverTransport:
         """A receiver's side of the backend's transport."""
+        check_endpoint(self._backend.name, self._backend.object, context.endpoint)
         transport = self._manager.hook.create_transport(context=context)
         made = check_receiver(self._backend, transport)
         return in_background(self._backend, context, made)

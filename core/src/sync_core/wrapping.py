@@ -128,6 +128,7 @@ class WrappingScheme(ABC):
             changed: the fields in which the inner scheme's context differs, such as ``endpoint``.
         """
         context = replace(context, **changed)
+        hooks.check_endpoint(self.plugin.name, self.plugin.object, context.endpoint)
         transport = check_receiver(self.plugin, _create(self.plugin, context))
         return in_background(self.plugin, context, transport)
 

@@ -41,6 +41,7 @@ class RpcScheme:
     """
 
     capabilities = DistScheme.capabilities
+    endpoint_type = DistScheme.endpoint_type
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:

@@ -10,6 +10,7 @@ from sync_core import OptionError, ReceiverTransport, SenderTransport, Transport
 from sync_core.transports import Finding, FindingsContext, HandedTransport
 from sync_plugin_ray import findings
 from sync_plugin_ray.cluster import Cluster
+from sync_plugin_ray.mailbox import MailboxEndpoint
 from sync_plugin_ray.pull import PullSender
 from sync_plugin_ray.push import PushSender
 from sync_plugin_ray.receiver import MailboxReceiver
@@ -53,6 +54,7 @@ class RayScheme:
             "zero_copy",
         }
     )
+    endpoint_type = MailboxEndpoint | HandedTransport
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:

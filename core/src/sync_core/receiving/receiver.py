@@ -100,7 +100,11 @@ class Receiver(CollectorReference):
         version: int = 0,
     ) -> None:
         if not isinstance(address, Address):
-            raise AddressError(f"{address!r} is not an address; type sender.address(worker_id)")
+            # Of the type alone: a text may be an address with its token.
+            raise AddressError(
+                f"address must be an Address, got a {type(address).__name__}; type "
+                "sender.address(worker_id), or Address.from_json(text)"
+            )
         if on_commit is not None:
             check_function(on_commit, "on_commit")
         if load is not None:

@@ -21,7 +21,14 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from sync_core.errors import OptionError, PayloadError, SenderLostError, SyncError, WorkerError
+from sync_core.errors import (
+    AddressError,
+    OptionError,
+    PayloadError,
+    SenderLostError,
+    SyncError,
+    WorkerError,
+)
 from sync_core.hooks import TransportContext
 from sync_core.transports.background import BackgroundReceiver
 from sync_core.transports.transport import (
@@ -69,6 +76,7 @@ class Chunked(WrappingScheme):
     """
 
     wrapper: ClassVar[str] = "chunked"
+    endpoint_type: ClassVar[type] = list
     keeps: ClassVar[frozenset[str]] = frozenset(
         {"background", "cross_host", "cross_process", "late_join", "pull"}
     )
@@ -392,6 +400,11 @@ class ChunkedReceiver(ReceiverTransport):
         self._last = (0, 0, 0)
         self._since = 0.0
         self._lanes: list[ReceiverTransport] = []
+        if len(context.endpoint) != _LANES:
+            raise AddressError(
+                f"the endpoint of an address of scheme {scheme.name!r} must have {_LANES} parts, "
+                f"got {len(context.endpoint)}; type sender.address(worker_id)"
+            )
         with ExitStack() as opened:
             for lane, endpoint in enumerate(context.endpoint):
                 lane_context = replace(_lane_context(context, scheme, lane), endpoint=endpoint)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from sync_core import registry
 from sync_core.address import Address
+from sync_core.errors import OptionError, PluginError
 from sync_core.models.extract import Strategy, gathered
 from sync_core.worker_group import WorkerGroup
+from sync_core.wrapping import SEPARATOR
 
 if TYPE_CHECKING:
     from sync_core.sending.elastic import ElasticWorkers
@@ -20,6 +24,9 @@ if TYPE_CHECKING:
     from sync_core.sending.sender import Sender
     from sync_core.sending.status import StatusEndpoint
     from sync_core.shards.local import Ranks, Regions
+
+# The similarity, from 0 to 1, from which a name is taken for another: that of `difflib`.
+_ALIKE = 0.6
 
 Collect = Callable[[Any], dict[str, Tensor]]
 
@@ -51,6 +58,50 @@ def composed(
         check_alone(others)
         return sharded(scheme, ranks, regions, layers, verified=verified)
     return scheme, layers, partial(gathered, strategy=strategy) if others["gather"] else None
+
+
+def with_near_miss(error: OptionError, arguments: Iterable[str], scheme: str) -> OptionError:
+    """Return the error for an unknown option, with what the user may have meant.
+
+    Args:
+        error: the scheme's.
+        arguments: those of the sender.
+        scheme: its name.
+    """
+    name = error.unknown or ""
+    kinds = (
+        (arguments, "{}=…"),
+        (error.known, "{}=…"),
+        (_installed(registry.LAYERS), "layers=[{!r}]"),
+        (_installed(registry.SCHEMES), f'scheme="{{}}{SEPARATOR}{scheme}"'),
+    )
+    alike = [
+        (SequenceMatcher(None, name.lower(), each).ratio(), -rank, each)
+        for rank, (names, _) in enumerate(kinds)
+        for each in names
+    ]
+    for ratio, rank, each in sorted(alike, reverse=True):
+        if ratio < _ALIKE:
+            break
+        meant = kinds[-rank][1].format(each)
+        if rank == -1:
+            return OptionError(f"{error}; did you mean {meant}?")
+        if rank > -3 or _wraps(each):
+            return OptionError(f"Sender has no argument {name!r}; did you mean {meant}? ({error})")
+    return error
+
+
+def _installed(group: str) -> set[str]:
+    return {entry.name for entry in registry.installed(group)}
+
+
+def _wraps(scheme: str) -> bool:
+    """Return whether a scheme wraps others, and so can be put in front of a chain."""
+    try:
+        registry.wrapper(scheme)
+    except PluginError:
+        return False
+    return True
 
 
 def trainable_only(only: object, strategy: Strategy, *, gather: bool) -> TrainableOnly | None:

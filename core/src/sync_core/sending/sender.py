@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
@@ -635,7 +636,13 @@ class Sender(Updater):
         workers = tuple(map(self._find_worker, self._handles.values()))
         if self._called and not workers:
             raise OptionError("all workers were removed; type sender.add_worker(worker=…) first")
-        self._pipeline.open(update, model, self._source.found, workers, self._members)
+        try:
+            self._pipeline.open(update, model, self._source.found, workers, self._members)
+        except OptionError as error:
+            if error.unknown not in self._terms.options:
+                raise
+            arguments = inspect.signature(Sender).parameters.keys() - {"options"}
+            raise features.with_near_miss(error, arguments, self._pipeline.scheme) from None
         return self._pipeline.opened
 
     def _find_worker(self, handle: Any) -> Any:

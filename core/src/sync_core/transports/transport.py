@@ -157,9 +157,7 @@ class Answer:
         if self.error is None:
             return None
         outcome = _OUTCOMES.get(self.failure, _USUAL_OUTCOME).format(self.version)
-        # A lone surrogate, which JSON carries, would end whatever prints the error.
-        text = self.error.encode(errors="backslashreplace").decode()
-        return _FAILURES[self.failure](worker_id, f"{outcome}\n{text}")
+        return _FAILURES[self.failure](worker_id, f"{outcome}\n{self.error}")
 
 
 # No version, and no number of seconds, is as large.
@@ -377,6 +375,7 @@ class SenderTransport(ABC):
 
         Addresses have a JSON form too if it consists of strings, numbers, lists and dicts, or is
         an instance of a dataclass of such values that the scheme declares as ``endpoint_type``.
+        An ``endpoint_type`` may be any type; receivers refuse an endpoint of another one.
         """
 
     @abstractmethod

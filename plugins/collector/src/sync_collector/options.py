@@ -15,7 +15,7 @@ from torch import nn
 from sync_collector.devices import Devices
 from sync_collector.policies import exploration
 from sync_collector.rollout import RolloutOptions
-from sync_core import OptionError, WorkerGroup
+from sync_core import OptionError, Sender, WorkerGroup
 from sync_core.checks import check_count, check_mapping
 
 
@@ -310,7 +310,14 @@ def check_arguments(given: Mapping[str, Any], owner: type) -> None:
         meant = _ELSEWHERE.get(name)
         if meant is None:
             near = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {near[0]!r}?" if near else _OTHER_OPTIONS
+            others = inspect.signature(Sender).parameters.keys() - {"model", "options"}
+            of_sender = difflib.get_close_matches(name, others, n=1)
+            if near:
+                meant = f"did you mean {near[0]!r}?"
+            elif of_sender:
+                meant = f"did you mean scheme_options={{{of_sender[0]!r}: …}}?"
+            else:
+                meant = _OTHER_OPTIONS
         raise TypeError(f"{owner.__name__} has no argument {name!r}; {meant}")
 
 

@@ -33,6 +33,7 @@ class NoneScheme:
     """Versions are counted, and no weights are moved."""
 
     capabilities = frozenset({"broadcast", "late_join", "same_object"})
+    endpoint_type = str
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:

@@ -12,7 +12,6 @@ from sync_core import (
     TransportContext,
     hookimpl,
 )
-from sync_core.errors import AddressError
 from sync_plugin_std.local import (
     Channel,
     LocalListener,
@@ -45,6 +44,7 @@ class ShmScheme:
     """Weights are packed once, into shared memory from which every worker reads."""
 
     capabilities = frozenset({"broadcast", "late_join", "zero_copy", "cross_process"})
+    endpoint_type = str
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
@@ -83,14 +83,10 @@ class ShmSender(SharedMemorySender[LocalPeer]):
 
 
 def _channel(context: TransportContext) -> Channel:
-    if not isinstance(context.endpoint, str):
-        raise AddressError(
-            "the endpoint of an address of scheme 'shm' must be the name of a socket, got "
-            f"{context.endpoint!r:.80}; type sender.address(worker_id)"
-        )
     try:
         return Channel(connect_locally(context.endpoint, context.timeout))
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        # ValueError: the name has a lone surrogate.
         raise SenderLostError(
             "the sender is not there: it has closed or died, or runs on another host or in "
             "another network namespace, which scheme 'shm' does not reach"

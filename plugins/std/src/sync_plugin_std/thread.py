@@ -45,6 +45,7 @@ class ThreadScheme:
     """Weights go through private memory of this process."""
 
     capabilities = frozenset({"broadcast", "late_join", "zero_copy"})
+    endpoint_type = str
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:

@@ -33,6 +33,7 @@ class Loopback:
     """Weights go through private memory of one process and one thread, so no call waits."""
 
     capabilities = frozenset({"broadcast", "late_join"})
+    endpoint_type = str
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
