@@ -172,6 +172,19 @@ def test_a_version_of_several_models_is_skipped_whole() -> None:
         assert made.update_policy_weights_(model_id="policy").updated == (0, 1)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_sync_schemes": {"policy": "thread"}, "models": {}}], ids=["two", "one"]
+)
+def test_a_policy_that_has_changed_names_the_way_out(options: dict[str, Any]) -> None:
+    policy = Scale()
+    with collector(policy, workers="thread", **options) as made:
+        made.update_policy_weights_()
+        policy.weight = nn.Parameter(torch.ones(2))
+        message = r"nothing was sent(?s:.*)collector.shutdown\(\), and make a new Collector"
+        with pytest.raises(LayoutMismatchError, match=message):
+            made.update_policy_weights_()
+
+
 def test_models_by_paths() -> None:
     policy = Scale()
     schemes = {"policy": "thread", "env.transform[1]": "thread"}

@@ -275,6 +275,15 @@ def test_a_policy_that_does_not_fit_is_an_error_at_both_ends(
         trainer.send()
 
 
+def test_a_policy_that_has_changed_names_the_way_out(trainer: Scheme, connect: Connect) -> None:
+    policy = linear(1.0)
+    begin(trainer, policy)
+    connect(trainer, linear(0.0))
+    policy.weight = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(LayoutMismatchError, match=r"make a new collector with a new Scheme"):
+        trainer.send()
+
+
 class Breaks:
     """A layer that raises in the worker for one value of the weights."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -21,6 +21,7 @@ from sync_collector.worker_pool import WorkerPool
 from sync_core import (
     ClosedError,
     Delivery,
+    LayoutMismatchError,
     ModelError,
     PendingSend,
     PendingSendError,
@@ -43,6 +44,20 @@ _Call: TypeAlias = Callable[..., Future[bool]]
 # How long a worker that was asked for a version waits for it before it is asked again, in seconds:
 # no longer, since Ctrl-C may have taken the version back.
 _PATIENCE = 0.1
+
+
+@contextmanager
+def layout_explained() -> Iterator[None]:
+    """Add to the error of a sender whose model has changed what to type with a collector."""
+    try:
+        yield
+    except LayoutMismatchError as error:
+        raise LayoutMismatchError(
+            f"{error}; a collector makes these itself: type collector.shutdown(), and make a new "
+            "Collector(create_env_fn, policy, …) with the changed model"
+        ) from error
+
+
 # How much later than its worker a sender may learn that its weights have been committed.
 _AFTERWARDS = 1.0
 
@@ -243,7 +258,8 @@ class ModelWeights:
         if not self._ensure_senders(weights):
             self._notify(ids)
             return None
-        pending = self._send(weights, ids, started, self._pool.request)
+        with layout_explained():
+            pending = self._send(weights, ids, started, self._pool.request)
         self._notify(pending.worker_ids)
         return pending
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from sync_collector.model_weights import layout_explained
 from sync_collector.schemes import ModelScheme
 from sync_core import ModelError, PendingSend, Sender, SendReport
 
@@ -78,7 +79,8 @@ class ModelsElsewhere:
                 f"or type update_policy_weights_(weights, model_id={name!r})"
             )
         sender = self.senders[name]
-        return (sender.send if blocking else sender.send_async)(weights, worker_ids)
+        with layout_explained():
+            return (sender.send if blocking else sender.send_async)(weights, worker_ids)
 
     def close(self) -> None:
         """Close the senders; the workers keep their weights."""

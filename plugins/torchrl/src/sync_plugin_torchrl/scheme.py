@@ -14,6 +14,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightSyncScheme
 
 from sync_core import (
     Address,
+    LayoutMismatchError,
     OptionError,
     PendingSend,
     Sender,
@@ -176,12 +177,19 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
             SendError: some workers failed; the others have the weights. An ExceptionGroup of
                 these where workers have weights of their own, and several failed.
             UnknownWorkerError: no such worker; nothing was sent.
+            LayoutMismatchError: the model has other names or shapes than before.
         """
         if not (self.initialized_on_sender and self.synchronized_on_sender):
             raise RuntimeError("call init_on_sender() and connect() before send()")
         messages = list(self._messages(weights, worker_ids))
         self._settle()
-        self._pending = [sender.send_async(given, ids) for sender, given, ids in messages]
+        try:
+            self._pending = [sender.send_async(given, ids) for sender, given, ids in messages]
+        except LayoutMismatchError as error:
+            raise LayoutMismatchError(
+                f"{error}; a collector makes these itself: type collector.shutdown(), and make a "
+                "new collector with a new Scheme(…) and the changed model"
+            ) from error
         if self.sync:
             self._settle()
 
