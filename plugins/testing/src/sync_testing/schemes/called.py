@@ -126,7 +126,8 @@ class CalledSchemeConformance(DeliveryCases, FaultCases, IncrementCases):
         """Let the sender call the workers of the pool."""
         assert make is None
         handles = [pool.call(i, cls.introduce) for i in range(num_workers)]
-        sender = Sender(cls.scheme, model, workers=handles, **{**cls.options, **options})
+        scheme = options.pop("scheme", cls.scheme)
+        sender = Sender(scheme, model, workers=handles, **{**cls.options, **options})
         workers = CalledWorkers(sender, pool, cls.introduce, handles)
         ends.callback(workers.end)
         ends.enter_context(sender)
