@@ -82,10 +82,10 @@ def test_a_changed_trainer_is_told_to_make_a_new_sender(change: Change, how: str
         deliver(sender, receiver)
 
 
-@pytest.mark.parametrize("options", [{"increments": True}, {"ranks": Ranks(0, 1)}])
+@pytest.mark.parametrize("options", [{"scheme": "increments::shm"}, {"ranks": Ranks(0, 1)}])
 def test_senders_that_pack_otherwise_say_the_same(options: dict[str, Any]) -> None:
     model = net()
-    with Sender("shm", model, num_workers=0, **options) as sender:
+    with Sender(model=model, num_workers=0, **{"scheme": "shm", **options}) as sender:
         resize(model)
         with pytest.raises((LayoutMismatchError, ModelError), match=WAY_OUT):
             sender.send()
@@ -141,7 +141,7 @@ def empty() -> Tensor:
         {"verify": "checksum"},
         {"verify": "readback"},
         {"partial": True},
-        {"increments": True},
+        {"scheme": "increments::shm"},
         {"layers": ["bf16"]},
         {"layers": ["zstd"]},
     ],
@@ -151,7 +151,7 @@ def empty() -> Tensor:
 def test_extra_state_may_grow_and_shrink(options: dict[str, Any], several: bool) -> None:
     trainer, worker = Scaled(empty()), Scaled(empty())
     both = ({"a": trainer}, {"a": worker}) if several else (trainer, worker)
-    with Sender("shm", both[0], num_workers=1, **options) as sender:
+    with Sender(model=both[0], num_workers=1, **{"scheme": "shm", **options}) as sender:
         receiver = Receiver(sender.address(0), both[1])
         for n in (0, 546, 546, 70_000, 3, 0, 9):
             trainer.state = torch.full((n,), n % 251, dtype=torch.uint8)

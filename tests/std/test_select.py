@@ -165,6 +165,71 @@ def test_what_was_not_changed_is_not_hashed_again(monkeypatch: pytest.MonkeyPatc
     assert counts == [4, 6, 6, 6]
 
 
+def write_by_data(model: nn.Sequential) -> None:
+    model[0].weight.data.fill_(5.0)
+
+
+def write_by_numpy(model: nn.Sequential) -> None:
+    model[0].weight.detach().numpy()[:] = 5.0
+
+
+def replace_with_an_equal_counter(model: nn.Sequential) -> None:
+    old = model[0].weight
+    new = nn.Parameter(torch.empty_like(old), requires_grad=False)
+    new.data.fill_(5.0)
+    while new._version < old._version:
+        torch.autograd.graph.increment_version(new)
+    model[0].weight = new
+
+
+UNCOUNTED = [write_by_data, write_by_numpy, replace_with_an_equal_counter]
+
+
+@pytest.mark.parametrize("change", UNCOUNTED)
+@pytest.mark.parametrize("layer", ["select", Select("1.*")])
+@pytest.mark.parametrize("others", [[], ["bf16"]], ids=["alone", "bf16"])
+def test_a_change_that_torch_does_not_count_is_sent(
+    change: Any, layer: Any, others: list[str]
+) -> None:
+    source, target = net(1.0), net(0.0)
+    with Sender(Loopback(), source, num_workers=1, layers=[layer, *others]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        for _ in range(2):
+            push(sender, receiver)
+        change(source)
+        push(sender, receiver)
+    assert equal(source, target)
+
+
+@pytest.mark.parametrize("change", UNCOUNTED)
+def test_a_change_that_torch_does_not_count_is_refused_where_it_never_travels(change: Any) -> None:
+    source, target = net(1.0), net(1.0)
+    layer = Select("1.*", send_rest=False)
+    with Sender(Loopback(), source, num_workers=1, layers=[layer]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        push(sender, receiver)
+        change(source)
+        with pytest.raises(ModelError, match=r"'0.weight'.* was changed after the sender was made"):
+            push(sender, receiver)
+
+
+@pytest.mark.parametrize("change", UNCOUNTED)
+def test_a_worker_that_was_changed_uncounted_is_noticed(change: Any) -> None:
+    source, target = net(1.0), net(0.0)
+    with Sender(Loopback(), source, num_workers=1, layers=[Select("1.*")]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        for _ in range(2):
+            push(sender, receiver)
+        change(target)
+        pending = sender.send_async()
+        with pytest.raises(ReadbackError, match="does not hold as the sender does"):
+            receiver.receive(5)
+        with pytest.raises(SendError):
+            pending.wait()
+        push(sender, receiver)
+    assert equal(source, target)
+
+
 def test_two_senders_share_no_past() -> None:
     layer = Select("1.*")
     for _ in range(2):

@@ -25,6 +25,7 @@ from sync_core.models.extra_state import is_extra_state
 from sync_core.models.extract import Strategy
 from sync_core.models.finder import finder
 from sync_core.models.multi_model import modules_in
+from sync_core.models.sampling import samples
 from sync_core.verify import bytes_of
 from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.payload import Update
@@ -40,7 +41,7 @@ class LeftOut:
     """Adds the digest of what an update leaves out, and checks it against the worker's model.
 
     A tensor is hashed by the sender with each whole version, and by the worker when the tensor
-    was changed in place, or was replaced, since its last check.
+    was changed or was replaced since its last check, as torch counts or a sample shows.
 
     Args:
         strategy: how the worker's model is read.
@@ -120,7 +121,8 @@ class LeftOut:
             if name not in update.layout.index and not is_extra_state(name)
         }
         there = [held[name] for name in dtypes if name in held]
-        state: list[object] = [(place_of(t), _changes(t)) for t in there]
+        places = [(place_of(t), _changes(t)) for t in there]
+        state: list[object] = list(zip(places, samples(there), strict=True))
         if self._checked == (update.left_out, settings, state):
             return
         part, narrow = _part_of(held, dtypes)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from sync_core.models.extract import named_tensors
     from sync_core.models.match import check_match
     from sync_core.models.paths import resolve
+    from sync_core.models.sampling import samples
     from sync_core.models.wrappers import plain_name
     from sync_core.receiving.multi_model import receive_together
     from sync_core.shards.plan import Region
@@ -20,6 +21,7 @@ _MODULES = {
     "sync_core.models.extract": ("named_tensors",),
     "sync_core.models.match": ("check_match",),
     "sync_core.models.paths": ("resolve",),
+    "sync_core.models.sampling": ("samples",),
     "sync_core.models.wrappers": ("plain_name",),
     "sync_core.receiving.multi_model": ("receive_together",),
     "sync_core.shards.plan": ("Region",),
@@ -36,6 +38,7 @@ __all__ = [
     "plain_name",
     "receive_together",
     "resolve",
+    "samples",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -17,13 +17,10 @@ from torch import Tensor, nn
 
 from sync_core.errors import ModelError, OptionError
 from sync_core.models.extract import Strategy, named_tensors
+from sync_core.models.sampling import samples, words
 from sync_core.sending.pipeline import Source
 from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.payload import Update
-
-# The elements of a tensor that are looked at in every send; `check` looks at all.
-_SAMPLED = 64
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PartialUpdates:
@@ -131,12 +128,8 @@ class TensorVersions:
 class _Reference:
     """A tensor as it was sent: some of its bits, and the sum of all."""
 
-    sampled: Tensor
+    sampled: bytes
     total: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Reference:
-        return cls(_sample(tensor), _total(tensor))
 
 
 class TrainableOnly:
@@ -183,15 +176,17 @@ class TrainableOnly:
         """
         layout, tensors = update.layout, update.tensors
         frozen = self._frozen(update, model)
+        sampled = dict(zip(frozen, samples(list(frozen.values())), strict=True))
         for name, reference in self._sent.items():
-            if name in frozen and not _equal(_sample(frozen[name]), reference.sampled):
+            if name in frozen and sampled[name] != reference.sampled:
                 raise _changed(name)
         names = [spec.name for spec in layout.specs]
         kept = tuple(
             i for i, name in enumerate(names) if name not in frozen or name not in self._sent
         )
         self._sent = {
-            name: self._sent.get(name) or _Reference.of(tensor) for name, tensor in frozen.items()
+            name: self._sent.get(name) or _Reference(sampled[name], _total(tensor))
+            for name, tensor in frozen.items()
         }
         return Update(layout.subset(kept), [tensors[i] for i in kept])
 
@@ -220,26 +215,10 @@ class TrainableOnly:
         }
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as integers."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return flat.view(_INTEGERS[min(8, flat.element_size())]) if flat.numel() else flat
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Some of the bits of a tensor, always the same ones."""
-    words = _words(tensor)
-    return words[:: max(1, words.numel() // _SAMPLED)].clone()
-
-
 def _total(tensor: Tensor) -> int:
     """The sum of the bits of a tensor, as integers."""
-    words = _words(tensor)
-    return int(words.sum(dtype=torch.int64)) if words.numel() else 0
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.device == other.device and torch.equal(one, other)
+    found = words(tensor)
+    return int(found.sum(dtype=torch.int64)) if found.numel() else 0
 
 
 def _changed(name: str) -> ModelError:
