@@ -166,15 +166,17 @@ def test_what_was_not_changed_is_not_hashed_again(monkeypatch: pytest.MonkeyPatc
 
 
 def write_by_data(model: nn.Sequential) -> None:
-    model[0].weight.data.fill_(5.0)
+    weight: Any = model[0].weight
+    weight.data.fill_(5.0)
 
 
 def write_by_numpy(model: nn.Sequential) -> None:
-    model[0].weight.detach().numpy()[:] = 5.0
+    weight: Any = model[0].weight
+    weight.detach().numpy()[:] = 5.0
 
 
 def replace_with_an_equal_counter(model: nn.Sequential) -> None:
-    old = model[0].weight
+    old: Any = model[0].weight
     new = nn.Parameter(torch.empty_like(old), requires_grad=False)
     new.data.fill_(5.0)
     while new._version < old._version:
