@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from sync_core.errors import ModelError
 from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state, rebuild
@@ -18,6 +19,19 @@ from sync_core.weights.layout import QUANTIZED, place_of
 
 #: Modules, each with the prefix that the names of its tensors have.
 Modules = Sequence[tuple[str, nn.Module]]
+
+
+def drop_derived_weights() -> None:
+    """Drop what torch keeps of weights for a region of code, since they were written to.
+
+    Those are the casts of `torch.autocast`, and the values of `parametrize.cached()`; of all
+    threads, each of which derives them again.
+    """
+    torch.clear_autocast_cache()
+    # It has no public name. Without it, values stay until the outermost region ends.
+    cached = getattr(parametrize, "_cache", None)
+    if isinstance(cached, dict):
+        cached.clear()
 
 
 def own_memory(named: Mapping[str, Tensor], lent: Sequence[Tensor]) -> None:

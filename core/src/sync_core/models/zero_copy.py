@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from sync_core.errors import ModelError
 from sync_core.models.aliasing import Places
@@ -137,3 +138,5 @@ class ParameterViews:
         with torch.inference_mode(mode=False):
             for target, source in zip(targets, sources, strict=False):
                 target.data = source
+        # Whatever is kept until a tensor was written to is found to be old.
+        increment_version(targets)

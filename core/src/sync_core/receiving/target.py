@@ -14,6 +14,7 @@ from sync_core.errors import LayoutMismatchError, ModelError, SyncError
 from sync_core.hooks import BindContext, implemented
 from sync_core.layers import bind, with_layout
 from sync_core.models.binding import Binding
+from sync_core.models.commit import drop_derived_weights
 from sync_core.models.extract import named_tensors
 from sync_core.models.match import check_match
 from sync_core.models.multi_model import look_up, refers, same
@@ -135,6 +136,7 @@ class Target:
             raise
         finally:
             self.loaded = self.stack.applied
+            drop_derived_weights()
 
     def _was_changed(self, model: Any) -> bool:
         """Return whether a model no longer has the layout with which it was registered."""
@@ -156,7 +158,10 @@ class Target:
         # What zero-copy parameters view is shared and read-only, so they get their own memory.
         if self._address.zero_copy:
             update = update.copied()
-        stack.apply_weights(update, self._resolve(), self._address.apply_context(version=0))
+        try:
+            stack.apply_weights(update, self._resolve(), self._address.apply_context(version=0))
+        finally:
+            drop_derived_weights()
         self.loaded = False
 
     def take_damage(self) -> bool:
