@@ -20,9 +20,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server, which takes as long to start as the engine in this process."""
+    """A server for the tests of a file."""
     server = Server(checkpoint, tmp_path_factory.mktemp("server") / "log")
     try:
         server.wait_until_ready()
