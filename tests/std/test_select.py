@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import ModelError, ReadbackError, Receiver, Sender, SendError, SendReport, left_out
+from sync_core import (
+    LayoutMismatchError,
+    ModelError,
+    ReadbackError,
+    Receiver,
+    Sender,
+    SendError,
+    SendReport,
+    left_out,
+)
 from sync_plugin_std import Rename, Select
 from sync_testing.loopback import Loopback
 
@@ -143,6 +152,29 @@ def test_a_worker_without_them_refuses_every_version() -> None:
         fill(source[0], 3.0)
         with pytest.raises(ModelError, match="send_rest=False does not send it"):
             sender.send_async()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": [Select("1.*")]},
+        {"layers": [Select("1.*", send_rest=False)]},
+        {"layers": [Select(trainable=True)]},
+        {"only": "trainable"},
+        {"partial": True},
+    ],
+    ids=["select", "held", "trainable", "only", "partial"],
+)
+@pytest.mark.parametrize("scheme", ["thread", "shm", "file"])
+def test_a_worker_with_more_than_the_trainer_is_refused(
+    scheme: str, options: dict[str, Any]
+) -> None:
+    target = net(1.0).append(nn.Linear(1, 1))
+    with (
+        Sender(scheme, net(1.0), num_workers=1, **options) as sender,
+        pytest.raises(LayoutMismatchError, match=r"'2.weight' is in the model, not in the weights"),
+    ):
+        Receiver(sender.address(0), target)
 
 
 def test_what_was_not_changed_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,10 @@ def _problems(
     for name in model.names:
         if name not in weights.index:
             if not partial:
-                yield f"{name!r} is {there}, not {where} (partial=True allows that)"
+                yield (
+                    f"{name!r} is {there}, not {where} (partial=True allows that of weights given "
+                    "by hand)"
+                )
             continue
         theirs, mine = weights.specs[weights.index[name]], model.specs[model.index[name]]
         # A module replaces its extra state, whatever its shape; see `Binding`.

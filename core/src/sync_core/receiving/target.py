@@ -96,7 +96,8 @@ class Target:
         elif not self._reshapes and self._load is None:
             address = self._address
             registered = Binding(model, address.strategy).layout
-            check_match(address.layout, registered, partial=address.partial, cast=address.cast)
+            # No version, partial or whole, brings tensors that the sender's model lacks.
+            check_match(address.layout, registered, cast=address.cast)
         self._model, self._refers, self._registered = model, by_reference, registered
 
     def model_was_replaced(self) -> bool:
