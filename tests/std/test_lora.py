@@ -286,8 +286,9 @@ def push_refused(sender: Sender, receiver: Receiver, message: str) -> None:
         ({}, lambda worker: worker.base_model.disable_adapter_layers()),
         ({}, lambda worker: worker.merge_adapter()),
         ({"trainable_token_indices": [1, 3]}, None),
+        ({"task_type": "CAUSAL_LM", "alora_invocation_tokens": [5]}, None),
     ],
-    ids=["alpha", "rslora", "disabled", "merged", "tokens"],
+    ids=["alpha", "rslora", "disabled", "merged", "tokens", "alora"],
 )
 def test_a_worker_whose_adapters_act_otherwise_refuses_them(
     options: dict[str, Any], then: Callable[[Any], object] | None

@@ -34,7 +34,7 @@ _NAMES_SHOWN = 4
 _PART = 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The attributes of PEFT's modules that decide, beside their tensors and properties, what they do.
-_SETTINGS = ("merged_adapters", "scaling", "token_indices")
+_SETTINGS = ("merged_adapters", "scaling", "token_indices", "fan_in_fan_out")
 
 
 class LeftOut:
@@ -179,21 +179,26 @@ def _describe(update: Update, names: list[str], version: int) -> str:
 def _describe_settings(version: int) -> str:
     return (
         f"version {version} is for adapters that act otherwise than this worker's: their scaling "
-        "(lora_alpha, r, use_rslora), the active ones, or the merged or disabled ones differ; give "
-        "both ends the same LoraConfig, and call set_adapter() and the like at both ends"
+        "(lora_alpha, r, use_rslora), an aLoRA's tokens, or the active, merged or disabled ones "
+        "differ; give both ends the same LoraConfig, and call set_adapter() and the like at both"
     )
 
 
 def _settings(model: Any) -> bytes:
     """The digest of the settings of PEFT's modules; zeros for a model without any."""
     modules: Iterator[Any] = (m for _, owner in modules_in(model) for m in owner.modules())
-    found = []
+    found: list[object] = []
     for module in modules:
         # Those of PEFT's types are properties; models of transformers have methods of these names.
         if isinstance(getattr(type(module), "disable_adapters", None), property):
             values = [vars(module).get(name) for name in _SETTINGS]
             settings = [sorted(v.items()) if isinstance(v, dict) else v for v in values]
             found.append([module.active_adapters, module.disable_adapters, *settings])
+        configs = vars(module).get("peft_config")
+        if isinstance(configs, dict):
+            # An aLoRA acts after these.
+            tokens = {n: getattr(c, "alora_invocation_tokens", None) for n, c in configs.items()}
+            found.extend((name, given) for name, given in tokens.items() if given)
     return hashlib.sha256(repr(found).encode()).digest()[:_PART] if found else bytes(_PART)
 
 
