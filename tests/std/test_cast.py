@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from sync_core import ModelError, ReadbackError, Receiver, Sender
@@ -125,6 +126,21 @@ def sent_dtypes(source: Any, layers: list[Any]) -> dict[str, str]:
         sender.send()
         specs = sender.address().layout.specs
     return {spec.name: str(spec.dtype).removeprefix("torch.") for spec in specs}
+
+
+def test_buffers_of_a_tensordict_are_not_cast() -> None:
+    def module() -> nn.Module:
+        found = nn.Sequential(nn.Linear(3, 3), nn.Module())
+        found[1].register_buffer("table", torch.randn(3, 3))
+        return found
+
+    trainer, target = module(), module()
+    source = TensorDict.from_module(trainer)
+    with Sender(Loopback(), source, num_workers=1, layers=["bf16"]) as sender:
+        push(sender, Receiver(sender.address(0), target))
+    sent, got = trainer.state_dict(), target.state_dict()
+    assert torch.equal(got["1.table"], sent["1.table"])
+    assert torch.equal(got["0.weight"], sent["0.weight"].bfloat16().float())
 
 
 def test_patterns_name_what_is_cast_instead() -> None:

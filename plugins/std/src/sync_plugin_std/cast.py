@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -107,11 +107,21 @@ class Float16(_Cast):
 
 def _buffers(model: Any) -> list[tuple[torch.device, int, int]]:
     """Return where the buffers of a model are in memory, those of two or more dimensions."""
+    leaves = list(_leaves(model))
+    buffers = [b for each in leaves if isinstance(each, nn.Module) for b in each.buffers()]
+    # A state_dict does not tell its buffers; a TensorDict of a module's own tensors does.
+    if any(isinstance(each, nn.Parameter) for each in leaves):
+        plain = (each for each in leaves if isinstance(each, Tensor))
+        buffers += [each for each in plain if not isinstance(each, nn.Parameter)]
+    return [(b.device, b.data_ptr(), b.nbytes) for b in buffers if b.dim() > 1]
+
+
+def _leaves(model: Any) -> Iterator[Any]:
     if isinstance(model, Mapping):
-        return [place for each in model.values() for place in _buffers(each)]
-    if not isinstance(model, nn.Module):
-        return []
-    return [(b.device, b.data_ptr(), b.nbytes) for b in model.buffers() if b.dim() > 1]
+        for each in model.values():
+            yield from _leaves(each)
+    else:
+        yield model
 
 
 def _is_within(tensor: Tensor, places: list[tuple[torch.device, int, int]]) -> bool:
