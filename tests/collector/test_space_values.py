@@ -17,6 +17,7 @@ from tests.collector.gym_envs import collect
 
 from sync_collector.envs import ArrayEnv, ArraySpec, GymEnv
 from sync_collector.envs.adapt import as_env, stack_envs
+from sync_collector.envs.spaces import codec
 from sync_collector.envs.vector import VectorGymEnv
 
 pytestmark = pytest.mark.timeout(60)
@@ -299,3 +300,35 @@ def test_an_info_entry_keeps_its_value() -> None:
     env = GymEnv(lambda: Infos(spaces.Discrete(4), 0), info_keys={"x": "int64"})
     with pytest.raises(TypeError, match=r"info has 0.5 for 'x', not a int64"):
         collect(env, None, 1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, np.array([1, 2])])
+@pytest.mark.parametrize("categorical", [False, True])
+def test_what_is_no_index_is_refused_by_the_name_of_its_space(
+    value: Any, *, categorical: bool
+) -> None:
+    made = codec(spaces.Discrete(4), categorical=categorical)
+    with pytest.raises(TypeError, match=r"is not in the space Discrete\(4\)"):
+        made.encode(value)
+
+
+@settings(deadline=None)
+@given(
+    n=st.integers(1, 300),
+    start=st.integers(-300, 300),
+    value=st.integers(-300, 300),
+    dtype=st.sampled_from([np.int8, np.uint8, np.int16, np.uint16, np.int64]),
+)
+def test_indices_are_counted_from_the_start_in_any_dtype(
+    n: int, start: int, value: int, dtype: Any
+) -> None:
+    observed = np.array([value]).astype(dtype)
+    value = int(observed[0])
+    for space in (spaces.Discrete(n, start=start), spaces.MultiDiscrete([n], start=[start])):
+        made = codec(space, categorical=True)
+        values = observed if isinstance(space, spaces.Discrete) else observed[None]
+        if start <= value < start + n:
+            assert made.encode_batch(values).ravel().tolist() == [value - start]
+        else:
+            with pytest.raises(TypeError, match="is not in the space"):
+                made.encode_batch(values)

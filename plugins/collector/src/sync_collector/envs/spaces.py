@@ -90,8 +90,7 @@ class Index(Codec):
         return _index(value, self._space, self._n, self._start)
 
     def encode_batch(self, values: Any) -> Any:
-        indices = np.asarray(as_numpy(values)) - self._start
-        return _checked_indices(indices, self._n, values, self._space, "observation")
+        return _observed_indices(values, self._n, self._start, self._space)
 
     def decode(self, array: Array) -> Any:
         if array.size != 1 or array.dtype.kind not in "iu":
@@ -118,8 +117,7 @@ class Indices(Codec):
         return self.encode_batch(value)
 
     def encode_batch(self, values: Any) -> Any:
-        indices = np.asarray(as_numpy(values)) - self._start
-        return _checked_indices(indices, self._sizes, values, self._space, "observation")
+        return _observed_indices(values, self._sizes, self._start, self._space)
 
     def decode(self, array: Array) -> Any:
         _check_shape(array, self.spec)
@@ -289,10 +287,21 @@ _FIT_INDEX = "let the policy give an index from 0 to"
 
 def _index(value: Any, space: Any, n: int, start: int) -> int:
     """Return a discrete observation as an index from 0."""
-    index = int(value) - start
+    try:
+        index = int(value) - start
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _outside("observation", f"{value}", space, _FIT_OBSERVATION) from error
     if not 0 <= index < n or index + start != value:
         raise _outside("observation", f"{value}", space, _FIT_OBSERVATION)
     return index
+
+
+def _observed_indices(values: Any, sizes: Any, start: Any, space: Any) -> Array:
+    """Return discrete observations as indices from 0."""
+    given = np.asarray(as_numpy(values))
+    # In the dtype of the observations, the difference may be another number.
+    wide = given.astype(np.int64) if given.dtype.kind in "iu" else given
+    return _checked_indices(wide - start, sizes, values, space, "observation")
 
 
 def _checked_indices(indices: Array, sizes: Any, given: Any, space: Any, what: str) -> Array:
