@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -66,6 +67,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if seed is not None:
         items.sort(key=lambda item: [_digest(seed, part) for part in item.nodeid.split("::")])
     items.sort(key=lambda item: _over_ray(item.nodeid), reverse=True)
+
+
+@pytest.fixture
+def loaded_torch() -> None:
+    """For tests that run pytest inside this process: leave torch fit for those that come later.
+
+    torch loads this when tensors are compared, and it cannot be loaded twice in one process; the
+    fixture ``pytester`` forgets the modules that came since it was made.
+    """
+    import_module("torch.distributed.tensor")
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from sync_testing import LayerConformance
 from sync_testing.negated import Negated
 
 pytest_plugins = ["pytester"]
+pytestmark = pytest.mark.usefixtures("loaded_torch")
 
 
 def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:

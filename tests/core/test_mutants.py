@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest_plugins = ["pytester"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("loaded_torch")]
 
 FOLDER = Path(__file__).with_name("mutants")
 

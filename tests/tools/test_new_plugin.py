@@ -14,6 +14,7 @@ import sync_testing  # noqa: F401
 from sync_tools.main import main
 
 pytest_plugins = ["pytester"]
+pytestmark = pytest.mark.usefixtures("loaded_torch")
 
 KINDS = {
     "my-transport": [],

@@ -77,6 +77,8 @@ def gated(
         gate: called once.
 
     Example:
+        >>> import torch
+        >>> from sync_core import Layout
         >>> tensors = torch.ones(2), torch.ones(4)
         >>> targets = torch.zeros(2), torch.zeros(4)
         >>> layout = Layout.of({"a": tensors[0], "b": tensors[1]})
@@ -200,6 +202,8 @@ class Raising:
         late: raise after the hooks inside have run.
 
     Example:
+        >>> import torch
+        >>> from sync_core import Sender
         >>> layers = [Raising("prepare_weights", version=1)]
         >>> with Sender("thread", torch.nn.Linear(4, 2), num_workers=1, layers=layers) as sender:
         ...     sender.send()

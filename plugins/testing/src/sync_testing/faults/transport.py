@@ -278,6 +278,8 @@ class Faulty:
             it stays in the trainer.
 
     Example:
+        >>> import torch
+        >>> from sync_core import Receiver, Sender, SendError
         >>> policy, copy = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
         >>> scheme = Faulty("thread", Fault(action="drop", point="acknowledge", version=1))
         >>> with Sender(scheme, policy, num_workers=1) as sender:
