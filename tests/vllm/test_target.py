@@ -329,6 +329,6 @@ def test_the_shards_of_one_rank_are_refused(engines: list[TorchEngine]) -> None:
     target = VllmTarget(engines)
     with (
         Sender("shm", torch.nn.Linear(2, 1), num_workers=2, ranks=Ranks(0, 1)) as sender,
-        pytest.raises(SyncError, match=r"a sender with ranks= .* has no JSON form"),
+        pytest.raises(SyncError, match="a sender with ranks= has no JSON form"),
     ):
         target.connect(sender)
