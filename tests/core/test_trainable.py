@@ -97,11 +97,15 @@ def test_one_element_of_a_frozen_parameter_is_found_on_request() -> None:
         receiver = Receiver(sender.address(0), copy)
         send(sender, receiver)
         sender.check()
-        with torch.no_grad():
-            next(model.parameters()).view(-1)[1] += 1
+        # Not counted by torch, and not in the sample.
+        next(model.parameters()).data.view(-1)[1] += 1
         send(sender, receiver)
         with pytest.raises(ModelError, match=r"'0.weight'"):
             sender.check()
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[1] += 1
+        with pytest.raises(ModelError, match=r"'0.weight'"):
+            sender.send()
 
 
 def test_parameters_that_are_frozen_or_trained_later() -> None:

@@ -216,7 +216,21 @@ def replace_with_an_equal_counter(model: nn.Sequential) -> None:
     model[0].weight = new
 
 
-UNCOUNTED = [write_by_data, write_by_numpy, replace_with_an_equal_counter]
+def replace_with_one_other_element(model: nn.Sequential) -> None:
+    old: Any = model[0].weight
+    new = nn.Parameter(old.detach().clone(), requires_grad=False)
+    new.data.view(-1)[1] = 5.0
+    while new._version < old._version:
+        torch.autograd.graph.increment_version(new)
+    model[0].weight = new
+
+
+UNCOUNTED = [
+    write_by_data,
+    write_by_numpy,
+    replace_with_an_equal_counter,
+    replace_with_one_other_element,
+]
 
 
 @pytest.mark.parametrize("change", UNCOUNTED)

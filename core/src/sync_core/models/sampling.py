@@ -1,4 +1,4 @@
-"""Samples of tensors: some of their bits, by which most changes are noticed at little cost."""
+"""States of tensors, by which changes are noticed at little cost: place, counter, and some bits."""
 
 from __future__ import annotations
 
@@ -8,39 +8,89 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sync_core.weights.layout import place_of
+
 # The elements of a tensor that are looked at, evenly spread over it.
 _SAMPLED = 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def words(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as integers, in one dimension."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return flat.view(_INTEGERS[min(8, flat.element_size())]) if flat.numel() else flat
+class TensorState:
+    """The state of a tensor, equal to a later one's unless the tensor has changed.
+
+    Two states with other samples differ. Where the tensor lies elsewhere, or torch has counted a
+    change, the sums of all bits are compared; else the tensor is taken for unchanged. So a write
+    that torch does not count, through ``.data`` or numpy, goes unnoticed only where it leaves every
+    element of the sample as it was.
+
+    Args:
+        tensor: the tensor; kept until the first comparison that needs its sum, or `settle`.
+        sample: of `states`.
+    """
+
+    __slots__ = ("_sample", "_tensor", "_total", "_where")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tensor: Tensor, sample: bytes) -> None:
+        counter = 0 if tensor.is_inference() else tensor._version
+        self._where = place_of(tensor), counter
+        self._sample = sample
+        self._tensor: Tensor | None = tensor
+        self._total = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all bits, as it was when it was first asked for."""
+        if self._tensor is not None:
+            self._total, self._tensor = total(self._tensor), None
+        return self._total
+
+    def settle(self) -> None:
+        """Sum all bits now, for comparisons after the tensor has changed."""
+        self.total  # noqa: B018 - computes it
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorState):
+            return NotImplemented
+        if self._sample != other._sample:
+            return False
+        if self._where == other._where:
+            return True
+        return self.total == other.total
 
 
-def samples(tensors: Sequence[Tensor]) -> list[bytes]:
-    """Return some of the bits of each tensor, always those of the same elements.
+def states(tensors: Sequence[Tensor]) -> list[TensorState]:
+    """Return the state of each tensor; those that are kept must be settled.
 
-    A tensor that changed has another sample, unless only elements between those of the sample
-    changed. Unlike torch's counter of changes, a sample shows what was written through ``.data`` or
-    numpy, and a tensor that has taken the place of another. Of tensors on a GPU, all samples are
-    copied to the host at once.
+    Of tensors on a GPU, all samples are copied to the host at once.
 
     Args:
         tensors: of any shapes, dtypes and devices.
 
     Example:
         >>> weight = torch.zeros(2, 2)
-        >>> (before,) = samples([weight])
+        >>> (before,) = states([weight])
+        >>> before.settle()
         >>> weight.data[1, 1] = 3
-        >>> samples([weight]) == [before]
+        >>> states([weight]) == [before]
         False
     """
+    return list(map(TensorState, tensors, samples(tensors)))
+
+
+def total(tensor: Tensor) -> int:
+    """Return the sum of the bits of a tensor, as integers."""
+    found = _words(tensor)
+    return int(found.sum(dtype=torch.int64)) if found.numel() else 0
+
+
+def samples(tensors: Sequence[Tensor]) -> list[bytes]:
+    """Return some of the bits of each tensor, always those of the same elements."""
     found: list[Tensor] = []
     groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for position, tensor in enumerate(tensors):
-        flat = words(tensor)
+        flat = _words(tensor)
         found.append(flat[:: max(1, flat.numel() // _SAMPLED)])
         groups[flat.device, flat.dtype].append(position)
     bits = [b""] * len(found)
@@ -52,3 +102,9 @@ def samples(tensors: Sequence[Tensor]) -> list[bytes]:
             bits[i] = bytes(together[start:end])
             start = end
     return bits
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as integers, in one dimension."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.view(_INTEGERS[min(8, flat.element_size())]) if flat.numel() else flat

@@ -9,15 +9,13 @@ that changed after the oldest of these versions, which travels with it:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from sync_core.errors import ModelError, OptionError
 from sync_core.models.extract import Strategy, named_tensors
-from sync_core.models.sampling import samples, words
+from sync_core.models.sampling import TensorState, states, total
 from sync_core.sending.pipeline import Source
 from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.payload import Update
@@ -124,14 +122,6 @@ class TensorVersions:
         return Update(subset, tensors, 0 if whole else base)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """A tensor as it was sent: some of its bits, and the sum of all."""
-
-    sampled: bytes
-    total: int
-
-
 class TrainableOnly:
     """Selects what a version has to bring: all but frozen parameters that were sent before.
 
@@ -151,7 +141,7 @@ class TrainableOnly:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._sent: dict[str, _Reference] = {}
+        self._sent: dict[str, TensorState] = {}
 
     @classmethod
     def of(cls, only: object, strategy: Strategy, *, gather: bool) -> Self | None:
@@ -176,18 +166,18 @@ class TrainableOnly:
         """
         layout, tensors = update.layout, update.tensors
         frozen = self._frozen(update, model)
-        sampled = dict(zip(frozen, samples(list(frozen.values())), strict=True))
-        for name, reference in self._sent.items():
-            if name in frozen and sampled[name] != reference.sampled:
+        found = dict(zip(frozen, states(list(frozen.values())), strict=True))
+        for name, sent in self._sent.items():
+            if name in frozen and found[name] != sent:
                 raise _changed(name)
         names = [spec.name for spec in layout.specs]
         kept = tuple(
             i for i, name in enumerate(names) if name not in frozen or name not in self._sent
         )
-        self._sent = {
-            name: self._sent.get(name) or _Reference(sampled[name], _total(tensor))
-            for name, tensor in frozen.items()
-        }
+        for name, state in found.items():
+            if name not in self._sent:
+                state.settle()
+        self._sent = {name: self._sent.get(name, state) for name, state in found.items()}
         return Update(layout.subset(kept), [tensors[i] for i in kept])
 
     def forget(self) -> None:
@@ -197,7 +187,7 @@ class TrainableOnly:
     def check(self, update: Update, model: Any) -> None:
         """Raise `ModelError` where a frozen parameter has changed since it was sent at all."""
         for name, tensor in self._frozen(update, model).items():
-            if name in self._sent and _total(tensor) != self._sent[name].total:
+            if name in self._sent and total(tensor) != self._sent[name].total:
                 raise _changed(name)
 
     def _frozen(self, update: Update, model: Any) -> Mapping[str, Tensor]:
@@ -213,12 +203,6 @@ class TrainableOnly:
             for i, (spec, tensor) in enumerate(zip(specs, update.tensors, strict=True))
             if i not in trained
         }
-
-
-def _total(tensor: Tensor) -> int:
-    """The sum of the bits of a tensor, as integers."""
-    found = words(tensor)
-    return int(found.sum(dtype=torch.int64)) if found.numel() else 0
 
 
 def _changed(name: str) -> ModelError:

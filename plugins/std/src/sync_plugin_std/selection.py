@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sync_core import BindContext, Layout, ModelError, SendContext, Update, hookimpl
-from sync_core.models import samples
+from sync_core.models import TensorState, states
 
 
 class Select:
@@ -18,7 +18,7 @@ class Select:
     The first version is whole. A worker that joins later, or has not confirmed the last whole
     version, gets a whole version with the next send, and so do all if a tensor that is left out
     was changed. Changes that torch does not count (through ``.data``, or in numpy) are noticed by
-    a sample of 64 elements of each tensor: after one of single elements, make a new sender.
+    a sample of each tensor, 64 elements or more: after one of single elements, make a new sender.
 
     Each version brings a digest of what it leaves out. A worker whose tensors have another one
     refuses the version, and gets a whole one with the next send. The digest is made of every whole
@@ -60,7 +60,7 @@ class Select:
         self._names = names
         self._patterns = [re.compile(".*".join(map(re.escape, name.split("*")))) for name in names]
         # The last whole version, its layout, and the changes counted of what is left out.
-        self._known: tuple[int, Layout, dict[str, Any]] = 0, Layout(()), {}
+        self._known: tuple[int, Layout, dict[str, TensorState]] = 0, Layout(()), {}
 
     def bind(self, context: BindContext) -> Select:
         """A layer without a past, for one sender."""
@@ -81,20 +81,25 @@ class Select:
         if not chosen:
             raise ModelError(self._describe_none(layout, context.model))
         left_out = sorted(set(range(len(tensors))) - set(chosen))
-        states = _states([tensors[i] for i in left_out])
-        changes = {layout.specs[i].name: each for i, each in zip(left_out, states, strict=True)}
+        found = states([tensors[i] for i in left_out])
+        changes = {layout.specs[i].name: each for i, each in zip(left_out, found, strict=True)}
         if context.version == 0:
-            self._known = 0, layout, changes
+            self._keep(0, layout, changes)
         elif self._can_leave_out(context, layout, changes):
             update.become(layout.subset(chosen), [tensors[i] for i in chosen])
             update.base = max(update.base, self._known[0])
         elif self._send_rest:
-            self._known = context.version, layout, changes
+            self._keep(context.version, layout, changes)
         else:
             known = self._known[2]
             changed = min(name for name in changes if changes[name] != known.get(name))
             raise ModelError(self._describe_changed(changed))
         return update
+
+    def _keep(self, version: int, layout: Layout, changes: dict[str, TensorState]) -> None:
+        for state in changes.values():
+            state.settle()
+        self._known = version, layout, changes
 
     def _describe_none(self, layout: Layout, model: Any) -> str:
         """Return what is wrong where nothing was chosen."""
@@ -119,7 +124,9 @@ class Select:
         tensor = tensors[position]
         return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
-    def _can_leave_out(self, context: SendContext, layout: Layout, changes: dict[str, Any]) -> bool:
+    def _can_leave_out(
+        self, context: SendContext, layout: Layout, changes: dict[str, TensorState]
+    ) -> bool:
         version, known_layout, known = self._known
         if not self._send_rest:
             return changes.items() <= known.items()
@@ -127,12 +134,3 @@ class Select:
         held = context.acknowledged.values()
         seen = version > 0 and bool(held) and min(held) >= version
         return seen and (known_layout, known) == (layout, changes)
-
-
-def _states(tensors: Sequence[Tensor]) -> list[tuple[int, bytes]]:
-    """The number of changes in place of each tensor, and a sample of its bits.
-
-    torch counts no changes of inference tensors, nor any through ``.data``.
-    """
-    counts = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-    return list(zip(counts, samples(tensors), strict=True))
