@@ -35,7 +35,8 @@ class Resources:
             replaced: the workers that are new since the last time.
         """
         for who in (None, *self._worker_ids):
-            if who in replaced:
+            # The trainer has threads for each worker, and none for one that a run has killed.
+            if who in replaced or (who is None and replaced):
                 self._usual.pop(who, None)
             if who not in self._usual:
                 self._usual[who] = self._look(who, collect=True)
