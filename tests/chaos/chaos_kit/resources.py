@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,8 +36,7 @@ class Resources:
             replaced: the workers that are new since the last time.
         """
         for who in (None, *self._worker_ids):
-            # The trainer has threads for each worker, and none for one that a run has killed.
-            if who in replaced or (who is None and replaced):
+            if who in replaced:
                 self._usual.pop(who, None)
             if who not in self._usual:
                 self._usual[who] = self._look(who, collect=True)
@@ -62,7 +62,10 @@ class Resources:
             return counts
         tasks = Path("/proc/self/task").iterdir()
         children = sum(map(_count_children, tasks))
-        return {**hosted.resources(collect=collect), "children": children}
+        counts = {**hosted.resources(collect=collect), "children": children}
+        # Those of the group, which has none for a worker that a run has killed.
+        counts["threads"] -= sum(t.name.startswith("sync worker") for t in threading.enumerate())
+        return counts
 
 
 def _count_children(task: Path) -> int:
