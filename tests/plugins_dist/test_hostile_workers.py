@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from sync_core import Answer, Receiver, Sender
-from sync_plugin_std.local import Channel
+from sync_core import Address, Answer, Receiver, Sender, SendError
+from sync_plugin_dist.stream import Stream
+from sync_plugin_std.local import Channel, shake_hands
 from sync_testing.fuzz import Mutator, besiege, find, hostile
+from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,3 +54,84 @@ def test_messages(way: str, seed: int) -> None:
 
     sender = Sender("dist", model, num_workers=2, timeout=8.0, **OPTIONS[way])
     assert besiege(sender, model, attack, rounds=8 if way == "broadcast" else 30) > 1
+
+
+class Saboteur:
+    """Takes the place of a worker in every group, and has none of them work.
+
+    Args:
+        address: of the worker whose place it has.
+        reports: whether it says at once that a group is broken; otherwise it says nothing.
+    """
+
+    def __init__(self, address: Address, *, reports: bool) -> None:
+        endpoint = address.endpoint
+        self._channel = Channel(socket.create_connection((endpoint.host, endpoint.port), 5.0))
+        shake_hands(self._channel, address.token, address.worker_id, 10.0)
+        self._reports = reports
+        self.broken = 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with suppress(ConnectionError):
+            while (message := self._channel.receive(60.0)) is not None:
+                if message["type"] in ("offer", "again"):
+                    self._channel.send({"type": "take"})
+                elif message["type"] == "wire":
+                    self.broken += 1
+                    if self._reports:
+                        self._channel.send({"type": "broken", "number": message["number"]})
+
+    def close(self) -> None:
+        self._channel.wake()
+        self._thread.join(10)
+        self._channel.close()
+
+
+@pytest.mark.parametrize("saboteur_id", [0, 1])
+@pytest.mark.parametrize("reports", [True, False], ids=["reports", "silent"])
+def test_a_worker_that_breaks_every_group(saboteur_id: int, *, reports: bool) -> None:
+    model, copy = nn.Linear(2, 2), nn.Linear(2, 2)
+    timeout, honest = 4.0, 1 - saboteur_id
+    with (
+        Sender("dist", model, num_workers=2, timeout=timeout, topology="broadcast") as sender,
+        closing(Saboteur(sender.address(saboteur_id), reports=reports)) as saboteur,
+        Receiver(sender.address(honest), copy) as receiver,
+    ):
+        for version in range(1, 4):
+            with torch.no_grad():
+                model.weight.fill_(float(version))
+            pending = sender.send_async()
+            assert receiver.receive(timeout) == version
+            assert (copy.weight == version).all()
+            with suppress(SendError):
+                pending.wait(0.02)
+        assert saboteur.broken >= 2
+
+
+def test_a_worker_that_has_received_alone_is_grouped_again() -> None:
+    model = nn.Linear(2, 2)
+    with (
+        Sender("dist", model, num_workers=2, timeout=8.0, topology="broadcast") as sender,
+        Receiver(sender.address(0), nn.Linear(2, 2)) as receiver,
+    ):
+        with closing(Saboteur(sender.address(1), reports=True)):
+            pending = sender.send_async()
+            assert receiver.receive(8.0) == 1
+            (stream,) = set(find(sender, Stream))
+            assert eventually(lambda: stream._suspects == {1})
+        with suppress(SendError):
+            pending.wait()
+        with (
+            Receiver(sender.address(1), nn.Linear(2, 2)) as successor,
+            ThreadPoolExecutor(2) as pool,
+        ):
+            assert successor.receive(8.0) == 1
+            assert eventually(lambda: not stream._suspects)
+            for version in (2, 3):
+                sent = sender.send_async()
+                found = [pool.submit(each.receive, 8.0) for each in (receiver, successor)]
+                assert sent.wait().updated == (0, 1)
+                assert [each.result() for each in found] == [version] * 2
+            assert [peer.id for peer in stream._junction.members] == [0, 1]

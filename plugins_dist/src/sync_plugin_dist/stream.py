@@ -115,6 +115,8 @@ _log = logging.getLogger("sync_core")
 _PAUSE = 0.05
 # gloo has each end tell one.
 _MAX_KEYS = 8
+# A group may fail by chance, as where a worker dies; after so many, a member is suspected of it.
+_MAX_BROKEN = 2
 
 
 class StreamConnection:
@@ -244,7 +246,9 @@ class Stream:
     It waits until the workers of a version ask for it, connects to just them unless it
     has that already, and sends. Whatever fails meanwhile ends the wire; those that have not got
     the version are asked to begin again, and get it over a new wire, without the one that is gone
-    or does not move. The publisher's lock is held during every call.
+    or does not move. Any member can break a wire, and none can prove that it has not. So after two
+    broken wires the members are suspects: each is served alone, after the others, and joins them
+    again once it has received a version alone. The publisher's lock is held during every call.
     """
 
     def __init__(self, office: StreamOwner) -> None:
@@ -255,6 +259,10 @@ class Stream:
         self._timer = LockedTimer(office.publisher.lock, office.patience)
         self._waited_enough = False
         self._beginning_again = False
+        # The groups that have broken since one has worked, and the workers that were in the last.
+        self._broken = 0
+        self._suspects: set[int] = set()
+        self._connected_at = 0.0
 
     def ask(self, peer: DistPeer) -> None:
         """The worker waits for the newest version."""
@@ -279,12 +287,13 @@ class Stream:
     def broken(self, number: int) -> None:
         """A worker found that the wire does not work."""
         if number == self._junction.number:
-            self._begin_again()
+            self._give_up()
 
     def left(self, peer: DistPeer) -> None:
         """The worker is not served any more."""
         self._asking.pop(peer, None)
         if peer in self._junction.members:
+            self._count_broken()
             self._junction.drop(peer)
             self._begin_again()
         elif self._asking:
@@ -298,7 +307,7 @@ class Stream:
         try:
             shipment.pump(wire, self._office.packed(shipment.slot))
         except RuntimeError:
-            self._begin_again()
+            self._give_up()
 
     def revoke(self) -> None:
         """Give up sending a version in whose place there is another one, or none."""
@@ -326,19 +335,37 @@ class Stream:
                 self._office.tell(peer, {"type": "nothing"})
         if not self._asking or self._must_wait():
             return
-        version = publisher.newest(next(iter(self._asking)).id)
-        asking = (peer for peer in self._asking if publisher.newest(peer.id) == version)
-        members = tuple(sorted(asking, key=lambda peer: peer.id))
+        members = self._next_members()
         if self._junction.wire is not None and members == self._junction.members:
             self._start(members)
         else:
             self._timer.stop()
+            self._connected_at = time.monotonic()
+            if self._broken or self._suspects:
+                self._timer.start(self._stop_connecting)
             self._junction.connect(members)
 
+    def _stop_connecting(self) -> None:
+        """Give up a wire that suspects may have kept from being made."""
+        if self._junction.connecting:
+            self._give_up()
+
+    def _next_members(self) -> tuple[DistPeer, ...]:
+        """Return the workers that are served next: a group of those that are not suspects."""
+        trusted = [peer for peer in self._asking if peer.id not in self._suspects]
+        if not trusted:
+            return (next(iter(self._asking)),)
+        newest = self._office.publisher.newest
+        members = (peer for peer in trusted if newest(peer.id) == newest(trusted[0].id))
+        return tuple(sorted(members, key=lambda peer: peer.id))
+
+    def _late(self) -> set[int]:
+        """Return the workers of the next group that have not asked."""
+        asking = {peer.id for peer in self._asking}
+        return self._office.expected() - self._suspects - asking
+
     def _must_wait(self) -> bool:
-        if not self._office.collective or self._waited_enough:
-            return False
-        if self._office.expected() <= {peer.id for peer in self._asking}:
+        if not self._office.collective or self._waited_enough or not self._late():
             return False
         if not self._timer.running:
             self._timer.start(self._stop_waiting)
@@ -349,13 +376,14 @@ class Stream:
         asking = sorted(peer.id for peer in self._asking)
         if asking:
             remark = f"the group was made without it, for workers: {', '.join(map(str, asking))}"
-            for worker_id in self._office.expected().difference(asking):
+            for worker_id in self._late():
                 self._office.publisher.remark(worker_id, remark)
         self._advance()
 
     def _opened(self) -> None:
+        self._timer.stop()
         if self._junction.wire is None:
-            self._begin_again()
+            self._give_up()
         else:
             self._advance()
 
@@ -386,17 +414,37 @@ class Stream:
         if shipment.gets_on(wire):
             self._timer.start(self._look_after)
         else:
-            self._begin_again()
+            self._give_up()
 
     def _finish(self) -> None:
         assert self._junction.wire is not None
         self._timer.stop()
         self._shipment = None
+        members = self._junction.members
+        self._suspects.difference_update(peer.id for peer in members)
+        if len(members) > 1:
+            self._broken = 0
         try:
             self._junction.wire.settle()
         except BrokenGroupError:
             self._junction.end()
         self._advance()
+
+    def _give_up(self) -> None:
+        """Begin again, as the wire does not work."""
+        self._count_broken()
+        self._begin_again()
+
+    def _count_broken(self) -> None:
+        members = self._junction.members
+        if len(members) <= 1:
+            return
+        self._broken += 1
+        waited = time.monotonic() - self._connected_at
+        # The deadline leaves no time for a second group that does not come together.
+        silent = self._junction.wire is None and waited >= self._office.patience
+        if silent or self._broken >= _MAX_BROKEN:
+            self._suspects.update(peer.id for peer in members)
 
     def _begin_again(self) -> None:
         self._timer.stop()
