@@ -5,13 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.test_shards import like, trainer, weights
 
+from sync_core import Receiver, SendError, WorkerState, join_addresses
 from sync_core.errors import PayloadError
 from sync_core.shards.request import HeldTensor, Request
 
@@ -55,3 +59,25 @@ def test_more_than_there_is() -> None:
     content = [[[[0, 64 - i]], [0]] for i in range(9)]
     with pytest.raises(PayloadError, match="more than 4 times"):
         Request.from_text(packed(json.dumps(content)), held)
+
+
+def test_a_bad_request_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = weights(w=(4, 2))
+    with trainer(whole, 2, num_workers=2, timeout=4.0) as senders, ExitStack() as stack:
+
+        def worker(worker_id: int) -> Receiver:
+            address = join_addresses([sender.address(worker_id) for sender in senders])
+            return stack.enter_context(Receiver(address, like(whole)))
+
+        with ThreadPoolExecutor(2) as pool:
+            honest = pool.submit(worker(0).receive, 10.0)
+            monkeypatch.setattr(Request, "to_text", lambda _: packed("[[[[0,1e999]],[0]]]"))
+            hostile = pool.submit(worker(1).receive, 2.0)
+            sends = [sender.send_async() for sender in senders]
+            for rank, send in enumerate(sends):
+                expected = f"worker 1: has sent rank {rank} what is not a request for shards: "
+                with pytest.raises(SendError, match=expected):
+                    send.wait()
+            assert honest.result() == 1
+            assert hostile.exception() is not None or hostile.result() is None
+        assert all(sender.workers[0].state is WorkerState.CURRENT for sender in senders)

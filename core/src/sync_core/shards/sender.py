@@ -251,12 +251,14 @@ class _Member:
         asked: the delivery of the payload that it answers, or has answered, by a request; None
             where that was taken.
         request: what it wants of this rank; None before it has answered.
+        refused: what is wrong with its newest request; empty for nothing.
         waited: whether a send has waited for it in vain.
         sent: the newest version of which it was sent what it wants; 0 for none.
     """
 
     asked: Delivery | None = None
     request: Request | None = None
+    refused: str = ""
     waited: bool = False
     sent: int = 0
 
@@ -403,7 +405,7 @@ class ShardedSender(SenderTransport):
             member.request is None
             and asked is not None
             and asked.ended
-            and self._request_in(asked) is None
+            and self._request_in(member, asked) is None
         )
 
     def _learn(self, members: Sequence[_Member], deadline: float) -> None:
@@ -419,17 +421,19 @@ class ShardedSender(SenderTransport):
         asked = member.asked
         if asked is None or not asked.ended:
             return
-        request = self._request_in(asked)
+        request = self._request_in(member, asked)
         if request is not None:
             member.request, member.asked = request, None
 
-    def _request_in(self, asked: Delivery) -> Request | None:
+    def _request_in(self, member: _Member, asked: Delivery) -> Request | None:
+        member.refused = ""
         if asked.latest is None or asked.latest.request is None:
             return None
         try:
             return Request.from_text(asked.latest.request, self._holding.tensors)
         except PayloadError as error:
             _log.warning("worker %d asks for what there is not: %s", asked.worker_id, error)
+            member.refused = str(error)
             return None
 
     def _send_to_known(
@@ -501,10 +505,16 @@ class ShardedSender(SenderTransport):
     def _absent(self, worker_id: int, member: _Member, payload: Payload) -> Delivery:
         member.waited = True
         delivery = Delivery(worker_id, payload.version, 0)
+        rank = self._holding.ranks.rank
+        if member.refused:
+            remedy = "make its Receiver again, with the same release of sync-core as the trainer's"
+            message = f"has sent rank {rank} what is {member.refused}; {remedy}"
+            delivery.fail(WorkerError(worker_id, message))
+            return delivery
         delivery.fail(
             WorkerTimeoutError(
                 worker_id,
-                f"has not said what it wants of rank {self._holding.ranks.rank} within "
+                f"has not said what it wants of rank {rank} within "
                 f"{self._timeout / 2:g} s; has it made a Receiver(join_addresses([…]), model)?",
             )
         )
