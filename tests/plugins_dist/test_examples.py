@@ -52,7 +52,8 @@ def test_a_sharded_trainer_and_tensor_parallel_workers() -> None:
     )
     assert run.returncode == 0, run.stderr
     for version in (1, 2, 3):
-        sent = re.search(rf"version {version}: workers \(0, 1\), output (\S+)", run.stdout)
+        line = rf"version {version}: workers \(0, 1\), output (-?\d+\.\d{{4}})"
+        sent = re.search(line, run.stdout)
         assert sent is not None
         for worker in (0, 1):
             assert f"worker {worker}: version {version}, output {sent[1]}" in run.stdout
