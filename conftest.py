@@ -20,7 +20,7 @@ from sync_core import registry
 from sync_testing.processes import descendants
 from sync_testing.worker_groups import eventually
 
-# What a test has asked to end needs its turn on a busy machine, in seconds.
+# Seconds that threads and processes get to end on a busy machine.
 _PATIENCE = 10.0
 
 
@@ -109,7 +109,7 @@ def ends_what_it_starts() -> Iterator[None]:
 def ends_its_threads() -> Iterator[None]:
     """Fail a test that leaves a thread or a timer; wait for those that are ending.
 
-    What they raise meanwhile belongs to this test, and not to one that comes later.
+    An exception in one of them fails this test, and not a later one.
     """
     before = _threads()
     yield

@@ -66,7 +66,7 @@ def test_a_vector_environment_is_several_single_ones(mode: AutoresetMode) -> Non
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_vector_environments_in_processes(mode: AutoresetMode) -> None:
-    # What the environments need is then imported once, and not by each process.
+    # The fork server then imports the environments once for all processes.
     multiprocessing.set_forkserver_preload(["tests.collector.gym_envs"])
     made = AsyncVectorEnv(three()[:2], autoreset_mode=mode, context="forkserver")
     env = VectorGymEnv(made)

@@ -1,4 +1,4 @@
-"""What is derived from a worker's weights follows each commit."""
+"""Tensors derived from a worker's weights follow each commit."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Literal
 import pytest
 from tests.core.state_graph import Graph, ViolationError, search
 
-# What a record or a slot holds while it is being written.
+# The content of a record or a slot during a write.
 TORN = -1
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
@@ -48,7 +48,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What both sides share, and what each of them knows.
+    """The shared memory, and the private state of each side.
 
     Args:
         offers: whether the event of offers is set; ``answers``, that of answers.
@@ -170,7 +170,7 @@ class Page:
                 yield replace(self.leaving[1](state), sender="idle")
 
     def _reserve(self, state: State) -> Iterator[State]:
-        """Take a slot that nobody reads, and not the newest version's if there is another."""
+        """Take a slot without a reader, the newest version's only if no other is free."""
         free = [slot for slot in range(len(state.slots)) if slot not in state.lent]
         if self.mistake == "any slot":
             free = list(range(len(state.slots)))

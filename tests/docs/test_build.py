@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-# What a browser loads to show a page; links to other pages are not.
+# The files that a browser loads to show a page, without links to other pages.
 _LOADED = re.compile(
     r'<(?:script|img|iframe|source)\b[^>]*\ssrc="(.*?)"|<link\b[^>]*\shref="(.*?)"'
 )

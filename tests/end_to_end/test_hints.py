@@ -1,4 +1,4 @@
-"""What errors say, and what they keep to themselves."""
+"""The hints that errors give, and the secrets that they leave out."""
 
 from __future__ import annotations
 

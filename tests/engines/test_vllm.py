@@ -91,7 +91,7 @@ def test_names_are_accounted_for(llm: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert target.engines[0].state == "unconnected"
     assert generated(llm) == before
 
-    # What the model's own loader leaves out.
+    # Tensors that the model's own loader leaves out.
     engine = engine_model(llm)
     load_weights = engine.load_weights
     monkeypatch.setattr(engine, "load_weights", lambda w: load_weights(w) - {"model.norm.weight"})

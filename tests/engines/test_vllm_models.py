@@ -27,7 +27,7 @@ EXPERTS = dict(num_experts_per_tok=2)
 def started_and_sent(
     path: Path, model: Any, layers: Sequence[Any], **target: Any
 ) -> list[list[float]]:
-    """What an engine computes after two sends."""
+    """Return the tokens of an engine after two sends."""
 
     def use(llm: Any) -> list[list[float]]:
         found = []

@@ -77,7 +77,7 @@ def test_two_ranks_have_one_version(llm: Any) -> None:
             assert generated(llm) == (greedy(model), [str(version)])
             change(model)
 
-        # What one rank has not loaded, the other does not count as loaded either.
+        # Weights that one rank has not loaded count as loaded on no rank.
         llm.collective_rpc(_failing_once(rank=1))
         with pytest.raises(SendError, match="no room on rank 1") as raised:
             target.send()

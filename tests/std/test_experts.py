@@ -231,7 +231,7 @@ def test_patterns_without_a_number(numbered: str, plain: str) -> None:
 
 
 def test_the_rest_of_a_selection_may_match_no_pattern() -> None:
-    """Later updates of ``select`` lack tensors; a pattern for those is no mistake."""
+    """Later updates of ``select`` lack tensors; a pattern for those is not an error."""
     source = {"a.0.w": torch.zeros(2), "a.1.w": torch.zeros(2), "b.w": torch.zeros(2)}
     target = {"a": torch.ones(2, 2), "b.w": torch.ones(2)}
     layers = [select("b.*"), stack({"a.#.w": "a"})]

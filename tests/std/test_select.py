@@ -115,7 +115,7 @@ def test_a_worker_that_was_changed_gets_all_of_it(scheme: Any, others: list[Any]
         assert sender.workers[0].state == "bad"
         push(sender, receiver)
         assert equal(source, target)
-        # What was sent whole is proved as well.
+        # Whole tensors are proved as well.
         push(sender, receiver)
         assert sender.workers[0].state == "current"
         receiver.close()

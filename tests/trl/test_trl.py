@@ -210,7 +210,7 @@ def test_workers_generate_what_the_trainers_model_generates(
         seen.append(completions)
     assert seen[0] != seen[1]
     assert workers.generate([], config) == ([], [])
-    # What a config leaves out is the model's own.
+    # A value that a config leaves out comes from the model.
     config = GenerationConfig(max_new_tokens=6, do_sample=False)
     assert workers.generate(prompts, config)[0] == greedy(model, prompts, config)
 

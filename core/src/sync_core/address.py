@@ -378,7 +378,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_name(value: Any) -> bool:
-    # A message may print the name of a plugin, and no secret that stands in its place.
+    # A message may print the name of a plugin, but no secret passed as one.
     return _is_text(value) and not _SECRET.search(value)
 
 

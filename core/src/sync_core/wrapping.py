@@ -179,7 +179,7 @@ def check_receiver(plugin: Plugin, made: object) -> ReceiverTransport:
 
 
 def end_together(outer: Delivery, inner: Delivery) -> None:
-    """End the delivery that carries another when that is given up, so that no wait for it goes on.
+    """Fail the inner delivery when the outer one is given up, so that no wait for it goes on.
 
     Args:
         outer: the sender's delivery.

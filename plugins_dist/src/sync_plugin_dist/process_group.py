@@ -221,7 +221,7 @@ class TensorGroup:
         """Leave the group; what is on its way does not arrive, or not whole."""
         _wires.discard(self)
         if self._link.collective:
-            # What is still to be broadcast may be overwritten from now on. The tail goes last, so
+            # Weights not yet broadcast may be overwritten from now on. The tail goes last, so
             # it tells the other ends.
             self._tail.zero_()
         held = [self._group, *self._works]

@@ -110,7 +110,7 @@ def _syncs_weights(item: pytest.Item) -> bool:
     if owner is not None and owner.__name__ in LEFT_OUT:
         return False
     names = set(_names(getattr(item, "function", None)))
-    # What a test does in another process is a method of the same class.
+    # The part of a test in another process is a method of the same class.
     names.update(*(_names(getattr(owner, name, None)) for name in list(names)))
     # Given an interval, a collector updates its policy itself.
     given = set(getattr(item, "fixturenames", ()))

@@ -47,7 +47,7 @@ def check_saved(model: nn.Module) -> None:
 
 
 def _saved(name: str, module: nn.Module) -> Mapping[str, Any] | None:
-    """What a submodule saves; None where that is what every `nn.Module` saves."""
+    """Return the state that a submodule saves; None if `nn.Module` saves it by default."""
     kind, prefix = type(module), f"{name}." if name else ""
     try:
         if module._state_dict_hooks or _function(module.state_dict) is not nn.Module.state_dict:

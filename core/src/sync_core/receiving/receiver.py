@@ -117,7 +117,7 @@ class Receiver(CollectorReference):
         given = address
         if indirect is not None:
             address, model = indirect.resolve(address, model, regions, timeout)
-        # What a worker that was removed joins again by.
+        # With this address a removed worker joins again.
         self._shared = given if indirect is not None and indirect.readmits else None
         self._timeout = timeout
         self._on_commit = on_commit

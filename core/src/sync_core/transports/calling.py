@@ -310,7 +310,7 @@ class CallingTransport(SenderTransport):
                 return
             worker.introduced = False
             self.context.notify(worker.worker_id, Notice("lost", reason=reason))
-            # A call in progress tells what became of the worker.
+            # The result of a call in progress shows whether the worker lives.
             if worker.wanted is not None and not worker.busy:
                 self._call(worker)
 

@@ -362,7 +362,7 @@ class SenderTransport(ABC):
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Note the transport, for whoever makes it."""
+        """Register the transport with an enclosing `closed_if_it_fails`."""
         del args, options
         transport = super().__new__(cls)
         if _making.transports is not None:

@@ -322,7 +322,7 @@ class ModelWeights:
             return
         self._of_all |= sent
         self._of_some -= sent.keys()
-        # What was sent of the policy is newer than what a worker began with of its parts.
+        # Weights sent for the policy are newer than those its parts began with.
         self._unsent = {
             name: weights
             for name, weights in self._unsent.items()

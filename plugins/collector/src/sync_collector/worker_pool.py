@@ -128,7 +128,7 @@ class WorkerPool:
     ) -> None:
         self._make_spec = make_spec
         self._timeout = timeout
-        #: What is done about workers that fail.
+        #: The policy for workers that fail.
         self.on_worker_failure = on_worker_failure
         #: The number of the next worker's seat; no seat is given twice.
         self.next_seat = 0

@@ -268,7 +268,7 @@ class _Plan:
             )
 
     def _name_sent(self, name: str) -> str | None:
-        """The name without what PEFT adds to it; None for what is no part of the plain model."""
+        """Return the name in the plain model; None for a tensor that PEFT has added."""
         parts, kept, i = name.split("."), [], 0
         while i < len(parts):
             prefix = "".join(f"{part}." for part in parts[:i])
@@ -332,7 +332,7 @@ _PARTS = (("A", "weight"), ("B", "weight"), ("B", "bias"))
 
 
 def _is_plain(module: Any, adapter: str) -> bool:
-    """Whether PEFT adds ``scaling * B @ A``: no variant such as DoRA or aLoRA, and no own way."""
+    """Return whether PEFT adds ``scaling * B @ A``, which DoRA, aLoRA and subclasses do not."""
     layers = sys.modules.get("peft.tuners.lora.layer")
     function = getattr(type(module), "get_delta_weight", None)
     known = [getattr(layers, name, None) for name in ("Linear", "ParamWrapper")]
@@ -344,7 +344,7 @@ def _is_plain(module: Any, adapter: str) -> bool:
 
 
 def _inner(prefix: str, module: Any) -> list[str]:
-    """Where the module is that acts, in one that PEFT has put around it."""
+    """Return the names of the modules that PEFT has wrapped in this one."""
     if _is_tuner(module):
         return ["base_layer"]
     children = dict(module.named_children())
@@ -362,13 +362,13 @@ def _inner(prefix: str, module: Any) -> list[str]:
 
 
 def _is_tuner(module: object) -> bool:
-    """Whether the module is one of PEFT's with adapters, around a ``base_layer``."""
+    """Return whether PEFT has wrapped a ``base_layer`` in the module, with adapters."""
     utils = sys.modules.get("peft.tuners.tuners_utils")
     return isinstance(module, getattr(utils, "BaseTunerLayer", ()))
 
 
 def _is_wrapper(module: object) -> bool:
-    """Whether the module is one of PEFT's around an ``original_module`` that is trained whole."""
+    """Return whether PEFT has wrapped an ``original_module`` that is trained whole."""
     utils = sys.modules.get("peft.utils.other")
     return isinstance(module, getattr(utils, "AuxiliaryTrainingWrapper", ()))
 

@@ -16,7 +16,7 @@ except ImportError:
 
 # No name of a module's tensor.
 _NAME = "__zstd__"
-# What the core adds to a version: its base, checksums.
+# Bytes that the core adds to a version at most: its base, checksums.
 _MORE = 1 << 20
 
 

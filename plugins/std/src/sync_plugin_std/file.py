@@ -54,8 +54,8 @@ class FileOptions(StoreOptions):
 class FileScheme:
     """Workers look into a directory for the newest version that is meant for them.
 
-    A sender that is closed removes its files. What one leaves that is killed, the next sender in
-    the directory removes: at once where it runs on the same machine, else after an hour.
+    A sender removes its files when closed. The next sender in the directory removes the files of
+    a killed one: at once on the same machine, else after an hour.
     """
 
     capabilities = frozenset({"broadcast", "cross_host", "cross_process", "late_join", "pull"})

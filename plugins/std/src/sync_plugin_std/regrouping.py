@@ -39,11 +39,11 @@ class Source:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the tensor is one of the trainer's as it is."""
+        """True if the tensor is one of the trainer's, unchanged."""
         return self == Source(self.positions[:1])
 
     def make(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The tensor; a view, or the trainer's own, where no bytes are to be moved."""
+        """Return the tensor; a view, or the trainer's tensor itself, if no bytes move."""
         if self.stacked:
             return torch.stack([tensors[position].detach() for position in self.positions])
         if len(self.positions) > 1:
@@ -80,7 +80,7 @@ class Regrouping:
         """
 
     def bind(self, context: BindContext) -> Self:
-        """A layer with a plan of its own, for one sender."""
+        """Return a copy with a separate plan, for one sender."""
         del context
         return copy.copy(self)
 

@@ -18,7 +18,7 @@ from sync_plugin_std.regrouping import (
 
 
 class Unstack(Regrouping):
-    """Sends each slice of a tensor along its first dimension as a tensor of its own.
+    """Sends each slice of a tensor along its first dimension as a separate tensor.
 
     Transformers holds the experts of a layer in one tensor, and checkpoints, which engines load,
     have a name for each expert.
@@ -60,7 +60,7 @@ class Unstack(Regrouping):
             if not shape:
                 raise ModelError(f"the layer Unstack needs a dimension, and {name!r} is a scalar")
             for index in range(shape[0]):
-                # What a "*" matched may have a "#" of its own.
+                # The text that "*" matched may contain "#" too.
                 numbered = template.replace("#", str(index))
                 add(found, filled(numbered, matched.groups()), Source((position,), index=index))
         if strict and unused:

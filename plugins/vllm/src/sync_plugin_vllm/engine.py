@@ -247,7 +247,7 @@ def _read(texts: Any, world_size: int) -> list[Address]:
 
 
 def _advice(address: Address) -> str:
-    """What to type where names do not fit, given what was typed."""
+    """Return the hint for names that do not fit, from the options of the address."""
     if address.strategy != "checkpoint":
         return (
             f"These are names of strategy={address.strategy!r}; type "

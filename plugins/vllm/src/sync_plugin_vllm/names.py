@@ -111,7 +111,7 @@ def check_names(
 
 
 class FusedNames:
-    """Which tensors of a checkpoint a fused tensor of vLLM consists of.
+    """Maps each fused tensor of vLLM to the tensors of the checkpoint.
 
     Args:
         model: vLLM's model.
@@ -187,7 +187,7 @@ def _expert_mapping(model: Any) -> list[tuple[str, str, int, str]]:
 
 
 def _routed(fused: str) -> str:
-    """The name of a fused tensor, where a model holds it in a module of its own."""
+    """Return the name of a fused tensor in models that hold it in a separate module."""
     return fused.replace("experts.", "experts.routed_experts.", 1)
 
 

@@ -164,7 +164,7 @@ class Proof:
 
 
 def _equal(computed: Tensor, sent: Tensor) -> bool:
-    """Whether two tensors have the same numbers; what was sent is rounded as by the loader."""
+    """Return whether the numbers are equal, with those sent rounded as the loader does."""
     if computed.shape != sent.shape:
         return False
     sent = sent.to(computed.device)

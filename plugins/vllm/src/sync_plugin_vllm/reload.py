@@ -4,7 +4,7 @@ vLLM reloads a model layer by layer: each layer gets empty tensors of the checkp
 loaded, and is processed as at the start of the engine, which packs weights for its kernels. Two
 kinds of layers are left with what they packed at the start, and are mended here:
 
-- a layer without tensors of its own, such as a tied ``lm_head``: nothing is loaded into it;
+- a layer that shares all its tensors, such as a tied ``lm_head``: nothing is loaded into it;
 - the experts of a mixture on the CPU: vLLM packs them when their kernel is made, and never again.
 """
 

@@ -30,7 +30,7 @@ class ArraySpec:
 
     Args:
         shape: its shape, without the batch dimensions of the environment.
-        dtype: its dtype. What the environment gives is cast to it; integers and flags that would
+        dtype: its dtype. Values of the environment are cast to it; integers and flags that would
             have other values are refused.
         info: whether it is recorded only: no policy is given it for want of another observation.
     """

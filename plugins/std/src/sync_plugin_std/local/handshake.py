@@ -58,7 +58,7 @@ class Greeting:
         """Return the greeting that a first message begins.
 
         Raises:
-            ConnectionError: the message is no hello, or one of an older version.
+            ConnectionError: the message is not a hello, or from an older version.
             LookupError, TypeError: it lacks something.
         """
         if message["type"] != "hello":
@@ -129,7 +129,7 @@ def process_of(channel: Channel, greeting: Greeting, *, connected: bool) -> int 
     except ProcessLookupError:
         raise ConnectionError("it has ended") from None
     except (OSError, OverflowError):
-        return None  # no descriptor is left, the kernel is too old, or that is no process
+        return None  # no descriptor is left, the kernel is too old, or the pid is invalid
 
 
 def shake_hands(channel: Channel, token: str, worker_id: int, timeout: float) -> None:

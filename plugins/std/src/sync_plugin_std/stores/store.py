@@ -24,7 +24,7 @@ _CLOSING = 10.0
 
 
 class NotAFileError(OSError):
-    """Something else has the name of what is to be read: a link, a pipe, a folder or a device."""
+    """The path to read is not a regular file: a link, a pipe, a folder or a device."""
 
 
 class Store(ABC):

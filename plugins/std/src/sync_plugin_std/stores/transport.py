@@ -222,7 +222,7 @@ class StoreSender(SenderTransport):
         self._notify = context.notify
         self._options = options
         self._beats = 0
-        # By which what is left of it can be told from what is in use.
+        # Lets a later sender recognise records of a process that has ended.
         self._signature = {
             "process": os.getpid(),
             "machine": machine(),

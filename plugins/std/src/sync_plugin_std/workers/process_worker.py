@@ -127,7 +127,7 @@ def _serve(calls: socket.socket, closing: threading.Event, startup: Startup) -> 
     try:
         while _serve_next(calls, closing, made.value):
             pass
-        # What is closed is not interrupted.
+        # Closing is not interrupted.
         signal.signal(signal.SIGTERM, _pass)
     except _Terminated:
         pass

@@ -22,8 +22,8 @@ _SIZE = 3
 _PATIENCE = 30.0
 # Several worlds may be starting at once, on few cores.
 _STARTING = 120.0
-#: The most that the quickest of some attempts may take where nothing is to be waited for, in
-#: seconds. A busy machine delays one or the other, a protocol that waits for its clock delays all.
+#: The most seconds that the quickest of some attempts may take where no wait is needed. A busy
+#: machine delays one of them, a protocol that waits for its clock delays all.
 PROMPT = 1.0
 
 

@@ -34,7 +34,7 @@ from sync_tools.commands.findings import check_imports, check_machine, check_plu
 from sync_tools.commands.listing import make_console, wraps_another
 from sync_tools.commands.scheme_options import format_scheme_options, parse_scheme_options
 
-#: What a scheme is tried with: a model of `sync_tools.bench`, so many workers and versions.
+#: Each trial sends this model of `sync_tools.bench` to so many workers, so many times.
 MODEL = "small"
 WORKERS = 2
 VERSIONS = 5
