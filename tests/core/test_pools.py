@@ -179,6 +179,7 @@ def test_a_worker_that_is_silent_is_removed_and_the_others_are_updated() -> None
     with Sender("thread", policy, num_workers=0, timeout=1.0) as sender:
         address = sender.address()
         good = Replica(address)
+        wait_until_there(sender, 1)
         silent = Receiver(address, nn.Linear(3, 2))
         wait_until_there(sender, 2)
         report = sender.send()
