@@ -22,9 +22,14 @@ class Moments:
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
+    while frame is not None:
+        # The garbage collector calls finalizers, those of subclasses included, at any moment.
+        if frame.f_code.co_name == "__call__" and isinstance(
+            frame.f_locals.get("self"), weakref.finalize
+        ):
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 @contextmanager
