@@ -40,7 +40,7 @@ nitpicky = True
 nitpick_ignore_regex = [("py:(obj|class|exc|meth|data|attr|func)", ".*")]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-# An argument is a line of its own where they do not fit into one.
+# Signatures too long for a line get one line for each argument.
 maximum_signature_line_length = 80
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

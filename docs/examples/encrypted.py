@@ -96,7 +96,7 @@ class EncryptingSender(WrappingSender):
 
 
 class DecryptingReceiver(WrappingReceiver):
-    """Decrypts every payload, into memory of its own."""
+    """Decrypts every payload into separate memory."""
 
     def __init__(self, transport: ReceiverTransport, cipher: AESGCM, worker_id: int) -> None:
         super().__init__(transport)

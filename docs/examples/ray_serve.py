@@ -125,7 +125,7 @@ class Clients:
 
 
 def set_version(policy: nn.Module, version: int) -> None:
-    """Stand in for a training step: all parameters are the number of the version."""
+    """Stand in for a training step: set all parameters to the version number."""
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.fill_(float(version))

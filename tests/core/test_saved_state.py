@@ -185,7 +185,7 @@ def test_packed_parameters_are_an_error(strategy: Any) -> None:
 
 
 class Wrapped(OrderedDict[str, Any]):
-    """A dict as that which DeepSpeed puts in the place of `_parameters`."""
+    """A dict like the one with which DeepSpeed replaces `_parameters`."""
 
 
 def take_over(module: Any) -> None:

@@ -1,4 +1,4 @@
-"""TorchRL's collector over Ray with the scheme `ray` in place of its own."""
+"""TorchRL's collector over Ray, with the scheme `ray`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# So that all runs of pytester share the modules: it forgets those that a run of its own imports.
+# All runs of pytester then share the modules, which it otherwise forgets after each.
 import sync_testing  # noqa: F401
 from sync_tools.main import main
 
