@@ -13,11 +13,12 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -138,6 +139,25 @@ def generated(llm: Any) -> tuple[list[int], list[str]]:
     return list(output.token_ids), [span.version for span in output.weight_versions]
 
 
+def shared_memory(processes: Iterable[Any]) -> set[Path]:
+    """Return the files of shared memory that processes and their descendants have mapped."""
+    mapped: set[str] = set()
+    for process in processes:
+        for each in (process, *process.children(recursive=True)):
+            # A process may end meanwhile.
+            with suppress(FileNotFoundError, ProcessLookupError):
+                lines = Path(f"/proc/{each.pid}/maps").read_text().splitlines()
+                mapped |= {line.split()[4] for line in lines if " /dev/shm/" in line}
+    # By their inodes, since a semaphore is mapped before it gets its name.
+    return {path for path in Path("/dev/shm").iterdir() if str(path.stat().st_ino) in mapped}
+
+
+def remove(left: Iterable[Path]) -> None:
+    """Remove files of shared memory, which vLLM's processes leave when they are killed."""
+    for path in left:
+        path.unlink(missing_ok=True)
+
+
 #: The page whose commands and code the tests run.
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md"
 
@@ -207,7 +227,10 @@ class Server:
         return choice["token_ids"], [span["version"] for span in choice["weight_versions"]]
 
     def kill(self) -> None:
-        """End it and all that it has started, at once."""
+        """Kill the server's process group, and remove the shared memory that is left."""
+        left: set[Path] = set()
         if self.process.poll() is None:
+            left = shared_memory([psutil.Process(self.process.pid)])
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
+        remove(left)

