@@ -6,11 +6,12 @@ import gc
 import hashlib
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -69,14 +70,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: _over_ray(item.nodeid), reverse=True)
 
 
-@pytest.fixture
-def loaded_torch() -> None:
-    """For tests that run pytest inside this process: leave torch fit for those that come later.
+class _Modules:
+    """A plugin of a run of pytest inside this process: notes torch's modules when the run ends."""
 
-    torch loads this when tensors are compared, and it cannot be loaded twice in one process; the
-    fixture ``pytester`` forgets the modules that came since it was made.
-    """
-    import_module("torch.distributed.tensor")
+    def __init__(self) -> None:
+        self.found: dict[str, ModuleType] = {}
+
+    def pytest_sessionfinish(self) -> None:
+        names = [name for name in sys.modules if name.partition(".")[0] == "torch"]
+        self.found |= {name: sys.modules[name] for name in names}
+
+
+@pytest.fixture
+def torch_modules() -> Iterator[_Modules]:
+    """Keep torch's modules, which cannot be loaded twice, when ``pytester`` forgets them."""
+    modules = _Modules()
+    yield modules
+    sys.modules.update(modules.found)
+
+
+@pytest.fixture
+def run_suite(
+    torch_modules: _Modules, pytester: pytest.Pytester
+) -> Callable[..., pytest.RunResult]:
+    """Run the conformance suite inside this process, with the arguments of its command line."""
+
+    def run(*arguments: str) -> pytest.RunResult:
+        command = ("-p", "pytest_sync_testing", "-p", "no:cacheprovider", "--pyargs")
+        return pytester.runpytest_inprocess(
+            *command, "sync_testing.suite", *arguments, plugins=[torch_modules]
+        )
+
+    return run
 
 
 @pytest.fixture

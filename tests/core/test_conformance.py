@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,34 +11,31 @@ from sync_testing import LayerConformance
 from sync_testing.negated import Negated
 
 pytest_plugins = ["pytester"]
-pytestmark = pytest.mark.usefixtures("loaded_torch")
+Run = Callable[..., pytest.RunResult]
 
 
-def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    command = ("-p", "pytest_sync_testing", "-p", "no:cacheprovider", "--pyargs")
-    return pytester.runpytest_inprocess(*command, "sync_testing.suite", *arguments)
-
-
-def test_a_layer_by_its_name(pytester: pytest.Pytester) -> None:
-    result = run(pytester, "--layer", "bf16", "--tolerance", "0.01", "-k", "come_back", "-v")
+def test_a_layer_by_its_name(run_suite: Run) -> None:
+    result = run_suite("--layer", "bf16", "--tolerance", "0.01", "-k", "come_back", "-v")
     result.assert_outcomes(passed=16)
     result.stdout.fnmatch_lines(["*TestLayerConformance?bf16?::test_shapes_come_back*"])
 
 
-def test_a_scheme_that_is_not_packaged_with_an_option(pytester: pytest.Pytester) -> None:
+def test_a_scheme_that_is_not_packaged_with_an_option(run_suite: Run) -> None:
     name = "sync_plugin_std.thread:ThreadScheme"
-    run(pytester, "--scheme", name, "--option", "slots=4", "-k", "dtype").assert_outcomes(passed=40)
+    run_suite("--scheme", name, "--option", "slots=4", "-k", "dtype").assert_outcomes(passed=40)
 
 
-def test_a_module_that_lies_where_pytest_is_started(pytester: pytest.Pytester) -> None:
+def test_a_module_that_lies_where_pytest_is_started(
+    run_suite: Run, pytester: pytest.Pytester
+) -> None:
     pytester.makepyfile(lying_here="from sync_plugin_std.thread import ThreadScheme as Mine")
-    run(pytester, "--scheme", "lying_here:Mine", "-k", "token or late_answer").assert_outcomes(
+    run_suite("--scheme", "lying_here:Mine", "-k", "token or late_answer").assert_outcomes(
         passed=1, skipped=1
     )
 
 
-def test_a_worker_group_by_its_name(pytester: pytest.Pytester) -> None:
-    run(pytester, "--workers", "inline", "-k", "keyword").assert_outcomes(passed=1)
+def test_a_worker_group_by_its_name(run_suite: Run) -> None:
+    run_suite("--workers", "inline", "-k", "keyword").assert_outcomes(passed=1)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +48,15 @@ def test_a_worker_group_by_its_name(pytester: pytest.Pytester) -> None:
     ],
 )
 def test_command_lines_that_make_no_sense(
-    pytester: pytest.Pytester, arguments: list[str], message: str
+    run_suite: Run, arguments: list[str], message: str
 ) -> None:
-    result = run(pytester, *arguments)
+    result = run_suite(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert message in result.stderr.str()
 
 
-def test_what_is_left_out_is_skipped_with_a_reason(pytester: pytest.Pytester) -> None:
-    result = run(pytester, "--scheme", "none", "-k", "dtype", "-rs")
+def test_what_is_left_out_is_skipped_with_a_reason(run_suite: Run) -> None:
+    result = run_suite("--scheme", "none", "-k", "dtype", "-rs")
     result.assert_outcomes(skipped=40)
     result.stdout.fnmatch_lines(["*workers act with the trainer's own object*"])
 

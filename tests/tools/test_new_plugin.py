@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ import sync_testing  # noqa: F401
 from sync_tools.main import main
 
 pytest_plugins = ["pytester"]
-pytestmark = pytest.mark.usefixtures("loaded_torch")
 
 KINDS = {
     "my-transport": [],
@@ -94,11 +94,9 @@ def test_the_names_of_a_plugin(
     ids=["scheme", "layer", "workers"],
 )
 def test_what_is_written_conforms(
-    written: Path, pytester: pytest.Pytester, arguments: list[str]
+    written: Path, run_suite: Callable[..., pytest.RunResult], arguments: list[str]
 ) -> None:
-    command = ("-p", "pytest_sync_testing", "-p", "no:cacheprovider", "--pyargs")
-    result = pytester.runpytest_inprocess(*command, "sync_testing.suite", *arguments)
-    outcomes = result.parseoutcomes()
+    outcomes = run_suite(*arguments).parseoutcomes()
     assert outcomes["passed"] > 20
     assert not outcomes.keys() & {"failed", "error", "errors"}
 
