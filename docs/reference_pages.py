@@ -29,9 +29,9 @@ import sync_testing.faults
 from sync_collector.bench import command as bench_collector
 from sync_core import errors, registry
 from sync_core.hooks import HOOKS, LAYER_CAPABILITIES, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
-from sync_core.sending.status import SenderView, WorkerView
 from sync_core.transports import Finding
 from sync_core.wrapping import WrappingScheme
+from sync_tools import SenderView, WorkerView
 from sync_tools.commands.doctor import Diagnosis
 from sync_tools.commands.listing import Listed, wraps_another
 from sync_tools.commands.plan import Estimate
@@ -215,7 +215,7 @@ def pages() -> dict[str, str]:
         "wrapping": _exported("Schemes that wrap others", "sync_core.wrapping"),
         "lazy": _exported("Packages that import late", "sync_core.lazy"),
         "registry": _exported("Registry of plugins", "sync_core.registry"),
-        "tools": _exported("Commands", "sync_tools"),
+        "tools": _exported("Commands and the status server", "sync_tools"),
         "measuring": _exported("Measuring a scheme", "sync_tools.bench"),
         "stores": _exported("Stores", "sync_plugin_std.stores"),
         "collector": _exported("Collector", "sync_collector"),

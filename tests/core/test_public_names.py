@@ -16,6 +16,7 @@ LAZY = (
     "sync_core.transports",
     "sync_plugin_std.local",
     "sync_plugin_std.workers",
+    "sync_tools",
 )
 
 
@@ -69,7 +70,7 @@ with Sender("shm", policy, num_workers=1) as sender:
         assert receiver.receive() == 1 and pending.wait().updated == (0,)
 features = (
     "admission", "increments", "left_out", "transports.background", "receiving.getter", "relays",
-    "sending.elastic", "sending.failure_policy", "sending.partial", "sending.status",
+    "sending.elastic", "sending.failure_policy", "sending.partial",
     "shards", "verify", "weights.patch",
 )
 print(*[name for name in features if "sync_core." + name in sys.modules])

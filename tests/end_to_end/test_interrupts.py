@@ -22,6 +22,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_testing.interrupts import interrupted
+from sync_tools import StatusServer
 
 pytestmark = pytest.mark.timeout(120)
 # Interrupts of each scheme: spread over a send, and each of its last moments.
@@ -125,9 +126,8 @@ def test_a_constructor_leaves_nothing(scheme: str, tmp_path: Path) -> None:
 
     def make(moment: int | None) -> int:
         with interrupted(moment) as moments:
-            sender = Sender(
-                scheme, nn.Linear(4, 4), num_workers=1, status=True, **_options(scheme, tmp_path)
-            )
+            sender = Sender(scheme, nn.Linear(4, 4), num_workers=1, **_options(scheme, tmp_path))
+            StatusServer(sender)
             sender.close()
         return moments.count
 
@@ -151,9 +151,8 @@ def test_a_close_is_completed(scheme: str, again: bool, tmp_path: Path) -> None:
     before = set(threading.enumerate())
 
     def close(moment: int | None) -> int:
-        sender = Sender(
-            scheme, nn.Linear(4, 4), num_workers=1, status=True, **_options(scheme, tmp_path)
-        )
+        sender = Sender(scheme, nn.Linear(4, 4), num_workers=1, **_options(scheme, tmp_path))
+        StatusServer(sender)
         receiver = Receiver(sender.address(0), nn.Linear(4, 4))
         sender.send_async()
         with interrupted(moment) as moments:

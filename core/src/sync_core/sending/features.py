@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from sync_core.sending.partial import PartialUpdates, TrainableOnly
     from sync_core.sending.pipeline import Pipeline, Source
     from sync_core.sending.sender import Sender
-    from sync_core.sending.status import StatusEndpoint
     from sync_core.shards.local import Ranks, Regions
 
 # The similarity, from 0 to 1, from which a name is taken for another: that of `difflib`.
 _ALIKE = 0.6
+# Former arguments of a sender, and what to type now.
+_MOVED = {
+    "status": "StatusServer(sender).address, with: from sync_tools import StatusServer",
+}
 
 Collect = Callable[[Any], dict[str, Tensor]]
 
@@ -69,6 +72,8 @@ def with_near_miss(error: OptionError, arguments: Iterable[str], scheme: str) ->
         scheme: its name.
     """
     name = error.unknown or ""
+    if name in _MOVED:
+        return OptionError(f"Sender has no argument {name!r}; type {_MOVED[name]}")
     kinds = (
         (arguments, "{}=…"),
         (error.known, "{}=…"),
@@ -138,13 +143,6 @@ def failure_policy(
     from sync_core.sending.failure_policy import FailurePolicy
 
     return FailurePolicy(on_failure, group, on_restart, called=called, timeout=timeout)
-
-
-def status_endpoint(sender: Sender, scheme: str) -> StatusEndpoint:
-    """Return what answers requests for a sender's status."""
-    from sync_core.sending.status import StatusEndpoint
-
-    return StatusEndpoint(sender, scheme)
 
 
 def elastic_workers(sender: Sender, pipeline: Pipeline, lock: Any) -> ElasticWorkers:

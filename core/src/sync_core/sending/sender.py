@@ -6,6 +6,7 @@ import inspect
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial as bind
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
@@ -36,7 +37,6 @@ from sync_core.worker_group import WorkerGroup
 if TYPE_CHECKING:
     from sync_core.sending.elastic import ElasticWorkers
     from sync_core.sending.failure_policy import OnFailure
-    from sync_core.sending.status import StatusEndpoint
     from sync_core.shards.local import Ranks, Regions
 
 _CLOSED = "the sender was closed"
@@ -98,7 +98,6 @@ class Sender(Updater):
             written. Needs ``pip install "sync-core[verify]"``, here and there.
         on_report: called with the report at the end of every send, also where workers failed;
             what it raises is logged, and changes nothing.
-        status: answer readers such as ``sync-core watch`` at `status_address`.
         timeout: deadline of blocking calls, in seconds.
         version: the version from which to count: the first send has the next one. A trainer that
             was started again gives the version that it had reached.
@@ -142,7 +141,6 @@ class Sender(Updater):
         on_restart: Callable[[Any, Address], object] | None = None,
         verify: Verify | None = None,
         on_report: Callable[[SendReport], object] | None = None,
-        status: bool = False,
         timeout: float = 60.0,
         version: int = 0,
         **options: Any,
@@ -190,9 +188,11 @@ class Sender(Updater):
             on_failure, group, on_restart, called=bool(workers), timeout=timeout
         )
         self._pipeline = Pipeline(self._terms)
-        self._reporters: list[Callable[[SendReport], object]] = [*self._pipeline.reporters]
-        if on_report is not None:
-            self._reporters.append(on_report)
+        self._closers: list[weakref.finalize[..., Any]] = []
+        self._reporters: dict[object, Callable[[SendReport], object]] = {}
+        for reporter in (*self._pipeline.reporters, on_report):
+            if reporter is not None:
+                self._reporters[object()] = reporter
         self._source = Source(
             context,
             strategy,
@@ -217,15 +217,9 @@ class Sender(Updater):
         # The thread that closes, or has closed, this sender.
         self._closer: int | None = None
         self._process = os.getpid()
-        self._status: StatusEndpoint | None = None
         if model is None and context is not None:
             model = model_id
         try:
-            if status:
-                with uninterrupted():
-                    self._status = features.status_endpoint(self, self._pipeline.scheme)
-                    self._close_status = release_with(self, self._status.close)
-                self._reporters.append(self._status)
             if model is not None:
                 self.register_model(model)
         except BaseException:
@@ -281,18 +275,9 @@ class Sender(Updater):
             self._version = version
 
     @property
-    def status_address(self) -> str:
-        """Return the address at which the sender's status can be read on this machine.
-
-        It is an ``http://`` address on the loopback interface, with a random token, for
-        ``sync-core watch`` or anything else that reads JSON.
-
-        Raises:
-            OptionError: the sender was made without ``status=True``.
-        """
-        if self._status is None:
-            raise OptionError("this sender shows no status; type Sender(…, status=True)")
-        return self._status.address
+    def scheme(self) -> str:
+        """The name of the scheme."""
+        return self._pipeline.scheme
 
     def all_worker_ids(self) -> tuple[int, ...]:
         """The ids of the workers."""
@@ -315,6 +300,45 @@ class Sender(Updater):
         """
         check_function(callback, "callback")
         return self._members.subscribe(callback)
+
+    def on_report(self, callback: Callable[[SendReport], object]) -> Callable[[], object]:
+        """Call a function with the report at the end of every send, also where workers failed.
+
+        Args:
+            callback: called in the thread that ends the send; what it raises is logged.
+
+        Returns:
+            A function that ends the calls.
+        """
+        check_function(callback, "callback")
+        self._check_open()
+        entry = object()
+        self._reporters[entry] = callback
+        return bind(self._reporters.pop, entry, None)
+
+    def on_close(self, callback: Callable[[], object]) -> Callable[[], object]:
+        """Call a function once when the sender is closed or forgotten, or its process ends.
+
+        Args:
+            callback: called without arguments, before the transport closes. It must not keep the
+                sender alive, and is called again where Ctrl-C interrupts it.
+
+        Returns:
+            A function that prevents the call.
+
+        Example:
+            >>> with Sender("none", torch.nn.Linear(4, 2), num_workers=1) as sender:
+            ...     forget = sender.on_close(lambda: print("closed"))
+            closed
+        """
+        check_function(callback, "callback")
+        self._check_open()
+        with uninterrupted():
+            release = release_with(self, callback)
+            self._closers = [*(each for each in self._closers if each.alive), release]
+        if self._closed:
+            release()  # another thread has closed the sender meanwhile
+        return release.detach
 
     def address(self, worker_id: int | None = None) -> Address:
         """The address that worker ``worker_id`` gives to its `Receiver`; it pickles.
@@ -588,8 +612,8 @@ class Sender(Updater):
         pending = self._pending
         if pending is not None:
             pending.abandon(_CLOSED)
-        if self._status is not None:
-            self._close_status()
+        for release in self._closers:
+            release()
         if self._elastic is not None:
             self._elastic.close()
         self._close_members()
@@ -683,7 +707,7 @@ class Sender(Updater):
             report = report.with_returned(returned) if returned else report
         if self._post_hooks and not report.failed:
             self._run_post_hooks()
-        tell(report, self._reporters)
+        tell(report, tuple(self._reporters.values()))
         return report
 
 

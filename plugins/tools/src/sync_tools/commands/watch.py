@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Shows each worker of a running sender: its state, its version, how many versions it is "
         "behind, the milliseconds of each phase and the bytes of its last update, and its last "
-        "error. The sender is made with Sender(…, status=True), and prints the address with "
-        "print(sender.status_address)."
+        "error. The trainer makes a StatusServer of the sender, and prints the address with "
+        "print(StatusServer(sender).address)."
     )
-    parser.add_argument("address", help="what sender.status_address is")
+    parser.add_argument("address", help="the address of a StatusServer")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between looks (1)")
     parser.add_argument("--once", action="store_true", help="print one table, and end")
     parser.add_argument("--json", action="store_true", help="print JSON once, and end")
@@ -70,7 +70,8 @@ def fetch(address: str) -> dict[str, Any]:
     if parts.scheme != "http" or not parts.hostname or not parts.port:
         raise StatusError(
             f"{address!r} is not a status address; it looks like http://127.0.0.1:40000/TOKEN, and "
-            "print(sender.status_address) prints it, for a Sender(…, status=True)"
+            "print(StatusServer(sender).address) prints it; type: from sync_tools import "
+            "StatusServer"
         )
     connection = HTTPConnection(parts.hostname, parts.port, timeout=_DEADLINE)
     try:

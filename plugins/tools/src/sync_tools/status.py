@@ -1,4 +1,4 @@
-"""The status of a sender, which ``sync-core watch`` reads: JSON over HTTP, on this machine only."""
+"""A server for the status of a sender: JSON over HTTP, on this machine only."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from selectors import EVENT_READ, DefaultSelector
-from typing import Any, Protocol
+from typing import Any, Self
 
-from sync_core.report import SendReport, WorkerResult
-from sync_core.sending.worker_state import WorkerStatus
+from sync_core import Sender, SendReport, WorkerResult
+from sync_core.transports import uninterrupted
 
 _log = logging.getLogger("sync_core")
 # A request, and then its answer, may take this long, in seconds; others wait in the meantime.
@@ -82,47 +81,79 @@ class SenderView:
     workers: list[WorkerView]
 
 
-class Watched(Protocol):
-    """The part of a `Sender` that is shown."""
+class StatusServer:
+    """Serves the status of a sender to readers such as ``sync-core watch``, in a thread.
 
-    model_id: str
-
-    @property
-    def version(self) -> int:
-        """The newest version sent."""
-
-    @property
-    def workers(self) -> Mapping[int, WorkerStatus]:
-        """The status of each worker."""
-
-
-class StatusEndpoint:
-    """Answers ``GET`` requests for the status of a sender, one after the other, in a thread.
-
-    It listens on the loopback address, on a free port. `address` has a random token; requests for
-    any other path are refused. Nothing that is sent here changes anything.
+    It listens on the loopback interface, on a free port, and answers ``GET`` requests one after
+    the other. Requests change nothing. The server ends with its sender, or when it is closed.
 
     Args:
         sender: the sender; it is not kept alive.
-        scheme: the name of its scheme.
+
+    Raises:
+        ClosedError: the sender is closed.
+
+    Example:
+        >>> with Sender("none", torch.nn.Linear(4, 2), num_workers=1) as sender:
+        ...     server = StatusServer(sender)
+        ...     sender.send().version
+        ...     server.view().sends, server.address.startswith("http://127.0.0.1:")
+        1
+        (1, True)
     """
 
-    def __init__(self, sender: Watched, scheme: str) -> None:
+    def __init__(self, sender: Sender) -> None:
         self._sender = weakref.ref(sender)
-        self._scheme = scheme
+        self._process = os.getpid()
         self._path = f"/{secrets.token_urlsafe(16)}"
         self._last: tuple[float, SendReport] | None = None
         self._results: dict[int, WorkerResult] = {}
         self._sends = self._failed_sends = self._nbytes = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.setblocking(False)  # a connection may be gone before it is accepted
-        self._ended, self._end = socket.socketpair()
-        self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}{self._path}"
-        self._thread = threading.Thread(target=self._serve, name="sync-status", daemon=True)
-        self._thread.start()
+        self._unsubscribe = sender.on_report(self._take)
+        with uninterrupted():
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self._listener.setblocking(False)  # a connection may be gone before it is accepted
+            self._ended, self._end = socket.socketpair()
+            self._thread = threading.Thread(target=self._serve, name="sync-status", daemon=True)
+            self._thread.start()
+            try:
+                self._unregister = sender.on_close(self._stop)
+            except BaseException:
+                self._stop()
+                raise
+        self._address = f"http://127.0.0.1:{self._listener.getsockname()[1]}{self._path}"
 
-    def __call__(self, report: SendReport) -> None:
-        """Take a report."""
+    @property
+    def address(self) -> str:
+        """The address of the status: ``http://127.0.0.1:``, a port, and a random token."""
+        return self._address
+
+    def close(self) -> None:
+        """Refuse further connections; a request in progress is answered first.
+
+        In a process that was forked from the server's, this does nothing.
+        """
+        if os.getpid() != self._process:
+            return
+        self._unsubscribe()
+        self._stop()
+        self._unregister()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _stop(self) -> None:
+        # Closing is not enough: a process that was forked from this one has the socket, too.
+        with suppress(OSError):  # it is closed already
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _take(self, report: SendReport) -> None:
         self._sends += 1
         self._failed_sends += any(result.error for result in report.workers.values())
         self._nbytes += report.nbytes
@@ -130,15 +161,6 @@ class StatusEndpoint:
         # The thread sees the dict before or after, never one that changes.
         self._results = self._results | sent
         self._last = time.monotonic(), report
-
-    def close(self) -> None:
-        """Refuse further connections; a request in progress is answered first."""
-        # Closing is not enough: a process that was forked from this one has the socket, too.
-        with suppress(OSError):  # Ctrl-C came after this, when it was closed before
-            self._end.shutdown(socket.SHUT_RDWR)
-        self._end.close()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
 
     def view(self) -> SenderView:
         """Return the status at this moment.
@@ -151,7 +173,7 @@ class StatusEndpoint:
             raise ReferenceError("the sender is gone")
         now, version, last, results = time.monotonic(), sender.version, self._last, self._results
         return SenderView(
-            scheme=self._scheme,
+            scheme=sender.scheme,
             model_id=sender.model_id,
             process=os.getpid(),
             version=version,

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import pytest
 from torch import nn
 
-from sync_core import OptionError, Receiver, Sender, SendError
-from sync_core.sending.status import SenderView, WorkerView
+from sync_core import ClosedError, OptionError, Receiver, Sender, SendError
+from sync_tools import SenderView, StatusServer, WorkerView
 from sync_tools.commands.watch import StatusError, fetch
 from sync_tools.main import main
 
@@ -29,8 +29,13 @@ pytestmark = pytest.mark.timeout(30)
 
 @pytest.fixture
 def sender() -> Iterator[Sender]:
-    with Sender("thread", nn.Linear(2, 2), num_workers=2, status=True) as sender:
+    with Sender("thread", nn.Linear(2, 2), num_workers=2) as sender:
         yield sender
+
+
+@pytest.fixture
+def address(sender: Sender) -> str:
+    return StatusServer(sender).address
 
 
 def send_to_the_first(sender: Sender) -> None:
@@ -45,11 +50,11 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "sync-status"]
 
 
-def test_the_status_names_what_is_stale(sender: Sender) -> None:
-    before = fetch(sender.status_address)
+def test_the_status_names_what_is_stale(sender: Sender, address: str) -> None:
+    before = fetch(address)
     assert (before["version"], before["last"], before["sends"]) == (0, None, 0)
     send_to_the_first(sender)
-    status = fetch(sender.status_address)
+    status = fetch(address)
     assert (status["scheme"], status["version"], status["failed_sends"]) == ("thread", 1, 1)
     assert status["last"]["publish_seconds"] > 0
     fresh, stale = status["workers"]
@@ -65,8 +70,8 @@ def test_the_status_names_what_is_stale(sender: Sender) -> None:
     assert "did not confirm version 1" in stale["error"]
 
 
-def test_json_has_the_fields_that_are_documented(sender: Sender) -> None:
-    status = fetch(sender.status_address)
+def test_json_has_the_fields_that_are_documented(address: str) -> None:
+    status = fetch(address)
     assert status.keys() == {*SenderView.__dataclass_fields__}
     assert status["workers"][0].keys() == {*WorkerView.__dataclass_fields__}
 
@@ -76,9 +81,9 @@ def test_json_has_the_fields_that_are_documented(sender: Sender) -> None:
     [("GET", "/", 403), ("GET", "/wrong", 403), ("POST", "/", 403), ("POST", None, 405)],
 )
 def test_only_reading_with_the_token_is_answered(
-    sender: Sender, method: str, path: str | None, status: int
+    address: str, method: str, path: str | None, status: int
 ) -> None:
-    parts = urlsplit(sender.status_address)
+    parts = urlsplit(address)
     assert parts.hostname == "127.0.0.1"
     connection = HTTPConnection("127.0.0.1", parts.port or 0, timeout=5)
     connection.request(method, path or parts.path)
@@ -89,41 +94,41 @@ def test_only_reading_with_the_token_is_answered(
 
 
 @pytest.mark.parametrize("request_", [b"", b"\r\n\r\n", b"\x00\xff\r\n\r\n", b"GET\r\n"])
-def test_any_other_bytes_are_refused(sender: Sender, request_: bytes) -> None:
-    parts = urlsplit(sender.status_address)
+def test_any_other_bytes_are_refused(address: str, request_: bytes) -> None:
+    parts = urlsplit(address)
     with socket.create_connection((parts.hostname, parts.port), timeout=5) as connection:
         connection.sendall(request_)
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100).startswith(b"HTTP/1.0 403")
 
 
-def test_a_request_without_end_is_not_read_to_its_end(sender: Sender) -> None:
-    parts = urlsplit(sender.status_address)
+def test_a_request_without_end_is_not_read_to_its_end(address: str) -> None:
+    parts = urlsplit(address)
     with (
         socket.create_connection((parts.hostname, parts.port), timeout=5) as connection,
         pytest.raises(ConnectionError),
     ):
         connection.sendall(b"GET /" + b"x" * 100_000_000)
-    assert fetch(sender.status_address)["version"] == 0
+    assert fetch(address)["version"] == 0
 
 
-def test_a_reader_that_sends_nothing_holds_up_no_other(sender: Sender) -> None:
-    parts = urlsplit(sender.status_address)
+def test_a_reader_that_sends_nothing_holds_up_no_other(address: str) -> None:
+    parts = urlsplit(address)
     with socket.create_connection((parts.hostname, parts.port)):
-        assert fetch(sender.status_address)["version"] == 0
+        assert fetch(address)["version"] == 0
 
 
-def test_closing_ends_the_thread_and_the_port(sender: Sender) -> None:
+def test_closing_ends_the_thread_and_the_port(sender: Sender, address: str) -> None:
     assert threads()
     sender.close()
     assert not threads()
     with pytest.raises(StatusError, match="no sender answers"):
-        fetch(sender.status_address)
+        fetch(address)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_process_does_not_keep_the_port_open(sender: Sender) -> None:
+def test_a_forked_process_does_not_keep_the_port_open(sender: Sender, address: str) -> None:
     held, release = os.pipe()
     child = os.fork()
     if child == 0:
@@ -133,7 +138,7 @@ def test_a_forked_process_does_not_keep_the_port_open(sender: Sender) -> None:
     try:
         sender.close()
         with pytest.raises(StatusError, match="no sender answers"):
-            fetch(sender.status_address)
+            fetch(address)
     finally:
         os.close(release)
         os.close(held)
@@ -141,26 +146,45 @@ def test_a_forked_process_does_not_keep_the_port_open(sender: Sender) -> None:
 
 
 def test_a_forgotten_sender_is_not_kept_alive() -> None:
-    forgotten = Sender("thread", nn.Linear(2, 2), num_workers=1, status=True)
-    fetch(forgotten.status_address)
+    forgotten = Sender("thread", nn.Linear(2, 2), num_workers=1)
+    server = StatusServer(forgotten)
     reference = weakref.ref(forgotten)
     del forgotten
     gc.collect()
     assert reference() is None
     assert not threads()
+    with pytest.raises(ReferenceError):
+        server.view()
 
 
-def test_without_a_status_there_is_no_address() -> None:
-    with Sender("thread", nn.Linear(2, 2), num_workers=1) as sender:
-        assert not threads()
-        with pytest.raises(OptionError, match="status=True"):
-            _ = sender.status_address
+def test_a_server_is_closed_before_its_sender(sender: Sender) -> None:
+    with StatusServer(sender) as server, StatusServer(sender) as other:
+        server.close()
+        server.close()
+        with pytest.raises(StatusError, match="no sender answers"):
+            fetch(server.address)
+        send_to_the_first(sender)
+        assert fetch(other.address)["sends"] == 1
+        assert server.view().sends == 0
+    assert not threads()
 
 
-def test_watch_prints_a_table(sender: Sender, capsys: Any, monkeypatch: Any) -> None:
+def test_a_closed_sender_has_no_server(sender: Sender) -> None:
+    sender.close()
+    with pytest.raises(ClosedError):
+        StatusServer(sender)
+    assert not threads()
+
+
+def test_the_former_argument_is_answered_with_what_to_type() -> None:
+    with pytest.raises(OptionError, match=r"type StatusServer\(sender\)\.address"):
+        Sender("thread", nn.Linear(2, 2), num_workers=1, status=True)
+
+
+def test_watch_prints_a_table(sender: Sender, address: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     send_to_the_first(sender)
-    assert main(["watch", sender.status_address, "--once"]) == 0
+    assert main(["watch", address, "--once"]) == 0
     printed = capsys.readouterr().out
     assert "policy by thread" in printed
     assert "1 sends, 1 failed" in printed
@@ -173,18 +197,18 @@ def test_watch_prints_a_table(sender: Sender, capsys: Any, monkeypatch: Any) -> 
     assert "worker 1: did not confirm version 1" in printed
 
 
-def test_watch_goes_on_until_the_sender_closes(sender: Sender, capsys: Any) -> None:
+def test_watch_goes_on_until_the_sender_closes(sender: Sender, address: str, capsys: Any) -> None:
     started = time.monotonic()
     closing = threading.Timer(0.2, sender.close)
     closing.start()
-    assert main(["watch", sender.status_address, "--interval", "0.05"]) == 0
+    assert main(["watch", address, "--interval", "0.05"]) == 0
     closing.join()
     assert time.monotonic() - started >= 0.2
     assert "its process has ended" in " ".join(capsys.readouterr().out.split())
 
 
-def test_watch_prints_json(sender: Sender, capsys: Any) -> None:
-    assert main(["watch", sender.status_address, "--json"]) == 0
+def test_watch_prints_json(address: str, capsys: Any) -> None:
+    assert main(["watch", address, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["workers"][1]["state"] == "connecting"
 
@@ -192,11 +216,11 @@ def test_watch_prints_json(sender: Sender, capsys: Any) -> None:
 @pytest.mark.parametrize("address", ["", "policy", "http://127.0.0.1", "https://127.0.0.1:1/x"])
 def test_watch_names_what_an_address_looks_like(address: str, capsys: Any) -> None:
     assert main(["watch", address]) == 1
-    assert "print(sender.status_address)" in capsys.readouterr().err
+    assert "print(StatusServer(sender).address)" in capsys.readouterr().err
 
 
-def test_a_report_is_json(sender: Sender) -> None:
+def test_a_report_is_json(sender: Sender, address: str) -> None:
     send_to_the_first(sender)
-    result = fetch(sender.status_address)["workers"][1]["last"]
+    result = fetch(address)["workers"][1]["last"]
     assert result["version"] is None
     assert asdict(sender.workers[1])["failures"] == 1
