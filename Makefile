@@ -18,7 +18,7 @@ TORCHRL := .venv-torchrl/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests tests-alone test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
+.PHONY: help test check tests test-kit tests-alone test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
 
 help:
 	@echo "make test                        every check and every test"
@@ -26,6 +26,7 @@ help:
 	@echo "make demo-llm [SCHEME=] [ENGINE=]  GRPO of SmolLM2-135M, sampled by vLLM or by ENGINE=hf"
 	@echo "make check                       linters, types and import contracts"
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
+	@echo "make test-kit [ARGS=]            that the suites catch broken plugins, the searches, every chain of schemes"
 	@echo "make tests-alone [SEED=]         those of each distribution by themselves, in random order"
 	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
 	@echo "make test-torchrl TORCHRL_TESTS=  TorchRL's own tests of weight sync, with our schemes"
@@ -51,6 +52,10 @@ PYTEST = $(BIN)/python -m pytest -n $(TESTERS) --dist loadscope --no-loadscope-r
 
 tests: $(INSTALLED)
 	$(PYTEST) $(ARGS)
+
+# What tests the tests, and what is too long for every change.
+test-kit: $(INSTALLED)
+	$(PYTEST) tests/kit $(ARGS)
 
 tests-alone: $(INSTALLED)
 	@seed=$(SEED); failed=; \

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.core.state_graph import Graph, ViolationError, search
+from tests.kit.state_graph import Graph, ViolationError, search
 
 from sync_core import (
     CapacityError,

@@ -1,25 +1,34 @@
 """Every order of a sender's and a worker's steps on their control page.
 
 See docs/explanation/protocol.md. A step is one access to the page or one system call on an event,
-as `SharedMemorySender` and `SharedMemoryReceiver` make them; the two threads of the sender share a
-lock. Mistakes are planted to show that the search finds them.
+in the order of `SharedMemorySender` and `SharedMemoryReceiver`, which the last test compares; the
+two threads of the sender share a lock. What is written to the page and read from it is written and
+read by `ControlPage` itself. Mistakes are planted to show that the search finds them.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
-from tests.core.state_graph import Graph, ViolationError, search
+import torch
+from tests.kit.state_graph import Graph, ViolationError, search
 
-# The content of a record or a slot during a write.
+from sync_core import Answer, Receiver, Sender, SendError
+from sync_plugin_std.local import ControlPage, ProcessEvent
+
+# The content of a slot during a write.
 TORN = -1
+# Within the record of the answer: what is written of it before another process looks.
+CUT = 2048 + 8
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
-Sender = Literal["idle", "packing", "packed", "waits", "leaves"]
+Sending = Literal["idle", "packing", "packed", "waits", "leaves"]
 Staging = Literal["polls", "accepted", "asks"]
 Committing = Literal["idle", "reads", "has read", "writes", "answers", "leaves"]
 Mistake = Literal[
@@ -51,10 +60,8 @@ class State:
     """The shared memory, and the private state of each side.
 
     Args:
+        page: the bytes of the page.
         offers: whether the event of offers is set; ``answers``, that of answers.
-        waiting: the note on the page that a thread waits for answers.
-        offer: the version and the slot that are offered.
-        answer: the answer on the page.
         socket: what is on its way from the worker: messages that ask for more, and ``look`` (None).
         slots: the version that lies in each slot.
         sender: what the thread that sends does.
@@ -71,14 +78,12 @@ class State:
         reported: the answer that it writes.
     """
 
+    page: bytes
     offers: bool = False
     answers: bool = False
-    waiting: bool = False
-    offer: Place = (0, 0)
-    answer: Message = Message()
     socket: tuple[Message | None, ...] = ()
     slots: tuple[int, ...] = (0, 0, 0)
-    sender: Sender = "idle"
+    sender: Sending = "idle"
     target: int = 0
     sent: int = 0
     newest: int = 0
@@ -120,6 +125,9 @@ class Page:
     def __init__(
         self, versions: int, *, patient: bool, background: bool, mistake: Mistake | None
     ) -> None:
+        self.page = ControlPage.create()
+        # Each content once, so that states share it.
+        self._contents: dict[bytes, bytes] = {}
         self.versions = versions
         self.patient = patient
         self.background = background
@@ -135,6 +143,20 @@ class Page:
         ):
             if mistake == reverse:
                 steps.reverse()
+
+    def start(self) -> State:
+        """The state before anything is sent."""
+        self.page.write_answer(Answer(version=0), [])
+        return State(self._content())
+
+    def _content(self) -> bytes:
+        content = bytes(self.page._bytes)
+        return self._contents.setdefault(content, content)
+
+    def _restored(self, state: State) -> ControlPage:
+        """The page, as it is in a state."""
+        self.page._bytes[:] = state.page
+        return self.page
 
     def steps(self, state: State) -> Iterator[State]:
         """The states that one step leads to."""
@@ -160,7 +182,7 @@ class Page:
                 yield self._offer(replace(packed, sender="packed"))
             case "packed":
                 yield replace(state, sender="idle")
-                yield replace(state, sender="waits", waiting=True)
+                yield replace(self._wait(state, waits=True), sender="waits")
             case "waits":
                 if state.answers:
                     yield self._take(state)
@@ -196,13 +218,18 @@ class Page:
     def _write_offer(self, state: State) -> State:
         if state.staging == "accepted":
             raise ViolationError("an offer is written while the worker reads it")
-        return replace(state, offer=(state.slots[state.newest], state.newest))
+        self._restored(state).write_offer((state.slots[state.newest], state.newest, "0"))
+        return replace(state, page=self._content())
 
     def _set_offers(self, state: State) -> State:
         return replace(state, offers=True)
 
+    def _wait(self, state: State, *, waits: bool) -> State:
+        self._restored(state).waiting = waits
+        return replace(state, page=self._content())
+
     def _no_longer_waits(self, state: State) -> State:
-        return replace(state, waiting=False)
+        return self._wait(state, waits=False)
 
     def _collect(self, state: State) -> State:
         """Take the answer of a worker that may have given one."""
@@ -213,9 +240,10 @@ class Page:
         if not state.answers:
             return state
         state = replace(state, answers=False)
-        answer = state.answer
-        if answer.version == TORN:
+        found = self._restored(state).read_answer()
+        if found is None:
             return state
+        answer = Message(found[0].version, frozenset(found[1]))
         done = state.asked <= answer.version or self.mistake == "any answer"
         asked, answered = 0 if done else state.asked, max(state.answered, answer.version)
         return self._heard(answer, replace(state, asked=asked, answered=answered))
@@ -239,7 +267,8 @@ class Page:
                 if state.offers and free:
                     yield replace(state, offers=False, staging="accepted")
             case "accepted":
-                yield replace(state, staging="asks", staged=state.offer, accepted=state.offer[0])
+                version, slot, _ = self._restored(state).read_offer()
+                yield replace(state, staging="asks", staged=(version, slot), accepted=version)
             case "asks":
                 if state.accepted and self.background:
                     asks = Message(state.accepted, state.held)
@@ -268,23 +297,28 @@ class Page:
                 yield replace(self.answering[1](state), committing="idle")
 
     def _begin_answer(self, version: int, state: State) -> State:
-        if version <= state.answer.version:
+        found = self._restored(state).read_answer()
+        if found is None or version <= found[0].version:
             raise ViolationError(f"version {version} was read before")
         accepted = 0 if state.accepted == version else state.accepted
         reported = Message(version, state.held)
         return replace(state, committing="writes", accepted=accepted, reported=reported)
 
     def _write_answer(self, state: State) -> Iterator[State]:
-        if state.answer.version != TORN:
-            yield replace(state, answer=Message(TORN))
+        torn = self._restored(state).read_answer() is None
+        self.page.write_answer(Answer(version=state.reported.version), sorted(state.reported.held))
+        if torn:
+            yield replace(state, page=self._content(), committing="answers")
         else:
-            yield replace(state, answer=state.reported, committing="answers")
+            self.page._bytes[CUT:] = state.page[CUT:]
+            yield replace(state, page=self._content())
 
     def _set_answers(self, state: State) -> State:
         return replace(state, answers=True)
 
     def _look(self, state: State) -> State:
-        return state if state.waiting else replace(state, socket=(*state.socket, None))
+        waits = self._restored(state).waiting
+        return state if waits else replace(state, socket=(*state.socket, None))
 
 
 def explore(
@@ -296,7 +330,10 @@ def explore(
 ) -> tuple[Graph[State], list[State]]:
     """Search all of it; also the states from which the last version is never known to be there."""
     page = Page(versions, patient=patient, background=background, mistake=mistake)
-    graph = search(State(), page.steps)
+    try:
+        graph = search(page.start(), page.steps)
+    finally:
+        page.page.close()
     return graph, graph.stranded(lambda s: s.sender == "idle" and s.answered == versions)
 
 
@@ -318,3 +355,58 @@ def test_an_answer_that_nobody_reads_is_found(mistake: Mistake) -> None:
 def test_what_is_read_while_it_is_written_is_found(mistake: Mistake) -> None:
     with pytest.raises(ViolationError):
         explore(3, mistake=mistake)
+
+
+def test_the_code_takes_these_steps_in_this_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: dict[str, list[str]] = {}
+    waits = threading.Event()
+
+    def record(step: str) -> None:
+        steps.setdefault(threading.current_thread().name, []).append(step)
+
+    def recorded(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            if name == "write_answer":
+                assert waits.wait(10)
+            record(name)
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    flag: Any = ControlPage.__dict__["waiting"]
+
+    def look(page: ControlPage) -> bool:
+        record("look")
+        return bool(flag.fget(page))
+
+    def note(page: ControlPage, value: bool) -> None:
+        record("waits" if value else "no longer waits")
+        flag.fset(page, value)
+        if value:
+            waits.set()
+
+    with (
+        ThreadPoolExecutor(1, "worker") as pool,
+        Sender("shm", {"w": torch.ones(2)}, num_workers=1) as sender,
+        Receiver(sender.address(0), {"w": torch.zeros(2)}) as receiver,
+    ):
+        with pytest.raises(SendError):
+            sender.send_async().wait(0)
+        for name in ("write_offer", "read_offer", "write_answer", "read_answer"):
+            recorded(ControlPage, name)
+        for name in ("set", "take"):
+            recorded(ProcessEvent, name)
+        monkeypatch.setattr(ControlPage, "waiting", property(look, note))
+        pending = sender.send_async()
+        received = pool.submit(receiver.receive, 10)
+        pending.wait()
+        assert received.result() == 2
+    ours = steps["MainThread"]
+    # The offer before is revoked; what comes after the wait are the steps of closing.
+    assert ours[:4] == ["take", "write_offer", "set", "waits"]
+    left = ours.index("no longer waits")
+    assert ours[left : left + 2] == ["no longer waits", "take"]
+    assert "read_answer" in ours[4:left]
+    assert steps["worker_0"] == ["take", "read_offer", "write_answer", "set", "look"]

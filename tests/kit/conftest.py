@@ -1,4 +1,4 @@
-"""Fixtures of several tests of the core."""
+"""Fixtures of the searches."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 import pytest
-from tests.core.state_graph import Graph, ViolationError, search
+from tests.kit.state_graph import Graph, ViolationError, search
 
 from sync_core import (
     Address,
