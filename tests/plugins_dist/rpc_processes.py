@@ -57,8 +57,13 @@ class RpcProcesses:
 
     @property
     def complete(self) -> bool:
-        """Return whether all of the others live."""
-        return not any(process.exited(0) for process in self.processes.values())
+        """Return whether all of the others can be reached: one that is ending may yet be alive."""
+        try:
+            for reply in [rpc.rpc_async(name, os.getpid, timeout=10) for name in self.processes]:
+                reply.wait()
+        except RuntimeError:
+            return False
+        return True
 
 
 def join(ending: int, setup: str, *member: str) -> None:

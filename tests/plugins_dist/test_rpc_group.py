@@ -58,6 +58,12 @@ def pids(group: RpcGroup) -> list[int]:
 class TestRpcGroup(WorkerGroupConformance):
     group_class = LocalRpcGroup
 
+    @pytest.fixture
+    def shared(self) -> Iterator[RpcGroup]:
+        """A group for one test: another may have ended the world of those before it."""
+        with LocalRpcGroup(Counter, 2) as group:
+            yield group
+
 
 class TestFixedWorld:
     def test_no_worker_can_be_added(self, shared: RpcGroup) -> None:

@@ -15,6 +15,7 @@ import pytest
 from sync_core import PendingSend, Sender, SendError, SendReport, WorkerGroup, registry
 from sync_plugin_std.workers import choose_group
 from sync_testing.cases import Conformance
+from sync_testing.faults import stop
 from sync_testing.schemes.worker import Worker
 
 _SIZE = 3
@@ -72,9 +73,9 @@ class Pool:
         ]
 
     def signal(self, worker_id: int, number: signal.Signals) -> int:
-        """Send a signal to a worker's process; its id."""
+        """Send a signal to a worker's process; its id. After SIGSTOP, it stands still."""
         pid = self._pids[worker_id]
-        os.kill(pid, number)
+        stop(pid) if number == signal.SIGSTOP else os.kill(pid, number)
         if number == signal.SIGKILL:
             self._killed.add(worker_id)
         return pid
