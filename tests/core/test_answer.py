@@ -20,6 +20,7 @@ from sync_core import (
     Receiver,
     Sender,
     SendError,
+    WorkerError,
     WorkerLostError,
     hookimpl,
 )
@@ -51,7 +52,8 @@ def test_what_a_newer_worker_tells_besides_is_left_out() -> None:
         {"version": True},
         {"version": "7"},
         {"error": 3},
-        {"failure": "weather"},
+        {"failure": "weather" * 10},
+        {"model_state": "fine"},
         {"failure": []},
         {"stage_seconds": -1},
         {"commit_seconds": math.nan},
@@ -100,6 +102,41 @@ def test_the_sender_learns_what_kind_of_failure_it_was(
     delivery.settle(Answer.refusal(1, error).to_message())
     assert type(delivery.error) is kind
     assert str(delivery.error).startswith("worker 4: could not apply version 1")
+
+
+class OverheatedError(WorkerError):
+    """A failure that a plugin declares."""
+
+    failure = "test-overheated"
+    model_state = "bad"
+
+
+def test_a_failure_that_a_plugin_declares_comes_back_as_its_class() -> None:
+    def overheat(version: int) -> None:
+        raise OverheatedError(0, f"90 degrees at version {version}")
+
+    with Sender("shm", nn.Linear(2, 2), num_workers=1) as sender:
+        with Receiver(sender.address(0), nn.Linear(2, 2), on_commit=overheat) as receiver:
+            pending = sender.send_async()
+            with pytest.raises(OverheatedError):
+                receiver.receive()
+            with pytest.raises(SendError, match=r"known bad(.*\n)*.*90 degrees") as info:
+                pending.wait()
+            assert receiver.version == 0
+            assert (sender.workers[0].state, sender.workers[0].version) == ("bad", 0)
+        assert type(info.value.report.workers[0].error) is OverheatedError
+
+
+def test_a_failure_that_only_the_worker_knows_keeps_what_the_model_holds() -> None:
+    answer = Answer.refusal(1, OverheatedError(0, "90 degrees"))
+    error = Answer.from_message(answer.to_message() | {"failure": "unheard-of"}).to_error(0)
+    assert (type(error), error and error.model_state) == (ApplyError, "bad")
+
+
+@pytest.mark.parametrize("word", ["apply", "two words", 5])
+def test_a_failure_needs_a_word_that_no_other_has(word: Any) -> None:
+    with pytest.raises(TypeError, match="failure"):
+        type("WrongError", (WorkerError,), {"failure": word})
 
 
 def test_a_long_error_is_cut_at_its_beginning() -> None:

@@ -64,7 +64,7 @@ def test_an_engine_that_loaded_a_part_is_bad_until_it_has_a_whole_version() -> N
         engine.fails = True
         with torch.no_grad():
             source.weight.fill_(2.0)
-        with pytest.raises(SendError, match=r"(?s)parts of it.*no such kernel"):
+        with pytest.raises(SendError, match=r"(?s)known bad.*parts of version 2.*no such kernel"):
             push(sender, receiver)
         status = sender.workers[0]
         assert (status.state, status.version, receiver.version) == (WorkerState.BAD, 0, 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from sync_core.report import SendReport
@@ -42,6 +43,10 @@ __all__ = [
     "WorkerLostError",
     "WorkerTimeoutError",
 ]
+
+
+#: What a worker's model holds after a failure: the version that it had, the new one, or anything.
+ModelState = Literal["kept", "new", "bad"]
 
 
 def printable(text: str) -> str:
@@ -154,10 +159,49 @@ class SenderLostError(SyncError, ConnectionError):
 class WorkerError(SyncError):
     """One worker's failure.
 
+    A subclass that declares the attribute ``failure`` travels: where a worker raises it while it
+    applies a version, the sender reports the same class. Its constructor takes these arguments.
+
     Args:
         worker_id: the worker that failed.
         message: one sentence that says how.
+
+    Attributes:
+        failure: the word for the class in a worker's answer; no other class has it. A sender whose
+            process does not know the word reports an `ApplyError`, with the same ``model_state``.
+        model_state: what the worker's model holds: ``"kept"``, the version that it had; ``"new"``,
+            the version that was sent; ``"bad"``, neither. A bad worker is not current, and the next
+            send is whole for it.
+
+    Example:
+        >>> class TooLargeError(WorkerError):
+        ...     failure = "too-large"
+        >>> from sync_core import Answer
+        >>> answer = Answer.refusal(3, TooLargeError(0, "no memory"))
+        >>> type(answer.to_error(worker_id=0)).__name__, answer.model_state
+        ('TooLargeError', 'kept')
     """
+
+    failure: ClassVar[str] = ""
+    model_state: ModelState = "kept"
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        word = vars(cls).get("failure")
+        if word is None:
+            return
+        if not (isinstance(word, str) and _FAILURE.fullmatch(word)):
+            raise TypeError(
+                f"failure of {cls.__name__} must be a word of at most 64 of a-z, 0-9 and -, got "
+                f"{word!r}"
+            )
+        known = _failures.setdefault(word, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(
+                f"failure {word!r} of {cls.__name__} is that of {known.__module__}."
+                f"{known.__qualname__}; give another word, such as the plugin's name before it"
+            )
+        _failures[word] = cls
 
     def __init__(self, worker_id: int, message: str) -> None:
         message = printable(message)
@@ -167,6 +211,16 @@ class WorkerError(SyncError):
 
     def __str__(self) -> str:
         return f"worker {self.worker_id}: {self.message}"
+
+
+# What a class's word may be, and the classes by their words.
+_FAILURE = re.compile("[a-z0-9-]{1,64}")
+_failures: dict[str, type[WorkerError]] = {}
+
+
+def failure_named(word: str) -> type[WorkerError] | None:
+    """Return the class that declares this word as its ``failure``; None where none here does."""
+    return _failures.get(word)
 
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
@@ -182,7 +236,13 @@ class TransportError(WorkerError):
 
 
 class ApplyError(WorkerError):
-    """The worker raised while it applied the weights; it keeps the version it had."""
+    """The worker raised while it applied the weights; it keeps the version it had.
+
+    Where a layer or ``on_commit`` raised after the weights were loaded, the worker has the new
+    version: ``error.model_state`` is ``"new"``.
+    """
+
+    failure = "apply"
 
 
 class CorruptionError(ApplyError):
@@ -191,12 +251,16 @@ class CorruptionError(ApplyError):
     Only raised where the sender was given ``verify=``.
     """
 
+    failure = "corruption"
+
 
 class IncrementError(WorkerError):
     """The worker could not use an increment: it lacks the base, or the result has other bits.
 
     It keeps the version it had, and is sent the whole version in the same send.
     """
+
+    failure = "increment"
 
 
 class ReadbackError(WorkerError):
@@ -207,12 +271,18 @@ class ReadbackError(WorkerError):
     not hold as the sender does.
     """
 
+    failure = "readback"
+    model_state = "bad"
+
 
 class LoadError(WorkerError):
     """The worker's own ``load`` function raised: its model may hold parts of a version.
 
     It is known bad, and gets a whole version with the next send.
     """
+
+    failure = "load"
+    model_state = "bad"
 
 
 class RemoteCallError(WorkerError):

@@ -13,7 +13,7 @@ from pluggy import HookImpl
 from torch import Tensor
 
 from sync_core import hooks as hookspecs
-from sync_core.errors import HookResultError, LoadError, UnknownHookError
+from sync_core.errors import HookResultError, LoadError, UnknownHookError, WorkerError
 from sync_core.hooks import (
     HOOKS,
     ApplyContext,
@@ -135,9 +135,12 @@ class Defaults:
         try:
             load(update.items())
         except Exception as error:
+            if isinstance(error, WorkerError) and error.failure:
+                self.loading = error.model_state == "bad"
+                raise
             raise LoadError(
                 context.worker_id,
-                f"its load function raised at version {context.version}: "
+                f"its model may hold parts of version {context.version}: its load function raised "
                 f"{type(error).__name__}: {error}",
             ) from error
         self.loading = False

@@ -16,9 +16,6 @@ from sync_core.weights.patch import Patch
 from sync_core.weights.payload import Payload
 from sync_core.wrapping import WrappingReceiver
 
-# Of answers after which the model may hold anything.
-_BAD = ("load", "readback")
-
 
 class IncrementalReceiver(WrappingReceiver):
     """Keeps the newest version in its own memory, and applies increments to it.
@@ -77,9 +74,9 @@ class IncrementalReceiver(WrappingReceiver):
     def acknowledge(self, answer: Answer) -> None:
         """Answer under the number that the sender's transport knows."""
         if answer.version == self._version and answer.version != self._committed:
-            if answer.error is None or answer.failure == "late":
+            if answer.error is None or answer.model_state == "new":
                 self._committed, self._delivered = answer.version, self._number
-            elif answer.failure in _BAD:
+            elif answer.model_state == "bad":
                 self._committed = 0
         self.transport.acknowledge(replace(answer, version=self._number))
 

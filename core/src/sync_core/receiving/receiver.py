@@ -21,7 +21,6 @@ from sync_core.errors import (
     AddressError,
     ClosedError,
     OptionError,
-    ReadbackError,
     SenderLostError,
     SyncError,
 )
@@ -320,12 +319,13 @@ class Receiver(CollectorReference):
             return
         self._refused = payload.version
         bad, loaded = self._target.take_damage(), self._target.loaded
-        if bad:
+        answer = Answer.refusal(payload.version, error, loaded=loaded, bad=bad)
+        if answer.model_state == "bad":
             self._version = 0
-        elif loaded and not isinstance(error, ReadbackError):
+        elif answer.model_state == "new":
             self._version = payload.version
         self._target.refused(payload)
-        self._answer(Answer.refusal(payload.version, error, loaded=loaded, bad=bad))
+        self._answer(answer)
 
     def confirm(self) -> int:
         """Make what was loaded the model's version, and tell the sender so."""
@@ -338,7 +338,10 @@ class Receiver(CollectorReference):
             if self._on_commit is not None:
                 self._on_commit(payload.version)
         except BaseException as error:
-            self._answer(Answer.refusal(payload.version, error, loaded=True))
+            answer = Answer.refusal(payload.version, error, loaded=True)
+            if answer.model_state == "bad":
+                self._version = 0
+            self._answer(answer)
             raise
         now = time.perf_counter()
         self._answer(

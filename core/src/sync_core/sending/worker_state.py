@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from sync_core.errors import (
-    LoadError,
-    ReadbackError,
     TransportError,
     WorkerError,
     WorkerLostError,
@@ -137,11 +135,11 @@ def failed(worker: WorkerStatus, version: int, error: WorkerError) -> WorkerStat
         state = WorkerState.SUSPECT
     elif isinstance(error, WorkerLostError):
         state = WorkerState.LOST
-    elif isinstance(error, LoadError | ReadbackError):
+    elif error.model_state == "bad":
         state = WorkerState.BAD
     # Where the transport raised the worker is not at fault.
     failures = worker.failures + (not isinstance(error, TransportError))
-    known = 0 if isinstance(error, LoadError) else worker.version
+    known = 0 if state is WorkerState.BAD else worker.version
     return replace(worker, state=state, version=known, failures=failures, error=error)
 
 

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from sync_core.errors import (
     ApplyError,
-    CorruptionError,
-    IncrementError,
     LoadError,
-    ReadbackError,
+    ModelState,
     WorkerError,
     WorkerLostError,
+    failure_named,
 )
 
 if TYPE_CHECKING:
@@ -50,24 +49,14 @@ def unheard(worker_id: int, notice: Notice) -> None:
     del worker_id, notice
 
 
-# What went wrong, as it is called in a message, and what the sender raises for it.
-_FAILURES: Mapping[str, type[WorkerError]] = {
-    "corruption": CorruptionError,
-    "increment": IncrementError,
-    "readback": ReadbackError,
-    "load": LoadError,
-    "apply": ApplyError,
-    "late": ApplyError,
+_OUTCOMES: Mapping[ModelState, str] = {
+    "kept": "could not apply version {}; it keeps the one it had",
+    "new": "has version {}, and something raised after that was loaded",
+    "bad": "could not apply version {}; its model is known bad",
 }
-_OUTCOMES = {
-    "increment": "could not use the increment to version {}, and keeps the version it had",
-    "readback": "could not apply version {}; its model is known bad",
-    "load": "could not load version {}; its model may hold parts of it, and is known bad",
-    "late": "has version {}, and something raised after that was loaded",
-}
-_USUAL_OUTCOME = "could not apply version {}; it keeps the one it had"
 # A traceback says most at its end; the whole has to fit into the buffer of a socket.
 _LONGEST_ERROR = 60_000
+_LONGEST_FAILURE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +68,8 @@ class Answer:
     Args:
         version: the version.
         error: why it was not committed; None when it was.
-        failure: the kind of that error: ``"apply"``, ``"corruption"``, ``"increment"``,
-            ``"readback"``, ``"load"``, or ``"late"`` when the model has the version, and a layer or
-            ``on_commit`` raised after it was loaded.
+        failure: the word for that error, of `WorkerError.failure`.
+        model_state: what the model holds after that error; see `WorkerError.model_state`.
         stage_seconds: from the moment at which the worker's transport knew of the version to
             the one at which it had all of it; 0 where the transport does not measure that.
         commit_seconds: what loading it into the model took.
@@ -101,7 +89,8 @@ class Answer:
 
     version: int
     error: str | None = None
-    failure: str = "apply"
+    failure: str = ApplyError.failure
+    model_state: ModelState = "kept"
     stage_seconds: float = 0.0
     commit_seconds: float = 0.0
     pause_seconds: float = 0.0
@@ -122,13 +111,15 @@ class Answer:
             loaded: whether the model has the version all the same.
             bad: whether the model may hold parts of the version.
         """
-        kinds = [name for name, kind in _FAILURES.items() if isinstance(error, kind)]
-        if bad:
-            kinds = ["load"]
-        usual = "late" if loaded else "apply"
+        kind = type(error) if isinstance(error, WorkerError) and error.failure else ApplyError
+        if bad and kind.model_state != "bad":
+            kind = LoadError
+        state = kind.model_state
+        if loaded and state == "kept":
+            state = "new"
         text = "".join(traceback.format_exception(error)).rstrip()
         return cls(
-            version=version, error=text[-_LONGEST_ERROR:], failure=kinds[0] if kinds else usual
+            version=version, error=text[-_LONGEST_ERROR:], failure=kind.failure, model_state=state
         )
 
     def to_message(self) -> dict[str, Any]:
@@ -156,8 +147,11 @@ class Answer:
         """Return the error for the worker's result; None when the version was committed."""
         if self.error is None:
             return None
-        outcome = _OUTCOMES.get(self.failure, _USUAL_OUTCOME).format(self.version)
-        return _FAILURES[self.failure](worker_id, f"{outcome}\n{self.error}")
+        outcome = _OUTCOMES[self.model_state].format(self.version)
+        kind = failure_named(self.failure) or ApplyError
+        error = kind(worker_id, f"{outcome}\n{self.error}")
+        error.model_state = self.model_state
+        return error
 
 
 # No version, and no number of seconds, is as large.
@@ -173,7 +167,12 @@ def _is_text(value: object) -> bool:
 
 
 def _is_failure(value: object) -> bool:
-    return isinstance(value, str) and value in _FAILURES
+    # Also one of a plugin that only the worker has.
+    return isinstance(value, str) and len(value) <= _LONGEST_FAILURE
+
+
+def _is_state(value: object) -> bool:
+    return isinstance(value, str) and value in _OUTCOMES
 
 
 def _is_duration(value: object) -> bool:
@@ -190,6 +189,7 @@ _FITS: Mapping[str, Callable[[object], bool]] = {
     "version": _is_version,
     "error": _is_text,
     "failure": _is_failure,
+    "model_state": _is_state,
     "stage_seconds": _is_duration,
     "commit_seconds": _is_duration,
     "pause_seconds": _is_duration,

@@ -27,8 +27,6 @@ State: TypeAlias = Literal["unconnected", "current", "behind", "bad"]
 #: The label of outputs of an engine that has loaded a part of a version.
 BAD = "bad"
 
-#: Kinds of answers of ranks whose weights are as they were.
-_UNTOUCHED = ("apply", "corruption")
 #: What labelling an engine and resuming it may each take, also after the deadline, in seconds;
 #: estimate. An engine with whole weights must not stay paused.
 _CONCLUDING = 5.0
@@ -277,7 +275,7 @@ class VllmTarget:
             _fail(engine, pending, error)
         if all(delivery.ended and delivery.error is None for delivery in deliveries):
             engine.torn = False
-        elif all(d.answer is not None and d.answer.failure in _UNTOUCHED for d in deliveries):
+        elif all(d.answer is not None and d.answer.model_state == "kept" for d in deliveries):
             engine.torn = torn
         self._conclude(engine, version, deliveries)
         engine.set(pause_seconds=time.perf_counter() - began)
