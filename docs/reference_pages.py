@@ -25,7 +25,6 @@ import sync_plugin_std.stores
 import sync_plugin_std.workers
 import sync_plugin_torchrl  # noqa: F401 - found by its name, as the next
 import sync_plugin_trl  # noqa: F401
-import sync_testing.faults
 from sync_collector.bench import command as bench_collector
 from sync_core import errors, registry
 from sync_core.hooks import HOOKS, LAYER_CAPABILITIES, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
@@ -55,10 +54,15 @@ PUBLIC = (
     "sync_plugin_std.workers",
     "sync_tools",
     "sync_tools.bench",
+    "sync_tools.main",
     "sync_testing",
     "sync_testing.faults",
+    "sync_testing.fuzz",
+    "sync_testing.schemes",
+    "sync_testing.worker_groups",
     "sync_collector",
     "sync_collector.envs",
+    "sync_collector.testing",
     "sync_plugin_std.stores",
     "sync_plugin_ray",
     "sync_plugin_torchrl",
@@ -185,7 +189,11 @@ _AUTHOR_ORDER = (
     "tools",
     "checks",
     "testing",
+    "scheme-cases",
+    "group-cases",
+    "collector-cases",
     "faults",
+    "fuzz",
     "measuring",
 )
 
@@ -206,8 +214,12 @@ def pages() -> dict[str, str]:
         "capabilities": _capabilities(),
         "errors": _errors(),
         "commands": _commands(),
-        "testing": _testing(),
+        "testing": _exported("Conformance classes and helpers", "sync_testing"),
         "faults": _exported("Faults", "sync_testing.faults"),
+        "fuzz": _exported("Hostile workers", "sync_testing.fuzz"),
+        "scheme-cases": _exported("Cases of schemes", "sync_testing.schemes"),
+        "group-cases": _exported("Cases of worker groups", "sync_testing.worker_groups"),
+        "collector-cases": _exported("Cases of collectors", "sync_collector.testing"),
         **{page: _kit(*described) for page, described in _KIT_PAGES.items()},
         "models": _exported("Models", "sync_core.models"),
         "checks": _exported("Checks of arguments", "sync_core.checks"),
@@ -216,6 +228,7 @@ def pages() -> dict[str, str]:
         "lazy": _exported("Packages that import late", "sync_core.lazy"),
         "registry": _exported("Registry of plugins", "sync_core.registry"),
         "tools": _exported("Commands and the status server", "sync_tools"),
+        "main": _exported("The command from Python", "sync_tools.main"),
         "measuring": _exported("Measuring a scheme", "sync_tools.bench"),
         "stores": _exported("Stores", "sync_plugin_std.stores"),
         "collector": _exported("Collector", "sync_collector"),
@@ -454,14 +467,6 @@ def _printed(key: str, described: type) -> str:
     rows = [(f"``{name}``", told) for name, told in arguments_of(described).items()]
     head = f"\n{where} that ``--json`` prints:\n\n"
     return head + _table(("key", "what it is"), rows)
-
-
-def _testing() -> str:
-    return _page(
-        "Conformance classes",
-        "``pip install sync-testing``",
-        *(f".. autoclass:: sync_testing.{name}\n" for name in sorted(sync_testing.__all__)),
-    )
 
 
 def _exported(title: str, module: str) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from sync_core import Payload, Update
-from sync_core.models.binding import Binding
+from sync_core.models import Binding
 
 
 def filled(module: nn.Module, value: float) -> nn.Module:

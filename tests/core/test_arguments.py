@@ -13,8 +13,7 @@ from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.testing import Scale
 from sync_core import ModelError, OptionError, Receiver, Sender, UnknownWorkerError
-from sync_plugin_std.workers.process_group import ProcessGroup
-from sync_plugin_std.workers.thread_group import ThreadGroup
+from sync_plugin_std.workers import ProcessGroup, ThreadGroup
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,7 +15,7 @@ from tests.core.models import Counter, filled, received
 from torch import nn
 
 from sync_core import Layout, LayoutMismatchError, ModelError, Update
-from sync_core.models.binding import Binding
+from sync_core.models import Binding
 from sync_core.models.extract import Strategy
 from sync_core.models.match import conform
 

@@ -35,7 +35,7 @@ from sync_core.transports import (
     HandedTransport,
     PointToPointTransport,
 )
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import ModelError, Payload, Receiver, Sender
-from sync_core.models import consolidate
-from sync_core.models.binding import Binding
-from sync_core.weights.payload import Update
+from sync_core import ModelError, Payload, Receiver, Sender, Update
+from sync_core.models import Binding, consolidate
 
 
 def model() -> Any:

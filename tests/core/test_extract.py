@@ -14,13 +14,10 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from sync_core import ModelError, ModelPathError, Receiver, Sender
+from sync_core import ModelError, ModelPathError, Receiver, Sender, Update
 from sync_core.errors import PayloadError
-from sync_core.models.binding import Binding
+from sync_core.models import Binding, named_tensors, resolve
 from sync_core.models.extra_state import flatten, rebuild
-from sync_core.models.extract import named_tensors
-from sync_core.models.paths import resolve
-from sync_core.weights.payload import Update
 
 
 class WithBuffers(nn.Module):

@@ -23,7 +23,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.errors import NotAPluginError
-from sync_testing.loopback import Loopback
+from sync_testing import Loopback
 
 
 class Flat:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from sync_core import LayoutMismatchError, ModelError, Receiver, Sender, Update
-from sync_core.models.binding import Binding
-from sync_core.models.extract import named_tensors
+from sync_core.models import Binding, named_tensors
 
 
 class Model(nn.Module):

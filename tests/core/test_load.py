@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sync_core import Receiver, Sender, SendError, WorkerState
 from sync_core.errors import LoadError
-from sync_testing.loopback import Loopback
+from sync_testing import Loopback
 
 
 class Engine:

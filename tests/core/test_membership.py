@@ -21,10 +21,10 @@ from sync_core import (
     SendError,
     WorkerError,
     WorkerLostError,
+    WorkerState,
     WorkerTimeoutError,
 )
 from sync_core.sending.membership import Membership
-from sync_core.sending.worker_state import WorkerState
 from sync_core.transports import Notice
 
 

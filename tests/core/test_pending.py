@@ -14,8 +14,7 @@ import torch
 
 from sync_core import PendingSendError, Receiver, Sender, SendError, SendReport
 from sync_core.sending.failure_policy import Remedy
-from sync_testing.interrupts import interrupted
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually, interrupted
 
 pytestmark = pytest.mark.timeout(60)
 

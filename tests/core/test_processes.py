@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from sync_plugin_std.workers import WorkerProcess, start_process
-from sync_plugin_std.workers.processes import FreshProcess, fork_server_pids
-from sync_testing.processes import descendants
-from sync_testing.worker_groups import eventually
+from sync_plugin_std.workers import WorkerProcess, fork_server_pids, start_process
+from sync_plugin_std.workers.processes import FreshProcess
+from sync_testing import descendants, eventually
 
 pytestmark = pytest.mark.timeout(60)
 

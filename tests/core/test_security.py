@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from sync_core import Layout, Payload, TransportContext
 from sync_core.errors import PayloadError
 from sync_core.transports import Block
-from sync_plugin_std.local import Channel, Peer, Publisher, ServingTransport, shake_hands
-from sync_plugin_std.local.channel import Message
+from sync_plugin_std.local import Channel, Message, Peer, Publisher, ServingTransport, shake_hands
 
 exploded: list[str] = []
 

@@ -38,9 +38,8 @@ from sync_core import (
 )
 from sync_core.errors import AddressError
 from sync_core.transports import PointToPointTransport
-from sync_plugin_std import Rename
-from sync_plugin_std.interval import Interval
-from sync_testing.worker_groups import eventually
+from sync_plugin_std import Interval, Rename
+from sync_testing import eventually
 
 
 class Mailboxes:

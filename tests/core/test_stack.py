@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sync_core import Update, hookimpl
+from sync_core import ApplyContext, SendContext, SkipContext, TransportContext, Update, hookimpl
 from sync_core.errors import HookResultError, UnknownHookError
-from sync_core.hooks import ApplyContext, SendContext, SkipContext, TransportContext
 from sync_core.registry import Plugin
 from sync_core.stack import Stack
 

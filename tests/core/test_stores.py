@@ -26,7 +26,7 @@ from sync_core import (
 )
 from sync_core.errors import HookResultError
 from sync_plugin_std.stores import Store, StoreOptions, store_transport
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
 
 
 class Memory(Store):

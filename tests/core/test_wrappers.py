@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sync_core import LayoutMismatchError, ModelError, Receiver, Sender, Update
-from sync_core.models.binding import Binding
+from sync_core.models import Binding
 from sync_core.models.extract import Strategy
 
 pytestmark = [

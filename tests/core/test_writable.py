@@ -12,8 +12,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import nn
 
 from sync_core import LayoutMismatchError, ModelError, Receiver, Sender, SendError, Update
+from sync_core.models import Binding
 from sync_core.models.aliasing import check_writable
-from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy
 
 

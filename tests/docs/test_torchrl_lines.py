@@ -15,8 +15,7 @@ from torch import nn
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_core import Receiver, Sender, SenderLostError
-from sync_plugin_std.interval import Interval
-from sync_plugin_std.mp import with_pipe
+from sync_plugin_std import Interval, with_pipe
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -26,10 +26,9 @@ from sync_core import (
     WorkerResult,
     WorkerTimeoutError,
 )
-from sync_plugin_std.workers.thread_group import ThreadGroup
+from sync_plugin_std.workers import ThreadGroup
 from sync_testing.faults import InjectedFaultError
-from sync_testing.schemes.pool import Pool
-from sync_testing.schemes.worker import Worker
+from sync_testing.schemes import Pool, Worker
 
 pytestmark = pytest.mark.timeout(60)
 

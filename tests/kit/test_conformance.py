@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from sync_testing import LayerConformance
-from sync_testing.negated import Negated
+from sync_testing import LayerConformance, Negated
 
 pytest_plugins = ["pytester"]
 Run = Callable[..., pytest.RunResult]

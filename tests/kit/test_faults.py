@@ -42,6 +42,7 @@ from sync_core import (
     hookimpl,
     registry,
 )
+from sync_testing import descendants, eventually
 from sync_testing.faults import (
     POINTS,
     Fault,
@@ -55,8 +56,6 @@ from sync_testing.faults import (
     stop,
 )
 from sync_testing.faults.fault import gated
-from sync_testing.processes import descendants
-from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -19,15 +19,17 @@ from tests.kit.state_graph import Graph, ViolationError, search
 from sync_core import (
     Address,
     Delivery,
+    PendingSend,
     SendError,
     SendReport,
     WorkerLostError,
+    WorkerState,
+    WorkerStatus,
 )
 from sync_core.sending import membership
 from sync_core.sending.failure_policy import FailurePolicy
 from sync_core.sending.membership import Membership
-from sync_core.sending.pending import PendingSend
-from sync_core.sending.worker_state import WorkerState, WorkerStatus, acknowledged
+from sync_core.sending.worker_state import acknowledged
 from sync_core.transports import Notice
 
 IDS = (0, 1)

@@ -31,7 +31,7 @@ from tensordict import TensorDictBase
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.testing import Scale
-from sync_testing.processes import descendants
+from sync_testing import descendants
 
 _WORKERS = 3
 _FRAMES_PER_BATCH = 200

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sync_core import ModelError, ReadbackError, Receiver, Sender
 from sync_plugin_std import bf16, fp16, fuse, rename, select, split
-from sync_testing.loopback import Loopback
+from sync_testing import Loopback
 
 # Of the libraries, when they are imported and when models are made.
 pytestmark = [

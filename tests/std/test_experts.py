@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sync_core import ModelError, Receiver, Sender
 from sync_plugin_std import fp8, fuse, rename, select, split, stack, transpose, unstack
-from sync_testing import LayerPairConformance
-from sync_testing.loopback import Loopback
+from sync_testing import LayerPairConformance, Loopback
 
 # Of the libraries, when they are imported and when models are made.
 pytestmark = [

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from sync_core import ApplyContext, BindContext, ModelError, Receiver, Sender, Update, hookimpl
 from sync_plugin_std import Float8Blocks
-from sync_testing import LayerConformance
-from sync_testing.loopback import Loopback
+from sync_testing import LayerConformance, Loopback
 
 
 def restored(weight: Tensor, scales: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from sync_core import ModelError, ReadbackError, Receiver, Sender, SendError, SendReport
 from sync_plugin_std import Lora, Select, fp8, fuse, rename, split, transpose
-from sync_testing.loopback import Loopback
+from sync_testing import Loopback
 
 # Of the libraries, when they are imported and when models are made.
 pytestmark = [

@@ -12,13 +12,8 @@ from torch import nn
 import sync_plugin_std
 from sync_core import Receiver, Sender, SendError, Update, hookimpl, registry
 from sync_core.errors import PayloadError
-from sync_plugin_std import fuse, rename, zstd
-from sync_plugin_std.cast import BFloat16
-from sync_plugin_std.interval import Interval
-from sync_plugin_std.regrouping import Fuse, Rename, Split
-from sync_plugin_std.selection import Select
-from sync_testing import LayerConformance
-from sync_testing.negated import Negated
+from sync_plugin_std import BFloat16, Fuse, Interval, Rename, Select, Split, fuse, rename, zstd
+from sync_testing import LayerConformance, Negated
 
 
 class Mixed(nn.Module):

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from sync_core import WorkerLostError
-from sync_plugin_std.workers.process_group import ProcessGroup
-from sync_testing import worker_groups
-from sync_testing.worker_groups import eventually, pid_of, sleep, wait_for
+from sync_plugin_std.workers import ProcessGroup
+from sync_testing import eventually, worker_groups
+from sync_testing.worker_groups import pid_of, sleep, wait_for
 
 pytestmark = pytest.mark.timeout(90)
 

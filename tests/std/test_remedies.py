@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from sync_core import Address, OptionError, Receiver, RemoteCallError, Sender, WorkerGroup
-from sync_plugin_std.workers.inline_group import InlineGroup
-from sync_plugin_std.workers.process_group import ProcessGroup
-from sync_plugin_std.workers.thread_group import ThreadGroup
+from sync_plugin_std.workers import InlineGroup, ProcessGroup, ThreadGroup
 
 pytestmark = pytest.mark.timeout(60)
 

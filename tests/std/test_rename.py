@@ -11,8 +11,7 @@ from torch import nn
 
 from sync_core import ApplyContext, Layout, ModelError, Receiver, Sender, Update, hookimpl
 from sync_plugin_std import Fuse, Rename, Split, Transpose
-from sync_testing import LayerConformance
-from sync_testing.loopback import Loopback
+from sync_testing import LayerConformance, Loopback
 
 
 class Block(nn.Module):

@@ -32,16 +32,18 @@ from sync_core.errors import AddressError
 from sync_core.transports import Block
 from sync_plugin_std import with_pipe
 from sync_plugin_std.local import ProcessEvent, SharedMemoryReceiver
-from sync_testing import SchemeConformance
+from sync_testing import SchemeConformance, eventually
 from sync_testing.faults import Fault, Faulty, few_descriptors
-from sync_testing.schemes.delivery import DeliveryCases
-from sync_testing.schemes.faults import FaultCases
-from sync_testing.schemes.lifetime import LifetimeCases
-from sync_testing.schemes.models import fill, make_policy
-from sync_testing.schemes.pool import SchemeCases
-from sync_testing.schemes.protocol import ProtocolCases
-from sync_testing.schemes.values import IsolationCases
-from sync_testing.worker_groups import eventually
+from sync_testing.schemes import (
+    DeliveryCases,
+    FaultCases,
+    IsolationCases,
+    LifetimeCases,
+    ProtocolCases,
+    SchemeCases,
+    fill,
+    make_policy,
+)
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -11,11 +11,8 @@ import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
 from sync_core import WorkerGroup, WorkerLostError
-from sync_plugin_std.workers.inline_group import InlineGroup
-from sync_plugin_std.workers.process_group import ProcessGroup
-from sync_plugin_std.workers.thread_group import ThreadGroup
-from sync_testing import WorkerGroupConformance, worker_groups
-from sync_testing.interrupts import interrupted
+from sync_plugin_std.workers import InlineGroup, ProcessGroup, ThreadGroup
+from sync_testing import WorkerGroupConformance, interrupted, worker_groups
 from sync_testing.worker_groups import Closed, Counter
 
 pytestmark = pytest.mark.timeout(90)

@@ -28,7 +28,7 @@ from transformers import (
 from sync_core import ApplyContext, ModelError, Receiver, RemoteCallError, Sender, hookimpl
 from sync_plugin_std import Interval
 from sync_plugin_trl import Rollouts, SyncCallback
-from sync_testing.loopback import Loopback
+from sync_testing import Loopback
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.filterwarnings("ignore")]
 

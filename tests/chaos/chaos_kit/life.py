@@ -14,8 +14,7 @@ import torch
 from chaos_kit.subjects import Subject
 from chaos_kit.worker import as_module, resources
 from sync_core import Receiver, Sender
-from sync_testing.schemes.pool import Pool, borrow_pool
-from sync_testing.schemes.worker import Worker
+from sync_testing.schemes import Pool, Worker, borrow_pool
 
 _WORKERS = 2
 _POINTS = 10

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from chaos_kit import worker as hosted
-from sync_testing.schemes.pool import Pool
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
+from sync_testing.schemes import Pool
 
 Counts = dict[str, int]
 

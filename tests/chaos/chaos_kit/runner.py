@@ -19,7 +19,7 @@ from chaos_kit.resources import Resources
 from chaos_kit.subjects import SUBJECTS
 from sync_core import Sender, SendError, SendReport, WorkerLostError, WorkerTimeoutError
 from sync_testing.faults import Faulty, InjectedFaultError, few_descriptors
-from sync_testing.schemes.pool import Pool, borrow_pool
+from sync_testing.schemes import Pool, borrow_pool
 
 # How much longer than its deadline a call may take on a machine that is busy, in seconds.
 _GRACE = 3.0

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from chaos_kit.subjects import Subject
 from sync_core import Address, Receiver, Sender, SenderLostError, SendError
-from sync_testing.schemes.pool import borrow_pool
-from sync_testing.schemes.worker import Worker
+from sync_testing.schemes import Worker, borrow_pool
 
 _WORKERS = 2
 # Reads between two looks at the clock, and at most between two versions.

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from sync_core import Address, Receiver
+from sync_testing import count_threads
 from sync_testing.faults import few_descriptors
-from sync_testing.schemes.worker import Worker
-from sync_testing.worker_groups import count_threads
+from sync_testing.schemes import Worker
 
 
 def make_model(value: float = 0.0) -> nn.ParameterDict:

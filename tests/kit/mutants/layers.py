@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sync_core import SkipContext, Update, hookimpl
-from sync_testing import LayerConformance
-from sync_testing.negated import Negated
+from sync_testing import LayerConformance, Negated
 
 #: What mutants leak on purpose, for the test to release.
 released = threading.Event()

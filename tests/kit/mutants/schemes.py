@@ -30,8 +30,7 @@ from sync_core import (
 from sync_core.transports import Block, Notice
 from sync_plugin_std.shm import ShmScheme
 from sync_plugin_std.thread import ThreadReceiver, ThreadScheme, ThreadSender
-from sync_testing import SchemeConformance
-from sync_testing.worker_groups import eventually
+from sync_testing import SchemeConformance, eventually
 
 #: What mutants leak on purpose, for the test to release.
 released = threading.Event()

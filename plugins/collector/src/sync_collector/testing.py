@@ -19,6 +19,8 @@ from sync_core import ClosedError, ModelError, PendingSend, RemoteCallError, Sen
 from sync_plugin_std.workers import choose_group
 from sync_testing.cases import Conformance
 
+__all__ = ["CollectorConformance", "FrameList", "Scale", "long_episodes", "values"]
+
 
 class Scale(nn.Module):
     """Acts with its weight, whatever it sees.

@@ -1,6 +1,7 @@
 """Conformance by inheritance: test classes for plugins, for use with pytest.
 
-Reading begins at `sync_testing.schemes`, the cases of transports.
+Reading begins at `sync_testing.schemes`, the cases of transports. Beside the classes there is what
+the tests of a plugin need: `eventually`, `descendants`, `interrupted`, `Loopback`.
 """
 
 import pytest
@@ -12,9 +13,17 @@ pytest.register_assert_rewrite(
     "sync_testing.worker_groups",
 )
 
+from sync_testing.interrupts import interrupted  # noqa: E402
 from sync_testing.layers import LayerConformance, LayerPairConformance  # noqa: E402
+from sync_testing.loopback import Loopback, LoopbackReceiver, LoopbackSender  # noqa: E402
+from sync_testing.negated import Negated  # noqa: E402
+from sync_testing.processes import descendants  # noqa: E402
 from sync_testing.schemes import CalledSchemeConformance, SchemeConformance  # noqa: E402
-from sync_testing.worker_groups import WorkerGroupConformance  # noqa: E402
+from sync_testing.worker_groups import (  # noqa: E402
+    WorkerGroupConformance,
+    count_threads,
+    eventually,
+)
 
 __version__ = "0.1.0"
 
@@ -22,7 +31,15 @@ __all__ = [
     "CalledSchemeConformance",
     "LayerConformance",
     "LayerPairConformance",
+    "Loopback",
+    "LoopbackReceiver",
+    "LoopbackSender",
+    "Negated",
     "SchemeConformance",
     "WorkerGroupConformance",
     "__version__",
+    "count_threads",
+    "descendants",
+    "eventually",
+    "interrupted",
 ]

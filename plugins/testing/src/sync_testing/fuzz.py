@@ -23,6 +23,8 @@ from torch import nn
 from sync_core import Receiver, Sender, SenderLostError, SendError
 from sync_plugin_std.local.channel import Channel, Message
 
+__all__ = ["Mutator", "besiege", "find", "hostile"]
+
 Found = TypeVar("Found")
 
 #: Values of every kind that JSON has, and the edges of each.

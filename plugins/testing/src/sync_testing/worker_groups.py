@@ -28,6 +28,8 @@ from sync_core import (
 from sync_testing.cases import Conformance
 from sync_testing.expectations import ALIVE, CALLS, CLOSED, MEMBERS, RECEIVED, REMOTE_ERROR
 
+__all__ = ["Closed", "Counter", "WorkerGroupConformance", "pid_of", "sleep", "wait_for"]
+
 
 class CounterError(Exception):
     """Raised by `Counter`, and known by its class on the caller's side."""

@@ -12,6 +12,8 @@ from sync_core import __version__, registry
 from sync_core.errors import PluginImportError, SyncError
 from sync_tools.command import Command
 
+__all__ = ["main", "make_parser"]
+
 #: The entry point group of commands.
 GROUP = "sync.commands"
 

@@ -1,4 +1,8 @@
-"""Conformance of schemes: `SchemeConformance` and `CalledSchemeConformance`."""
+"""Conformance of schemes: `SchemeConformance` and `CalledSchemeConformance`, and their parts.
+
+A scheme that shares its slots with another inherits the groups of cases in which it differs; tests
+of one's own borrow the workers (`SchemeCases`, `Pool`, `Workers`) and the models.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,33 @@ from sync_testing.schemes.delivery import DeliveryCases
 from sync_testing.schemes.faults import FaultCases
 from sync_testing.schemes.increments import IncrementCases
 from sync_testing.schemes.lifetime import LifetimeCases
+from sync_testing.schemes.models import fill, fingerprints, make_policy
+from sync_testing.schemes.pool import Pool, SchemeCases, Start, Workers, borrow_pool
 from sync_testing.schemes.protocol import CombinationCases, ProtocolCases
 from sync_testing.schemes.values import IsolationCases, ValueCases
+from sync_testing.schemes.worker import Worker
 
-__all__ = ["CalledSchemeConformance", "SchemeConformance"]
+__all__ = [
+    "CalledSchemeConformance",
+    "CombinationCases",
+    "DeliveryCases",
+    "FaultCases",
+    "IncrementCases",
+    "IsolationCases",
+    "LifetimeCases",
+    "Pool",
+    "ProtocolCases",
+    "SchemeCases",
+    "SchemeConformance",
+    "Start",
+    "ValueCases",
+    "Worker",
+    "Workers",
+    "borrow_pool",
+    "fill",
+    "fingerprints",
+    "make_policy",
+]
 
 
 class SchemeConformance(
