@@ -95,7 +95,7 @@ def write(folder: Path) -> None:
 
 #: The pages for users: a name, a title, and what is on it.
 _USER_PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "sender": ("Sender", ("Sender", "PendingSend")),
+    "sender": ("Sender", ("Sender", "SendGroup", "PendingSend")),
     "receiver": ("Receiver", ("Receiver", "Address")),
     "reports": ("Reports", ("SendReport", "WorkerResult", "Reporter")),
     "membership": (

@@ -211,7 +211,7 @@ class Search:
             elif parcel.outcome == "acknowledged":
                 delivery.acknowledge()
             answered = partial(self.members._answered, parcel.worker_id, parcel.seat)
-            delivery._watcher = answered
+            delivery._watchers = (answered,)
         pending = PendingSend(
             world.version,
             deliveries,
@@ -263,7 +263,7 @@ class Search:
             return self._settle(world, worker_id, Delivery.acknowledge)
         # A delivery that has ended, or that never existed.
         late = Delivery(worker_id, message.version, nbytes=8)
-        late._watcher = partial(self.members._answered, worker_id, message.seat)
+        late._watchers = (partial(self.members._answered, worker_id, message.seat),)
         return self._apply(world, lambda _: late.acknowledge())
 
     def _connect(self, world: World, worker_id: int) -> World:

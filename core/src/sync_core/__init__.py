@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from sync_core.relays.relay import Relay
     from sync_core.report import Reporter, SendReport, WorkerResult
     from sync_core.sending.failure_policy import WorkerFailure
+    from sync_core.sending.group import SendGroup
     from sync_core.sending.membership import MembershipEvent
     from sync_core.sending.pending import PendingSend
     from sync_core.sending.sender import Sender
@@ -100,6 +101,7 @@ _MODULES = {
     "sync_core.relays.relay": ("Relay",),
     "sync_core.report": ("Reporter", "SendReport", "WorkerResult"),
     "sync_core.sending.failure_policy": ("WorkerFailure",),
+    "sync_core.sending.group": ("SendGroup",),
     "sync_core.sending.membership": ("MembershipEvent",),
     "sync_core.sending.pending": ("PendingSend",),
     "sync_core.sending.sender": ("Sender",),
@@ -152,6 +154,7 @@ __all__ = [
     "Reporter",
     "SendContext",
     "SendError",
+    "SendGroup",
     "SendReport",
     "Sender",
     "SenderLostError",

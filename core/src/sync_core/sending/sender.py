@@ -399,7 +399,7 @@ class Sender(Updater):
         try:
             return self._start(weights, worker_ids, timeout, begun, version=version).wait()
         except BaseException as error:
-            _interrupt(begun, error)
+            interrupt(begun, error)
             raise
 
     def send_async(
@@ -421,24 +421,7 @@ class Sender(Updater):
             weights = either(weights, weights_dict)
             return self._start(weights, worker_ids, timeout, begun, version=version)
         except BaseException as error:
-            _interrupt(begun, error)
-            raise
-
-    def count_push(self, worker_ids: int | Iterable[int] | None = None) -> tuple[int, ...]:
-        """Count a push to workers, and return those that no `skip_update` hook holds back.
-
-        For a caller that sends several models as one version by several senders: it asks each of
-        them, and gives the workers that no sender skips to `send_counted`.
-        """
-        return self._cadence.due(normalize(worker_ids, self._members.ids), self._version)
-
-    def send_counted(self, weights: Any, worker_ids: Iterable[int]) -> PendingSend:
-        """Like `send_async`, for workers that `count_push` has returned: skip none of them."""
-        begun: list[PendingSend] = []
-        try:
-            return self._start(weights, worker_ids, None, begun, counted=True)
-        except BaseException as error:
-            _interrupt(begun, error)
+            interrupt(begun, error)
             raise
 
     def _start(
@@ -711,7 +694,7 @@ class Sender(Updater):
         return report
 
 
-def _interrupt(begun: Iterable[PendingSend], error: BaseException) -> None:
+def interrupt(begun: Iterable[PendingSend], error: BaseException) -> None:
     """End a send that an exception has interrupted, so that the next one works."""
     for pending in begun:
         pending.interrupt(error)

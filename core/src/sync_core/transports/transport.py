@@ -240,7 +240,7 @@ class Delivery:
         # them would leave its lock taken, and whatever ends the delivery would wait for ever.
         self._running = threading.Lock()
         self._running.acquire()
-        self._watcher: Callable[[Delivery, WorkerError | None], None] | None = None
+        self._watchers: tuple[Callable[[Delivery, WorkerError | None], None], ...] = ()
         self._on_end: Callable[[], None] | None = None
 
     def acknowledge(self, answer: Answer | None = None) -> None:
@@ -280,13 +280,13 @@ class Delivery:
         return self.ended
 
     def watch(self, watcher: Callable[[Delivery, WorkerError | None], None]) -> None:
-        """Tell ``watcher`` of every outcome, also of one that comes after the end and changes none.
+        """Notify ``watcher`` of every outcome, also of one after the end, which changes nothing.
 
         Args:
             watcher: called with this delivery and the error, if any; it must not block.
         """
         with self._lock:
-            self._watcher = watcher
+            self._watchers = *self._watchers, watcher
             ended = self.ended
         if ended:
             watcher(self, self.error)
@@ -308,8 +308,8 @@ class Delivery:
                 self._running.release()
                 if self._on_end is not None:
                     self._on_end()
-            watcher = self._watcher
-        if watcher is not None:
+            watchers = self._watchers
+        for watcher in watchers:
             watcher(self, error)
 
 

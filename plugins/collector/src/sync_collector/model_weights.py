@@ -27,6 +27,7 @@ from sync_core import (
     PendingSendError,
     Sender,
     SendError,
+    SendGroup,
     SendReport,
     WorkerError,
     WorkerLostError,
@@ -56,10 +57,6 @@ def layout_explained() -> Iterator[None]:
             f"{error}; a collector makes these itself: type collector.shutdown(), and make a new "
             "Collector(create_env_fn, policy, …) with the changed model"
         ) from error
-
-
-# How much later than its worker a sender may learn that its weights have been committed.
-_AFTERWARDS = 1.0
 
 
 class ModelWeights:
@@ -114,6 +111,7 @@ class ModelWeights:
         self._unsent: Weights = {}
         self._common_version = 0
         self.senders: dict[str, Sender] = {}
+        self._group = SendGroup(self.senders)
         #: How long the last update took, in seconds.
         self.seconds = 0.0
         #: The versions that went to each worker with what was sent last, by model.
@@ -180,7 +178,7 @@ class ModelWeights:
         """
         with self._pool.lock:
             started = time.perf_counter()
-            pending = self._begin(given, worker_ids, started)
+            pending = self._begin(given, worker_ids)
             if pending is None:
                 return SendReport(self.version, time.perf_counter() - started, {})
             try:
@@ -203,7 +201,7 @@ class ModelWeights:
         None where there is nothing to wait for.
         """
         with self._pool.lock:
-            self._pending = self._begin({}, worker_ids, time.perf_counter())
+            self._pending = self._begin({}, worker_ids)
             return self._pending
 
     def settle(self, pending: PendingSend) -> None:
@@ -240,11 +238,10 @@ class ModelWeights:
 
     def close(self) -> None:
         """Release what the senders hold."""
-        for sender in self.senders.values():
-            sender.close()
+        self._group.close()
 
     def _begin(
-        self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None, started: float
+        self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None
     ) -> PendingSend | None:
         """Send weights; None where there are none, so that every worker has the newest."""
         self._see_through()
@@ -259,7 +256,7 @@ class ModelWeights:
             self._notify(ids)
             return None
         with layout_explained():
-            pending = self._send(weights, ids, started, self._pool.request)
+            pending = self._send(weights, ids, self._pool.request)
         self._notify(pending.worker_ids)
         return pending
 
@@ -277,44 +274,35 @@ class ModelWeights:
         for callback in self.on_update:
             callback(worker_ids)
 
-    def _send(
-        self, weights: Mapping[str, Any], ids: Sequence[int], started: float, call: _Call
-    ) -> PendingSend:
-        if self._single:
-            ((name, given),) = weights.items()
-            pending = self.senders[name].send_async(given, ids)
-            self._note({name: pending}, weights, pending.worker_ids)
-            return pending
-        for name, given in weights.items():
-            self.senders[name].check(given)
-        sends: dict[str, PendingSend] = {}
+    def _send(self, weights: Mapping[str, Any], ids: Sequence[int], call: _Call) -> PendingSend:
+        if not self._single:
+            # A worker in quarantine commits nothing before it is waited for again.
+            ids = [i for i in ids if self._pool.waits_for(i)]
+        # The report has the version of the first.
+        named = {name: weights[name] for name in sorted(weights, key=lambda name: name != POLICY)}
+        pending = self._group.send_async(named, ids)
         try:
-            # What belongs together is sent whole, or skipped whole.
-            asked = [self.senders[name].count_push(ids) for name in weights]
-            due = [i for i in ids if all(i in one for one in asked) and self._pool.waits_for(i)]
-            for name, given in weights.items():
-                sends[name] = self.senders[name].send_counted(given, due)
-            deliveries = self._announce(sends, due, call)
+            versions = {name: self.senders[name].version for name in weights}
+            self._note(versions if pending.worker_ids else {}, weights, pending.worker_ids)
+            if not self._single:
+                for delivery in pending.deliveries.values():
+                    # Also where the scheme has answered for the worker, which has to know of it.
+                    self._request_commit(delivery, versions, call)
         except BaseException as error:
-            for send in sends.values():
-                send.interrupt(error)
+            pending.interrupt(error)
             raise
-        self._note(sends, weights, due)
-        newest = max(send.version for send in sends.values())
-        return PendingSend(
-            sends[POLICY].version if POLICY in sends else newest,
-            deliveries,
-            [worker_id for worker_id in ids if worker_id not in deliveries],
-            started=started,
-            timeout=self._timeout,
-            finish=partial(_finish, tuple(sends.values())),
-        )
+        return pending
 
     def _note(
-        self, sends: Mapping[str, PendingSend], weights: Mapping[str, Any], ids: Sequence[int]
+        self, sent: Mapping[str, int], weights: Mapping[str, Any], ids: Sequence[int]
     ) -> None:
-        """Note what a worker that joins must have, and what the next batches require."""
-        sent = {name: send.version for name, send in sends.items() if send.worker_ids}
+        """Note what a worker that joins must have, and what the next batches require.
+
+        Args:
+            sent: the version of each model that was sent.
+            weights: what it was sent as.
+            ids: the workers.
+        """
         self.required = dict.fromkeys(ids, sent)
         self._last |= {name: weights[name] for name in sent}
         if not set(ids) >= set(self._pool.ids):
@@ -344,10 +332,11 @@ class ModelWeights:
                 self._requests.at_rest(worker_id, request)
 
     def _request_commit(self, delivery: Delivery, versions: Mapping[str, int], call: _Call) -> None:
-        if delivery.ended:
+        if delivery.ended and self._single:
             return
         # One that works in this thread gets it all at once, or not at all.
-        patience = _PATIENCE if self._pool.parallel else self._timeout
+        again = self._single and self._pool.parallel
+        patience = _PATIENCE if again else self._timeout
         try:
             requested = call(delivery.worker_id, CollectorWorker.reach, versions, patience)
         except ClosedError:
@@ -365,22 +354,15 @@ class ModelWeights:
         error = requested.exception()
         if isinstance(error, WorkerError):
             delivery.fail(error)
-        elif error is None and not requested.result() and self._pool.parallel:
-            self._request_commit(delivery, versions, call)
-
-    def _announce(
-        self, sends: Mapping[str, PendingSend], ids: Sequence[int], call: _Call
-    ) -> dict[int, Delivery]:
-        """Tell each worker which of the versions that were sent to it belong together."""
-        deliveries = {}
-        versions = {name: send.version for name, send in sends.items()}
-        nbytes = sum(send.nbytes for send in sends.values())
-        for worker_id in ids:
-            delivery = Delivery(worker_id, max(versions.values()), nbytes)
-            reached = call(worker_id, CollectorWorker.reach, versions, self._timeout)
-            reached.add_done_callback(partial(_end, delivery))
-            deliveries[worker_id] = delivery
-        return deliveries
+        elif error is not None:
+            if not self._single:
+                delivery.fail(WorkerError(delivery.worker_id, str(error)))
+        elif not requested.result():
+            if not self._single:
+                late = "was late: a newer update has come meanwhile"
+                delivery.fail(WorkerTimeoutError(delivery.worker_id, late))
+            elif self._pool.parallel:
+                self._request_commit(delivery, versions, call)
 
     def _ensure_senders(self, weights: Mapping[str, Any]) -> bool:
         """Connect models whose first weights were given; False if the policy has no weights."""
@@ -418,7 +400,6 @@ class ModelWeights:
             model_id=name,
             timeout=self._timeout,
             version=self._version if name == POLICY else 0,
-            # Of several models, none is waited for by its own sender.
             on_failure="quarantine" if self._single and self._pool.quarantines else "raise",
             **chosen.arguments,
         )
@@ -486,7 +467,7 @@ class ModelWeights:
 
     def _send_last(self, worker_id: int) -> None:
         """Send a worker what was sent last of all models: not all of it went to all, or as one."""
-        pending = self._send(self._last, (worker_id,), time.perf_counter(), self._pool.call)
+        pending = self._send(self._last, (worker_id,), self._pool.call)
         try:
             if self._single:
                 self._request_commits(pending, self._pool.call)
@@ -509,28 +490,3 @@ class ModelWeights:
 def _is_part(name: str) -> bool:
     """Return whether a model is a part of the policy, named by its path."""
     return name.startswith(f"{POLICY}.")
-
-
-def _end(delivery: Delivery, reached: Future[bool]) -> None:
-    error = reached.exception()
-    if isinstance(error, WorkerError):
-        delivery.fail(error)
-    elif error is not None:
-        delivery.fail(WorkerError(delivery.worker_id, str(error)))
-    elif reached.result():
-        delivery.acknowledge()
-    else:
-        delivery.fail(
-            WorkerTimeoutError(delivery.worker_id, "was late: a newer update has come meanwhile")
-        )
-
-
-def _finish(sends: Sequence[PendingSend], report: SendReport, *, waited: bool) -> SendReport:
-    try:
-        for send in sends if waited else ():
-            with suppress(SendError):
-                send.wait(_AFTERWARDS)
-    finally:
-        for send in sends:
-            send.abandon()
-    return report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -19,6 +19,7 @@ from sync_core import (
     PendingSend,
     Sender,
     SendError,
+    SendGroup,
     UnknownWorkerError,
 )
 from sync_core.checks import check_seconds
@@ -28,8 +29,8 @@ from sync_plugin_torchrl.sources import find_devices, find_sources, find_target
 
 # Attributes that a pickled scheme leaves behind.
 _STAYS = (
-    "_sender_of",
     "_senders",
+    "_group",
     "_pending",
     "_receiver",
     "_target",
@@ -90,11 +91,11 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
 
     def _stay(self) -> None:
         """Begin with no end of a connection."""
-        # By worker: its sender, and the worker's id there. Workers with weights of their own have
-        # one sender each.
-        self._sender_of: dict[int, tuple[Sender, int]] = {}
-        self._senders: list[Sender] = []
-        self._pending: list[PendingSend] = []
+        # Workers with weights of their own have one sender each, under their index; others have
+        # one for all.
+        self._senders: dict[int | None, Sender] = {}
+        self._group = SendGroup(self._senders)
+        self._pending: PendingSend | None = None
         self._receiver: GuardedReceiver | None = None
         # A model that was made for this worker, which TorchRL would refer to weakly.
         self._target: Any = None
@@ -133,37 +134,39 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
             self.per_worker_weights = True
         if self.per_worker_weights:
             for index, source in sources.items():
-                self._sender_of[index] = (self._make_sender(source, 1), 0)
+                self._make_sender(index, source, [index])
         else:
-            sender = self._make_sender(next(iter(sources.values())), len(sources))
-            self._sender_of = {index: (sender, i) for i, index in enumerate(sorted(sources))}
+            self._make_sender(None, next(iter(sources.values())), sorted(sources))
         first = _first_index(context)
         found = devices or find_devices(context, len(sources))
-        for (index, (sender, worker_id)), device in zip(
-            sorted(self._sender_of.items()), found, strict=True
-        ):
-            self._addresses[first + index] = sender.address(worker_id)
+        for index, device in zip(sorted(sources), found, strict=True):
+            sender = self._senders[index if self.per_worker_weights else None]
+            self._addresses[first + index] = sender.address(index)
             self._devices[first + index] = device
 
-    def _make_sender(self, source: Any, num_workers: int) -> Sender:
-        sender = Sender(
+    def _make_sender(self, key: int | None, source: Any, workers: Sequence[int]) -> None:
+        # The model comes last: a scheme learns from it which workers there are.
+        sender = self._senders[key] = Sender(
             self._scheme,
-            source,
-            num_workers=num_workers,
+            num_workers=1,
             model_id=self.model_id,
             strategy=self.strategy_str,
             timeout=self._timeout,
             **self._options,
         )
-        self._senders.append(sender)
-        return sender
+        for index in workers:
+            if index not in sender.all_worker_ids():
+                sender.add_worker(index)
+        if 0 not in workers:
+            sender.remove_worker(0)
+        sender.register_model(source)
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any = None
     ) -> None:
         del worker_idx
         # The workers are still being made: the collector waits for them, and reports their errors.
-        self._pending = [sender.send_async(weights) for sender in self._senders]
+        self._pending = self._group.send_async(dict.fromkeys(self._senders, weights))
 
     def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
         """Send weights to workers, and wait until they have committed them unless ``sync=False``.
@@ -174,17 +177,17 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
             worker_ids: one worker or several; None for all, or for those in the dict.
 
         Raises:
-            SendError: some workers failed; the others have the weights. An ExceptionGroup of
-                these where workers have weights of their own, and several failed.
+            SendError: some workers failed; the others have the weights.
             UnknownWorkerError: no such worker; nothing was sent.
             LayoutMismatchError: the model has other names or shapes than before.
         """
         if not (self.initialized_on_sender and self.synchronized_on_sender):
             raise RuntimeError("call init_on_sender() and connect() before send()")
-        messages = list(self._messages(weights, worker_ids))
+        given, chosen = self._message(weights, worker_ids)
         self._settle()
         try:
-            self._pending = [sender.send_async(given, ids) for sender, given, ids in messages]
+            if chosen:
+                self._pending = self._group.send_async(given, chosen)
         except LayoutMismatchError as error:
             raise LayoutMismatchError(
                 f"{error}; a collector makes these itself: type collector.shutdown(), and make a "
@@ -193,10 +196,10 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
         if self.sync:
             self._settle()
 
-    def _messages(
+    def _message(
         self, weights: Any, worker_ids: int | Iterable[int] | None
-    ) -> Iterator[tuple[Sender, Any, list[int]]]:
-        """Yield what each sender is to send, to which of its workers."""
+    ) -> tuple[Mapping[int | None, Any], list[int]]:
+        """Return what each sender is to send, and to which workers."""
         by_worker = _is_by_worker(weights)
         if by_worker and not self.per_worker_weights:
             raise OptionError(
@@ -205,44 +208,31 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
             )
         if isinstance(weights, str):
             weights = resolve(self.context, weights)
+        known = sorted({i for sender in self._senders.values() for i in sender.all_worker_ids()})
         if worker_ids is None:
-            chosen = list(weights if by_worker else self._sender_of)
+            chosen = list(weights if by_worker else known)
         else:
             chosen = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
-        if unknown := [index for index in chosen if index not in self._sender_of]:
-            raise UnknownWorkerError(
-                f"there are no workers {unknown}; this scheme has {sorted(self._sender_of)}"
-            )
-        if self.per_worker_weights:
-            for index in chosen:
-                sender, worker_id = self._sender_of[index]
-                yield sender, weights[index] if by_worker else weights, [worker_id]
-        elif chosen:
-            yield self._senders[0], weights, [self._sender_of[index][1] for index in chosen]
+        if unknown := [index for index in chosen if index not in known]:
+            raise UnknownWorkerError(f"there are no workers {unknown}; this scheme has {known}")
+        if not self.per_worker_weights:
+            return {None: weights}, chosen
+        return {index: weights[index] if by_worker else weights for index in chosen}, chosen
 
     def _settle(self) -> None:
-        """Wait for the sends that are pending.
+        """Wait for the send that is pending.
 
-        Errors about the first version are left out: it was sent to workers that were still being
+        An error about the first version is left out: it was sent to workers that were still being
         made, and a worker that was late for it got it when it connected.
         """
-        pending, self._pending = self._pending, []
-        errors: list[SendError] = []
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
         try:
-            for sent in pending:
-                try:
-                    sent.wait()
-                except SendError as error:
-                    errors.append(error)
-        except BaseException as error:
-            for sent in pending:
-                sent.interrupt(error)
-            raise
-        errors = [error for error in errors if error.report.version > 1]
-        if len(errors) > 1:
-            raise ExceptionGroup(f"several workers did not get {self.model_id!r}", errors)
-        if errors:
-            raise errors[0]
+            pending.wait()
+        except SendError as error:
+            if error.report.version > 1:
+                raise
 
     # In a worker.
 
@@ -340,8 +330,8 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
         state = vars(self)
         if receiver := state.get("_receiver"):
             receiver.close()
-        for sender in state.get("_senders", ()):
-            sender.close()
+        if group := state.get("_group"):
+            group.close()
         super().shutdown()
 
 
