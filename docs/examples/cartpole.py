@@ -162,7 +162,6 @@ def run(args: argparse.Namespace) -> bool:
         frames_per_batch=FRAMES_OF_A_WORKER * (1 if args.ahead else args.workers),
         total_frames=args.frames,
         sync=not args.ahead,
-        episode_stats=True,
         progress=True,
     )
     started = time.perf_counter()

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from sync_collector import Collector
+from sync_collector import BatchOptions, Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.trajectories import split_trajectories
 from sync_core import ClosedError, RemoteCallError, WorkerTimeoutError
@@ -80,8 +80,8 @@ def collecting() -> list[threading.Thread]:
 
 
 @pytest.fixture(params=[False, True], ids=["driver", "workers"])
-def writers(request: pytest.FixtureRequest) -> dict[str, bool]:
-    return {"extend_in_workers": request.param}
+def writers(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"batch": BatchOptions(extend_in_workers=request.param)}
 
 
 def test_each_trajectory_in_a_row() -> None:
@@ -122,7 +122,7 @@ def test_trajectories_are_split_before_postproc() -> None:
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_a_replay_buffer_takes_what_each_worker_makes(sync: bool, writers: dict[str, bool]) -> None:
+def test_a_replay_buffer_takes_what_each_worker_makes(sync: bool, writers: dict[str, Any]) -> None:
     buffer = Buffer()
     frames_per_batch = 8 if sync else 4
     with collector(
@@ -144,7 +144,7 @@ def test_a_replay_buffer_takes_what_each_worker_makes(sync: bool, writers: dict[
         assert seen == [float(i) for i in range(len(seen))]
 
 
-def test_trajectories_in_a_replay_buffer(writers: dict[str, bool]) -> None:
+def test_trajectories_in_a_replay_buffer(writers: dict[str, Any]) -> None:
     buffer = Buffer()
     env = lambda: CountingEnv(3)  # noqa: E731
     with collector(env, replay_buffer=buffer, total_frames=8, split_trajs=True, **writers) as made:
@@ -153,7 +153,7 @@ def test_trajectories_in_a_replay_buffer(writers: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_in_the_background(sync: bool, writers: dict[str, bool]) -> None:
+def test_in_the_background(sync: bool, writers: dict[str, Any]) -> None:
     buffer = Buffer(seconds=0.002)
     policy = Scale()
     with collector(policy=policy, replay_buffer=buffer, sync=sync, **writers) as made:
@@ -217,7 +217,7 @@ def test_the_background_comes_to_rest_at_the_end() -> None:
         assert list(made) == []
 
 
-def test_a_worker_that_fails_in_the_background(writers: dict[str, bool]) -> None:
+def test_a_worker_that_fails_in_the_background(writers: dict[str, Any]) -> None:
     class Failing(CountingEnv):
         def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
             if self._steps.item() == 3:
@@ -480,6 +480,6 @@ def test_what_is_missing_is_said_at_once() -> None:
     with collector() as made, pytest.raises(RuntimeError, match="replay_buffer=…"):
         made.start()
     with pytest.raises(ValueError, match="extend_in_workers needs the replay_buffer"):
-        collector(extend_in_workers=True)
+        collector(batch=BatchOptions(extend_in_workers=True))
     with pytest.raises(TypeError, match=r"a set without extend\(\)"):
         collector(replay_buffer=set())

@@ -20,7 +20,7 @@ from tensordict.nn import (
 from tensordict.nn.probabilistic import interaction_type, set_interaction_type
 from torch import Tensor, nn
 
-from sync_collector import Collector
+from sync_collector import BatchOptions, Collector, WorkerOptions
 from sync_collector.batch_requests import RandomFrames
 from sync_collector.devices import Devices
 from sync_collector.envs import CountingEnv
@@ -338,10 +338,11 @@ def test_the_trainers_own_policy_is_not_moved() -> None:
         Devices.of(policy="meta").check_shared(Scale())
 
 
-def test_options_of_single_workers() -> None:
-    own: Any = [{"max_frames_per_traj": 2}, {"reset_at_each_iter": True}]
+@pytest.mark.parametrize("argument", ["collector_kwargs", "per_worker"])
+def test_options_of_single_workers(argument: str) -> None:
+    own = [WorkerOptions(max_frames_per_traj=2), {"reset_at_each_iter": True}]
     with inline(
-        long_episodes, Scale(), num_workers=2, max_frames_per_traj=3, collector_kwargs=own
+        long_episodes, Scale(), num_workers=2, max_frames_per_traj=3, **{argument: own}
     ) as collector:
         batches = [next(collector) for _ in range(4)]
     assert [values(batch, "observation") for batch in batches] == [
@@ -361,8 +362,19 @@ def test_options_of_single_workers() -> None:
         ({"collector_kwargs": {"storing_device": "meta"}}, ValueError, "no values"),
         ({"device": ["cpu", "cpu"]}, ValueError, "2 entries for 1 workers"),
         ({"collector_kwargs": [{}, {}]}, ValueError, "2 entries for 1 workers"),
-        ({"collector_kwargs": {"frames_per_batch": 3}}, TypeError, "of its own is max_frames"),
+        ({"collector_kwargs": {"frames_per_batch": 3}}, TypeError, "of its own is num_envs"),
         ({"frames_per_trajectory": 3}, TypeError, "no argument 'frames_per_trajectory'; did you"),
+        ({"episode_stats": True}, TypeError, r"type batch=BatchOptions\(episode_stats=True\)"),
+        ({"num_envs": 2}, TypeError, r"type per_worker=WorkerOptions\(num_envs=2\)"),
+        ({"zero_copy": True}, TypeError, "type scheme_options={'zero_copy': True}"),
+        ({"model_id": "policy"}, TypeError, "models are named in weight_sync_schemes="),
+        ({"batch": {"split_trajs": True}}, TypeError, r"type batch=sync_collector\.BatchOptions"),
+        (
+            {"batch": BatchOptions(split_trajs=True), "split_trajs": False},
+            ValueError,
+            "split_trajs is given twice; leave out split_trajs=False",
+        ),
+        ({"per_worker": WorkerOptions(), "collector_kwargs": {}}, ValueError, "are the same"),
         ({"verfy": "checksum"}, TypeError, "did you mean scheme_options={'verify': …}"),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDictBase
 from tests.collector.environments import ArrayCounting
 
-from sync_collector import Collector
+from sync_collector import BatchOptions, Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.episodes import EpisodeTotals
 
@@ -41,7 +41,7 @@ def test_totals_are_in_the_frame_with_which_an_episode_ends() -> None:
         scheme="thread",
         frames_per_batch=4,
         total_frames=8,
-        episode_stats=True,
+        batch=BatchOptions(episode_stats=True),
     ) as collector:
         first, second = collector
         stats = collector.stats()
@@ -78,12 +78,13 @@ def test_batches_have_no_more_keys_unless_asked_for() -> None:
     ids=lambda options: "-".join(options) or "plain",
 )
 def test_stats_of_every_kind_of_batch(env: Any, options: dict[str, Any]) -> None:
+    in_workers = options.pop("extend_in_workers", False)
     with Collector(
         lambda: env(4),
         scheme="none",
         frames_per_batch=6,
         total_frames=24,
-        episode_stats=True,
+        batch=BatchOptions(episode_stats=True, extend_in_workers=in_workers),
         **options,
     ) as collector:
         for _ in collector:
@@ -99,7 +100,10 @@ def test_stats_of_every_kind_of_batch(env: Any, options: dict[str, Any]) -> None
 def test_sums_continue_from_a_saved_state() -> None:
     def make() -> Collector:
         return Collector(
-            lambda: CountingEnv(5), scheme="none", frames_per_batch=3, episode_stats=True
+            lambda: CountingEnv(5),
+            scheme="none",
+            frames_per_batch=3,
+            batch=BatchOptions(episode_stats=True),
         )
 
     with make() as one:

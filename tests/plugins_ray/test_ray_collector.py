@@ -17,7 +17,7 @@ import pytest
 import ray
 from torch import Tensor, nn
 
-from sync_collector import Collector
+from sync_collector import BatchOptions, Collector
 from sync_collector import testing as collectors
 from sync_collector.testing import CollectorConformance, FrameList, Scale, long_episodes
 from sync_core import (
@@ -170,7 +170,7 @@ def test_actors_write_to_a_replay_buffer_in_an_actor() -> None:
         num_workers=1,
         frames_per_batch=4,
         replay_buffer=buffer,
-        extend_in_workers=True,
+        batch=BatchOptions(extend_in_workers=True),
     ) as collector:
         assert next(collector) is None
         collector.start()

@@ -2,81 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack
 
-import torch
 from tensordict import TensorDictBase
 
+from sync_collector.arguments import Arguments, check_names
 from sync_collector.auto_update import AutoUpdate, StaleWatch
 from sync_collector.background import BackgroundCollection
 from sync_collector.batch_requests import BatchRequests, RandomFrames
-from sync_collector.collector_worker import CollectorWorker
-from sync_collector.delivery import LET_END, BatchDelivery, CollectorStats, Output, ReplayBuffer
+from sync_collector.delivery import LET_END, BatchDelivery, CollectorStats, ReplayBuffer
 from sync_collector.envs.infos import InfoKeys
 from sync_collector.evaluation import Evaluation, Evaluator
 from sync_collector.model_weights import ModelWeights
 from sync_collector.models_elsewhere import ModelsElsewhere
-from sync_collector.options import (
-    WorkerOptions,
-    check_arguments,
-    check_buffer,
-    check_on_worker_failure,
-    check_policy,
-    count_frames,
-    count_workers,
-    factories,
-    options_of_workers,
-    refresh_interval,
-)
-from sync_collector.policy_module import unwrapped, unwrapped_models
+from sync_collector.options import BatchOptions, WorkerOptions
 from sync_collector.relay import PolicyRelay
 from sync_collector.reporting import StatsLogger
-from sync_collector.rollout import RolloutOptions
 from sync_collector.schedules import FirstReady, Synchronous
-from sync_collector.schemes import (
-    POLICY,
-    UpdateArguments,
-    chosen,
-    copied,
-    elsewhere,
-    own,
-    schemes_of,
-)
+from sync_collector.schemes import POLICY
 from sync_collector.state import State
+from sync_collector.torchrl_names import TorchRLArguments, TorchRLNames
 from sync_collector.worker_changes import WorkerChanges
 from sync_collector.worker_pool import OnWorkerFailure, WorkerPool, warn_if_rounded
-from sync_collector.worker_spec import WorkerSpecs
-from sync_core import (
-    Address,
-    ClosedError,
-    PendingSend,
-    Sender,
-    SendReport,
-    WorkerGroup,
-)
-from sync_core.checks import (
-    check_count,
-    check_function,
-    check_integer,
-    check_mapping,
-    check_path,
-    check_seconds,
-)
+from sync_core import ClosedError, PendingSend, Sender, SendReport, WorkerGroup
+from sync_core.checks import check_count, check_integer, check_seconds
 from sync_core.transports import release_with
-from sync_plugin_std.workers import check_worker_options, choose_group, shares_policy
 
 Result = TypeVar("Result")
 
-# How long what was sent before a collector registered may take, in seconds.
-_SOON = 0.5
 
-
-class Collector:
+class Collector(TorchRLNames):
     """Runs a policy in environments on workers, and yields what they did as TensorDicts.
 
     With ``sync=True``, all workers make a part of each batch, between two iterations and with the
@@ -106,58 +65,47 @@ class Collector:
         policy_factory: makes a worker's policy in the worker; or a list, one for each worker. Only
             policies whose weights have the same names and shapes in every worker can be updated.
         scheme: how weights travel: the name of a scheme, or a plugin object; ``"shm"`` by default.
+        scheme_options: options of the scheme, and arguments of its `Sender`.
+        layers: layers for the weights on their way.
         weight_sync_schemes: instead, several models by name, each with a scheme, or with a mapping
             that has ``"scheme"`` and its options. A name is a path in a worker: ``"policy"``,
             ``"policy.critic"``, ``"env.transform[0]"``. Workers commit several models together,
             between two batches. A mapping with the key ``"workers"`` is for a model that other
             workers hold, such as an actor of yours: ``{"critic": {"scheme": "ray", "workers":
-            [actor]}}``. That model is sent when an update names it; `Sender` has the other keys,
-            such as ``"model_id"``, by default the model's name. The rest is as without it.
-        models: what the trainer has under these names, ``"policy"`` apart. Of one whose name is
-            not a path, such as ``"critic"``, every worker gets a copy.
-        weight_recv_schemes: see `register_scheme_receiver`.
-        update_after_each_batch: refresh a worker before it begins its next batch; not for `start`.
-        max_weight_update_interval: refresh a worker that has made so many batches with the same
-            weights; -1 for only when told to.
-        workers: what workers are: the name of a worker group, or its class. None for what suits
+            [actor]}}``. It is sent only when an update names it. Other keys are arguments of
+            `Sender`, such as ``"model_id"``, by default the model's name.
+        models: the trainer's models by name, except the policy; a name that is not a path in the
+            worker, such as ``"critic"``, gives each worker a copy.
+        update_after_each_batch: update a worker before it begins its next batch; not for `start`.
+        max_weight_update_interval: update a worker after this many batches with the same
+            weights; -1 for never.
+        workers: the kind of worker: a worker group by name or class; by default the one that fits
             the scheme: the group of its name, else ``process`` if it crosses processes, else
             ``inline``.
-        num_workers: how many workers; by default as many as the lists have entries, or 1.
-        frames_per_batch: the frames of a batch.
-        total_frames: end as soon as that many frames were yielded; -1 for never.
-        sync: whether a batch is made by all workers.
-        layers: layers for the weights on their way.
-        zero_copy: let the workers' parameters be views of what arrives.
-        scheme_options: options of the scheme.
         worker_options: options of the worker group. In workers with a process of their own, torch
             uses one thread unless ``torch_threads`` is among them.
-        track_policy_version: record ``policy_version`` and ``("next", "policy_version")``.
-        episode_stats: record ``("next", "episode_reward")`` and ``("next", "episode_length")``: the
-            reward and the number of steps of each frame's episode so far, which are its totals
-            where ``("next", "done")`` is True; and give their means in `stats`.
+        num_workers: the number of workers; by default as many as the lists have entries, or 1.
+        frames_per_batch: the frames of a batch.
+        total_frames: end as soon as this number of frames was yielded; -1 for never.
+        sync: whether a batch is made by all workers.
         info_keys: entries of Gymnasium's ``info`` to record, at the root and under ``"next"`` as
             observations are: names, or a mapping to dtypes; see `sync_collector.envs.GymEnv`.
-        split_trajs: yield a row for each trajectory (`split_trajectories`).
-        postproc: changes every batch before it is yielded or written, after ``split_trajs``.
         replay_buffer: has ``extend``, which gets what each worker makes. None is yielded then.
-        extend_in_workers: let workers write, for a buffer that is the same wherever it travels.
-        init_random_frames: act at random for at least that many frames of all workers together.
-        num_workers_per_collector: how many environments each worker makes and steps together.
+        batch: what batches have in them: `BatchOptions`.
+        per_worker: how workers make batches: `WorkerOptions`, or a list with one for each.
         on_worker_failure: what is done about a worker that dies, whose environment or policy
             raises, or that gives neither a batch nor an answer to an update within ``timeout``:
             ``"raise"`` an error that names it, and shut down, unless it is only late;
-            ``"restart"``: another begins new episodes in its place, with the newest weights;
+            ``"restart"``: a new worker begins new episodes in its place, with the newest weights;
             ``"drop"``: remove it; ``"quarantine"``: do not wait for it for one ``timeout``, after
             each further failure for twice as long, up to 16; one that is dead is removed.
-        collector_kwargs: options of single workers: a `WorkerOptions`, or one for each.
         log_to: logs `stats` with each batch, at the number of frames: a TensorBoard
             ``SummaryWriter``, a run of W&B, or a function ``log(values, step)``. It implies
-            ``episode_stats``.
+            ``BatchOptions(episode_stats=True)``.
         progress: show a progress bar, by rich; it implies ``episode_stats`` too.
         timeout: deadline of blocking calls, in seconds; also of waiting for a batch.
-        **worker: options of all workers: ``max_frames_per_traj``, ``reset_at_each_iter``,
-            ``exploration_type``, ``trust_policy``, ``device``, ``env_device``, ``policy_device``
-            and ``storing_device``; see `WorkerOptions`.
+        **torchrl: fields of the two option objects under the names that TorchRL gives them; see
+            `TorchRLArguments`.
 
     Raises:
         ValueError: arguments that do not go together.
@@ -180,161 +128,122 @@ class Collector:
         *,
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
         scheme: Any = None,
+        scheme_options: Mapping[str, Any] | None = None,
+        layers: Sequence[Any] = (),
         weight_sync_schemes: Mapping[str, Any] | None = None,
         models: Mapping[str, Any] | None = None,
-        weight_recv_schemes: Mapping[str, Address] | None = None,
         update_after_each_batch: bool = False,
         max_weight_update_interval: int = -1,
         workers: str | type[WorkerGroup] | None = None,
+        worker_options: Mapping[str, Any] | None = None,
         num_workers: int | None = None,
         frames_per_batch: int,
         total_frames: int = -1,
         sync: bool = False,
-        layers: Sequence[Any] = (),
-        zero_copy: bool = False,
-        scheme_options: Mapping[str, Any] | None = None,
-        worker_options: Mapping[str, Any] | None = None,
-        track_policy_version: bool = True,
-        episode_stats: bool = False,
         info_keys: InfoKeys = (),
-        split_trajs: bool = False,
-        postproc: Callable[[TensorDictBase], Any] | None = None,
         replay_buffer: ReplayBuffer | None = None,
-        extend_in_workers: bool = False,
-        init_random_frames: int = -1,
-        num_workers_per_collector: int = 1,
+        batch: BatchOptions | None = None,
+        per_worker: WorkerOptions | Sequence[WorkerOptions] | None = None,
         on_worker_failure: OnWorkerFailure = "raise",
-        collector_kwargs: WorkerOptions | Sequence[WorkerOptions] | None = None,
         log_to: Any = None,
         progress: bool = False,
         timeout: float = 60.0,
-        **worker: Unpack[WorkerOptions],
+        **torchrl: Unpack[TorchRLArguments],
     ) -> None:
-        check_arguments(worker, Collector)
-        timeout = check_seconds(timeout)
-        check_mapping(scheme_options or {}, "scheme_options", "{'slots': 3}")
-        if postproc is not None:
-            check_function(postproc, "postproc")
-        arguments = {"layers": layers, "zero_copy": zero_copy, **(scheme_options or {})}
-        # Workers have no process group of torch's, and act with the module inside.
-        policy, known = unwrapped(policy), unwrapped_models(models)
-        all_schemes = schemes_of(scheme, arguments, weight_sync_schemes, known)
-        schemes, held = own(all_schemes), elsewhere(all_schemes)
-        own_models = {name: model for name, model in known.items() if name not in held}
-        group_class = choose_group([each.scheme for each in schemes.values()], workers)
-        check_worker_options(group_class, worker_options or {})
-        policy_scheme = schemes[POLICY].scheme if POLICY in schemes else None
-        shared = policy_scheme is not None and shares_policy(policy_scheme)
-        num_workers = count_workers(num_workers, create_env_fn)
-        check_policy(policy, policy_factory, policy_scheme, shares_policy=shared)
-        interval = refresh_interval(
-            max_weight_update_interval,
-            each_batch=update_after_each_batch,
-            has_weights=policy_factory is None or bool(own_models),
-        )
-        frames_per_batch = count_frames(frames_per_batch, num_workers, sync=sync)
-        total_frames = check_count(total_frames, "total_frames", least=0, never="no end")
-        random_frames = check_count(init_random_frames, "init_random_frames", least=0, never="none")
-        reporter = StatsLogger(log_to, progress=progress, total_frames=total_frames)
-        check_on_worker_failure(on_worker_failure, group_class)
-        check_buffer(replay_buffer, extend_in_workers=extend_in_workers)
-        output = Output(
-            split_trajs=split_trajs,
-            postproc=postproc,
-            replay_buffer=replay_buffer,
-            extend_in_workers=extend_in_workers,
-            episode_stats=episode_stats or reporter.enabled,
-        )
-        specs = WorkerSpecs(
-            env_fns=factories(create_env_fn, num_workers, "create_env_fn"),
-            policy=policy,
-            policy_fns=(None,)
-            if policy_factory is None
-            else factories(policy_factory, num_workers, "policy_factory"),
-            models=copied(own_models),
-            share_policy=shared,
-            seed=int(torch.randint(2**31, ()).item()),
-            one_thread="torch_threads" not in (worker_options or {}),
-            num_envs=check_count(num_workers_per_collector, "num_workers_per_collector"),
-            info_keys=info_keys,
-            options=options_of_workers(
-                RolloutOptions(
-                    frames_per_batch=frames_per_batch // num_workers if sync else frames_per_batch,
-                    track_policy_version=track_policy_version,
-                    episode_stats=episode_stats or reporter.enabled,
-                    owns_process="cross_process" in group_class.capabilities,
-                    parallel="parallel" in group_class.capabilities,
-                    deliver=output.in_worker if extend_in_workers else None,
-                ),
-                num_workers,
-                worker,
-                collector_kwargs,
-            ),
-        )
-        specs.check_policy()
-        specs.give_shapes()
-        self._timeout, self._reporter = timeout, reporter
-        self._pool = WorkerPool(
-            group_class,
-            specs,
-            num_workers,
-            timeout,
+        check_names(torchrl, Collector)
+        checked = Arguments.checked(
+            create_env_fn,
+            policy,
+            policy_factory=policy_factory,
+            scheme=scheme,
+            scheme_options=scheme_options,
+            layers=layers,
+            weight_sync_schemes=weight_sync_schemes,
+            models=models,
+            update_after_each_batch=update_after_each_batch,
+            max_weight_update_interval=max_weight_update_interval,
+            workers=workers,
             worker_options=worker_options,
+            num_workers=num_workers,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            sync=sync,
+            info_keys=info_keys,
+            replay_buffer=replay_buffer,
             on_worker_failure=on_worker_failure,
+            log_to=log_to,
+            progress=progress,
+            timeout=timeout,
+            batch=batch,
+            per_worker=per_worker,
+            torchrl=torchrl,
+        )
+        self._timeout, self._reporter = checked.timeout, checked.reporter
+        self._pool = WorkerPool(
+            checked.group,
+            checked.specs,
+            checked.num_workers,
+            checked.timeout,
+            worker_options=checked.group_options,
+            on_worker_failure=checked.on_worker_failure,
         )
         try:
-            warn_if_rounded(self._pool, specs.options[0].frames_per_batch)
-            random = RandomFrames(self._pool, random_frames, together=sync)
-            self._requests = BatchRequests(self._pool, timeout, random)
-            self._weights = ModelWeights(
-                self._pool,
-                self._requests,
-                schemes,
-                collector=weakref.ref(self),
-                policy=policy,
-                models=own_models,
-                made_by_workers=policy_factory is not None,
-                timeout=timeout,
-            )
-            self._elsewhere = ModelsElsewhere(
-                held, known, collector=weakref.ref(self), timeout=timeout
-            )
-            self._relay = PolicyRelay(self._weights, self._pool)
-            self._changes = WorkerChanges(
-                specs, self._pool, self._requests, self._weights, self._relay
-            )
-            self._evaluator = Evaluator(specs, self._weights, self._relay.read_model)
+            self._wire(checked)
         except BaseException:
             self._pool.stop()
             raise
-        self._close = release_with(
-            self, _end, self._pool, self._weights, self._elsewhere, self._evaluator, reporter
-        )
-        self._delivery = BatchDelivery(
-            pool=self._pool,
-            schedule=Synchronous(self._pool, self._requests)
-            if sync
-            else FirstReady(self._pool, self._requests),
-            requests=self._requests,
-            weights=self._weights,
-            auto_update=AutoUpdate(interval, self._pool, self._requests, self._weights),
-            stale=StaleWatch(
-                self._weights, {} if shared or interval >= 0 else self._weights.models
-            ),
-            output=output,
-            total_frames=total_frames,
-            observers=(reporter.report,) if reporter.enabled else (),
-            close=self._close,
-        )
-        self._state = State(
-            self._pool, self._requests, self._delivery, self._weights, random, timeout
-        )
-        self._background = BackgroundCollection(self._delivery, self._relay.look)
         try:
-            self.register_scheme_receiver(weight_recv_schemes or {})
+            self.register_scheme_receiver(checked.receivers)
         except BaseException:
             self.shutdown()
             raise
+
+    def _wire(self, checked: Arguments) -> None:
+        """Make the parts of the collector, whose workers have started."""
+        pool, specs = self._pool, checked.specs
+        warn_if_rounded(pool, specs.options[0].frames_per_batch)
+        random = RandomFrames(pool, checked.random_frames, together=checked.sync)
+        self._requests = BatchRequests(pool, checked.timeout, random)
+        self._weights = ModelWeights(
+            pool,
+            self._requests,
+            checked.schemes,
+            collector=weakref.ref(self),
+            policy=specs.policy,
+            models=checked.own_models,
+            made_by_workers=checked.made_by_workers,
+            timeout=checked.timeout,
+        )
+        self._elsewhere = ModelsElsewhere(
+            checked.elsewhere,
+            checked.models,
+            collector=weakref.ref(self),
+            timeout=checked.timeout,
+        )
+        self._relay = PolicyRelay(self._weights, pool)
+        self._changes = WorkerChanges(specs, pool, self._requests, self._weights, self._relay)
+        self._evaluator = Evaluator(specs, self._weights, self._relay.read_model)
+        self._close = release_with(
+            self, _end, pool, self._weights, self._elsewhere, self._evaluator, self._reporter
+        )
+        schedule = Synchronous if checked.sync else FirstReady
+        updates_itself = specs.share_policy or checked.interval >= 0
+        self._delivery = BatchDelivery(
+            pool=pool,
+            schedule=schedule(pool, self._requests),
+            requests=self._requests,
+            weights=self._weights,
+            auto_update=AutoUpdate(checked.interval, pool, self._requests, self._weights),
+            stale=StaleWatch(self._weights, {} if updates_itself else self._weights.models),
+            output=checked.output,
+            total_frames=checked.total_frames,
+            observers=(self._reporter.report,) if self._reporter.enabled else (),
+            close=self._close,
+        )
+        self._state = State(
+            pool, self._requests, self._delivery, self._weights, random, checked.timeout
+        )
+        self._background = BackgroundCollection(self._delivery, self._relay.look)
 
     def stats(self) -> CollectorStats:
         """Return counts of what was collected, and the lag of policies."""
@@ -351,13 +260,6 @@ class Collector:
         if self._delivery.wanted == 0:
             self.shutdown()
         return self._delivery.next_batch()
-
-    def next(self) -> TensorDictBase | None:
-        """The next batch, or None at the end."""
-        try:
-            return self.__next__()
-        except StopIteration:
-            return None
 
     def start(self) -> None:
         """Collect in the background, into the replay buffer; doing so again does nothing.
@@ -396,132 +298,6 @@ class Collector:
     def senders(self) -> Mapping[str, Sender]:
         """Return the sender of each model that has weights to send."""
         return {**self._weights.senders, **self._elsewhere.senders}
-
-    @overload
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = ...,
-        *,
-        blocking: Literal[True] = ...,
-        **given: Unpack[UpdateArguments],
-    ) -> SendReport: ...
-
-    @overload
-    def update_policy_weights_(
-        self, policy_or_weights: Any = ..., *, blocking: bool, **given: Unpack[UpdateArguments]
-    ) -> SendReport | PendingSend: ...
-
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        worker_ids: int | Iterable[int] | None = None,
-        model_id: str | None = None,
-        weights_dict: Mapping[str, Any] | None = None,
-        blocking: bool = True,
-    ) -> SendReport | PendingSend:
-        """Send the policy's weights as a new version, and let the workers commit them.
-
-        A worker commits between two steps, also in the middle of a batch: ``policy_version`` says
-        which frames were made with which weights. One with several models commits between two
-        batches: all that an update names, or nothing. If a `skip_update` hook skips one of these
-        models for a worker, all of them are skipped for that worker.
-
-        Args:
-            policy_or_weights: a module, a TensorDict or a state_dict; None for the trainer's own.
-            weights: the same, by another name.
-            policy: the same, by another name.
-            worker_ids: one worker or several; None for all.
-            model_id: whose weights they are; the policy's by default, or those of all models that
-                the collector's workers hold if none were given. A model that other workers hold,
-                ``weight_sync_schemes={name: {"scheme": "ray", "workers": [actor]}}``, is updated
-                only by its name; ``worker_ids`` are those of its holders then.
-            weights_dict: weights by the name of their model, instead of all the above; None for
-                the trainer's own.
-            blocking: wait until the workers have committed the version. Otherwise what is
-                returned tells; an update that is under way when the next one begins is waited
-                for first.
-
-        Returns:
-            A report, whose version is that of `stats` and of frames made with the weights.
-
-        Raises:
-            SendError: some workers do not have the version; the others do. Dead ones are replaced
-                instead if they were given.
-            ModelError: there are no weights to send, or no policy to load them into.
-            KeyError: a model that there is not.
-            ClosedError: the collector was shut down.
-        """
-        self._check_open()
-        given = chosen(
-            (policy_or_weights, weights, policy),
-            model_id,
-            weights_dict,
-            (*self._weights.names, *self._elsewhere.senders),
-        )
-        held = self._elsewhere.among(given)
-        if held is not None:
-            return self._elsewhere.update(held, given[held], worker_ids, blocking=blocking)
-        if self._pool.dismissed:
-            # After the last batch, as in every other round of a training loop.
-            return SendReport(self._weights.version, 0.0, {})
-        return self._pool.see_through(
-            lambda: self._weights.update(given, worker_ids, blocking=blocking)
-        )
-
-    def register_scheme_receiver(
-        self, addresses: Mapping[str, Address], *, synchronize_weights: bool = True
-    ) -> None:
-        """Get models from senders elsewhere, as the worker that this collector is to them.
-
-        Weights received, before every batch and by `receive_weights`, are passed on to this
-        collector's own workers, and are acknowledged when these have committed them. A model that
-        only the workers have, such as a policy of ``policy_factory``, is received into a copy of
-        its tensors.
-
-        Args:
-            addresses: what each model's sender gave for this collector, by model.
-            synchronize_weights: take what has been sent so far, if it comes within half a second.
-
-        Raises:
-            KeyError: a model that there is not.
-            ModelError: neither the collector nor its workers have weights of that name.
-        """
-        self._check_open()
-        self._relay.register(addresses)
-        if synchronize_weights:
-            self._relay.receive(_SOON)
-
-    def receive_weights(
-        self,
-        policy_or_weights: Any = None,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        timeout: float | None = None,
-    ) -> Mapping[str, int]:
-        """Receive models from senders elsewhere, or take the policy's weights, and pass them on.
-
-        Args:
-            policy_or_weights: a module, a TensorDict or a state_dict for the collector's own
-                policy, if no senders were registered.
-            weights: the same, by another name.
-            policy: the same, by another name.
-            timeout: seconds to wait for a version of any model; None for the collector's.
-
-        Returns:
-            The versions received, by model.
-
-        Raises:
-            ValueError: weights where there are senders, or neither.
-            SenderLostError: a sender is gone.
-            SendError: some workers do not have the version; its sender knows.
-        """
-        self._check_open()
-        limit = self._timeout if timeout is None else check_seconds(timeout)
-        return self._relay.receive_or_load((policy_or_weights, weights, policy), limit)
 
     def evaluate(
         self,
@@ -578,31 +354,6 @@ class Collector:
         )
         return result
 
-    def cascade_execute(self, path: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call, or return, the object at a path in every worker, in the order of their ids.
-
-        Args:
-            path: from ``env``, ``policy`` or another model on: ``"env.transform[0].reset"``.
-            *args: for what is called.
-            **kwargs: its keyword arguments.
-
-        Raises:
-            RemoteCallError: the path leads nowhere in a worker, or what was called raised.
-        """
-        self._check_open()
-        check_path(path, "path")
-        return self._pool.gather_all(
-            f"execute {path!r}", CollectorWorker.execute, path, args, kwargs
-        )
-
-    def increment_version(self) -> None:
-        """Count a new version of the weights that reached the workers another way.
-
-        Frames made from now on carry it.
-        """
-        self._check_open()
-        self._weights.increment_version()
-
     @property
     def worker_ids(self) -> tuple[int, ...]:
         """The ids of the workers."""
@@ -639,44 +390,6 @@ class Collector:
         """
         self._check_working()
         return self._changes.add_workers(num_workers, create_env_fn)
-
-    def add_collectors(
-        self,
-        create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
-        num_envs: int = 1,
-        policy: Any = None,
-        collector_kwargs: WorkerOptions | Sequence[WorkerOptions] | None = None,
-        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-    ) -> tuple[int, ...]:
-        """Start a worker for each function, as `add_workers` does; the name is that of TorchRL.
-
-        Args:
-            create_env_fn: makes an environment; or a list, one for each new worker.
-            num_envs: the number of environments that each new worker makes and steps together.
-            policy: what the new workers act with, in place of a copy of the collector's policy. It
-                gets the weights that the other workers get, so that names, shapes and dtypes of
-                its own must be the same.
-            collector_kwargs: how the new workers make batches, as in `Collector`: a mapping, or a
-                list with one for each. Options that are left out are as with the first worker.
-            remote_configs: options of the new workers' actors, with ``workers="ray"``: a mapping,
-                or a list with one for each.
-
-        Returns:
-            The ids of the new workers.
-
-        Raises:
-            LayoutMismatchError: the policy's weights are others than those of the collector's.
-            RemoteCallError: as for `add_workers`; workers added before that one stay.
-            ModelError: one of the given and the collector's policy has weights, the other none.
-            OptionError: the worker group has no ``remote_configs``, or the workers act with the
-                trainer's own policy.
-            TypeError: something that cannot differ between workers.
-            ValueError: a list of another length.
-        """
-        self._check_working()
-        return self._changes.add_collectors(
-            create_env_fn, num_envs, policy, collector_kwargs, remote_configs
-        )
 
     def remove_workers(self, worker_ids: int | Iterable[int]) -> None:
         """End some workers; batches that were not taken yet are lost, uncounted.
@@ -763,10 +476,6 @@ class Collector:
             )
         self._background.end(seconds)
 
-    async def async_shutdown(self) -> None:
-        """`shutdown`, while other tasks of the event loop continue."""
-        await asyncio.to_thread(self.shutdown)
-
     def __enter__(self) -> Self:
         return self
 
@@ -783,6 +492,19 @@ class Collector:
 
     def __bool__(self) -> bool:
         return True
+
+    def _update(
+        self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None, *, blocking: bool
+    ) -> SendReport | PendingSend:
+        held = self._elsewhere.among(given)
+        if held is not None:
+            return self._elsewhere.update(held, given[held], worker_ids, blocking=blocking)
+        if self._pool.dismissed:
+            # After the last batch, as in every other round of a training loop.
+            return SendReport(self._weights.version, 0.0, {})
+        return self._pool.see_through(
+            lambda: self._weights.update(given, worker_ids, blocking=blocking)
+        )
 
     def _check_open(self) -> None:
         self._background.check()

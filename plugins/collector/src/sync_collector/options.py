@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias, TypedDict
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
 
 from sync_collector.devices import Devices
 from sync_collector.policies import exploration
 from sync_collector.rollout import RolloutOptions
-from sync_core import OptionError, Sender, WorkerGroup
+from sync_core import OptionError, WorkerGroup
 from sync_core.checks import check_count, check_mapping
 
 
@@ -191,68 +190,94 @@ def _is_made(value: Any) -> bool:
 
 
 _Device: TypeAlias = torch.device | str | int | None
-_Devices: TypeAlias = _Device | Sequence[_Device]
-
-# What does the job of arguments that TorchRL's collectors have.
-_ELSEWHERE = {
-    "num_collectors": "num_workers=… says how many workers there are",
-    "collector_class": (
-        "sync=True or False says whether all workers make each batch, and workers='process' or "
-        "another worker group where they run"
-    ),
-    "weight_updater": (
-        "scheme='shm' or another scheme, by its name or as an object, updates the workers' weights"
-    ),
-    "create_env_kwargs": (
-        "let the functions have their arguments: functools.partial(make_env, size=3), or a list of "
-        "these, one for each worker"
-    ),
-    "ray_init_config": "write worker_options={'ray_init_config': {…}}",
-    "remote_configs": "write worker_options={'remote_configs': {…}}",
-    "use_env_creator": "leave it out: functions travel by cloudpickle",
-    "no_cuda_sync": "leave it out: there is no such option here",
-}
-_OTHER_OPTIONS = (
-    "options of a scheme, or of its Sender, go into scheme_options={…}, and those of a worker "
-    "group into worker_options={…}"
-)
 
 _DEVICES = ("device", "env_device", "policy_device", "storing_device")
 
 
-class WorkerOptions(TypedDict, total=False):
-    """Options that may differ between workers; `Collector` takes them for all workers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """How workers make batches: the argument ``per_worker`` of `Collector`.
+
+    One object is for all workers, a list has one for each. None is the default.
 
     Args:
-        max_frames_per_traj: truncate episodes after so many steps, which are counted under
+        num_envs: the number of environments that a worker makes and steps together; 1 by default.
+        max_frames_per_traj: truncate episodes after this number of steps, which are counted under
             ``"step_count"``; -1, the default, for never.
         reset_at_each_iter: begin every batch with a reset and new trajectories.
         exploration_type: what a probabilistic policy takes of its distributions: a
             `tensordict.nn.InteractionType` or its name; by default, ``"random"`` samples.
         trust_policy: give the policy the TensorDict, whatever its arguments are called.
-        device: the default of each of the following. In `Collector`, a device
-            may also be a list, one for each worker.
+        device: the default of each of the following.
         env_device: where actions are put; an environment that has a ``to()`` is moved there.
         policy_device: where a worker's policy acts.
         storing_device: where batches are delivered; by default where environment and policy are,
             if both were given the same device.
+
+    Example:
+        >>> from sync_collector import Collector
+        >>> from sync_collector.envs import CountingEnv
+        >>> two = WorkerOptions(num_envs=2, reset_at_each_iter=True)
+        >>> with Collector(CountingEnv, scheme="none", frames_per_batch=6, per_worker=two) as c:
+        ...     next(c).batch_size
+        torch.Size([2, 3])
     """
 
-    max_frames_per_traj: int
-    reset_at_each_iter: bool
-    exploration_type: InteractionType | str
-    trust_policy: bool
-    device: _Devices
-    env_device: _Devices
-    policy_device: _Devices
-    storing_device: _Devices
+    num_envs: int | None = None
+    max_frames_per_traj: int | None = None
+    reset_at_each_iter: bool | None = None
+    exploration_type: InteractionType | str | None = None
+    trust_policy: bool | None = None
+    device: _Device = None
+    env_device: _Device = None
+    policy_device: _Device = None
+    storing_device: _Device = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that are not None, by name."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """What batches have in them: the argument ``batch`` of `Collector`.
+
+    Args:
+        split_trajs: yield a row for each trajectory (`split_trajectories`).
+        postproc: changes every batch before it is yielded or written, after ``split_trajs``.
+        extend_in_workers: let workers write to the replay buffer, for a buffer that pickles as a
+            handle to shared storage.
+        episode_stats: record ``("next", "episode_reward")`` and ``("next", "episode_length")``: the
+            reward and the number of steps of each frame's episode so far, which are its totals
+            where ``("next", "done")`` is True; and give their means in `Collector.stats`.
+        track_policy_version: record ``policy_version`` and ``("next", "policy_version")``.
+        init_random_frames: act at random for at least this number of frames of all workers
+            together; -1 for none.
+
+    Example:
+        >>> from sync_collector import Collector
+        >>> from sync_collector.envs import CountingEnv
+        >>> rows = BatchOptions(split_trajs=True)
+        >>> with Collector(CountingEnv, scheme="none", frames_per_batch=10, batch=rows) as c:
+        ...     next(c).batch_size
+        torch.Size([2, 5])
+    """
+
+    split_trajs: bool = False
+    postproc: Callable[[TensorDictBase], Any] | None = None
+    extend_in_workers: bool = False
+    episode_stats: bool = False
+    track_policy_version: bool = True
+    init_random_frames: int = -1
 
 
 def options_of_workers(
     base: RolloutOptions,
     num_workers: int,
-    common: WorkerOptions,
-    collector_kwargs: WorkerOptions | Sequence[WorkerOptions] | None = None,
+    common: Mapping[str, Any],
+    own: Any = None,
+    name: str = "per_worker",
 ) -> tuple[RolloutOptions, ...]:
     """The options of each worker.
 
@@ -260,7 +285,8 @@ def options_of_workers(
         base: what all have, and none can change.
         num_workers: how many there are.
         common: what all have; for devices, a list is one for each.
-        collector_kwargs: what comes before that, for all or one for each.
+        own: what comes before that, for all or one for each: `WorkerOptions`, or mappings.
+        name: the name of the argument ``own``, for messages.
 
     Raises:
         ValueError: a list of another length, or a value that cannot be.
@@ -273,58 +299,37 @@ def options_of_workers(
         [-1, 3]
     """
     spread = {
-        name: per_worker(value, num_workers, name) if name in _DEVICES else (value,) * num_workers
-        for name, value in common.items()
+        key: per_worker(value, num_workers, key) if key in _DEVICES else (value,) * num_workers
+        for key, value in common.items()
     }
-    own = per_worker(collector_kwargs, num_workers, "collector_kwargs")
-    for given in own:
-        check_mapping(given or {}, "collector_kwargs", "{'max_frames_per_traj': 100}")
-        _check_names(given or {})
+    each = [_given(one, name) for one in per_worker(own, num_workers, name)]
     return tuple(
-        _options(base, {name: values[i] for name, values in spread.items()} | dict(given or {}))
-        for i, given in enumerate(own)
+        _options(base, {key: values[i] for key, values in spread.items()} | given)
+        for i, given in enumerate(each)
     )
 
 
-def changed_options(base: RolloutOptions, given: Mapping[str, Any]) -> RolloutOptions:
+def changed_options(base: RolloutOptions, own: Any) -> RolloutOptions:
     """Return options of one worker, which differ from the common ones.
 
     Args:
         base: what holds for all that is not given.
-        given: the worker's own; any device replaces all of them.
+        own: the worker's own; any device replaces all of them.
 
     Raises:
         TypeError: something that cannot differ between workers.
     """
-    check_mapping(given, "collector_kwargs", "{'max_frames_per_traj': 100}")
-    _check_names(given)
-    longest = {"max_frames_per_traj": base.max_frames_per_traj}
-    changed = _options(base, {**longest, **given})
+    given = _given(own, "collector_kwargs")
+    kept = {"max_frames_per_traj": base.max_frames_per_traj, "num_envs": base.num_envs}
+    changed = _options(base, kept | given)
     return changed if given.keys() & {*_DEVICES} else replace(changed, devices=base.devices)
-
-
-def check_arguments(given: Mapping[str, Any], owner: type) -> None:
-    """Raise `TypeError` for an argument that neither a collector has nor its workers."""
-    known = {*inspect.signature(owner).parameters, *WorkerOptions.__annotations__}
-    for name in given.keys() - WorkerOptions.__annotations__.keys():
-        meant = _ELSEWHERE.get(name)
-        if meant is None:
-            near = difflib.get_close_matches(name, known, n=1)
-            others = inspect.signature(Sender).parameters.keys() - {"model", "options"}
-            of_sender = difflib.get_close_matches(name, others, n=1)
-            if near:
-                meant = f"did you mean {near[0]!r}?"
-            elif of_sender:
-                meant = f"did you mean scheme_options={{{of_sender[0]!r}: …}}?"
-            else:
-                meant = _OTHER_OPTIONS
-        raise TypeError(f"{owner.__name__} has no argument {name!r}; {meant}")
 
 
 def _options(base: RolloutOptions, given: dict[str, Any]) -> RolloutOptions:
     one, env, policy, storing = (given.pop(name, None) for name in _DEVICES)
     longest = given.get("max_frames_per_traj", -1)
     given["max_frames_per_traj"] = check_count(longest, "max_frames_per_traj", never="no limit")
+    given["num_envs"] = check_count(given.get("num_envs", 1), "num_envs")
     if "exploration_type" in given:
         given["exploration_type"] = exploration(given["exploration_type"])
     devices = Devices.of(one, env=env, policy=policy, storing=storing)
@@ -336,11 +341,20 @@ def _options(base: RolloutOptions, given: dict[str, Any]) -> RolloutOptions:
     return replace(base, devices=devices, **given)
 
 
-def _check_names(given: Mapping[str, Any]) -> None:
-    known = WorkerOptions.__annotations__
-    unknown = sorted(set(given) - set(known))
-    if unknown:
+def _given(own: Any, name: str) -> dict[str, Any]:
+    """Return a worker's own options by name.
+
+    Raises:
+        TypeError: they are neither `WorkerOptions` nor a mapping, or have another name.
+    """
+    if isinstance(own, WorkerOptions):
+        return own.given()
+    given: Mapping[str, Any] = {} if own is None else own
+    check_mapping(given, name, "{'max_frames_per_traj': 100}")
+    known = [one.name for one in fields(WorkerOptions)]
+    if unknown := sorted(set(given) - set(known)):
         raise TypeError(
-            f"collector_kwargs got {', '.join(map(repr, unknown))}; what each worker may have of "
+            f"{name} got {', '.join(map(repr, unknown))}; what each worker may have of "
             f"its own is {', '.join(known)}"
         )
+    return dict(given)

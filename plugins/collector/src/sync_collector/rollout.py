@@ -60,6 +60,7 @@ class RolloutOptions:
         episode_stats: record the reward and the length of each frame's episode up to it.
         owns_process: the worker has a process to itself, whose random state it may seed.
         parallel: the worker runs while the trainer and the others do.
+        num_envs: the environments that the worker makes and steps together.
         deliver: what to give instead of a batch that was made; None for the batch itself.
         max_frames_per_traj: truncate episodes after so many steps; -1 for never.
         reset_at_each_iter: begin every batch with a reset and new trajectories.
@@ -73,6 +74,7 @@ class RolloutOptions:
     episode_stats: bool = False
     owns_process: bool = False
     parallel: bool = False
+    num_envs: int = 1
     deliver: Callable[[TensorDictBase], TensorDictBase] | None = None
     max_frames_per_traj: int = -1
     reset_at_each_iter: bool = False

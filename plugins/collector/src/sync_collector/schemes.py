@@ -114,8 +114,8 @@ def _one(name: str, given: Any) -> ModelScheme:
 def _check_arguments(arguments: Mapping[str, Any], where: str) -> None:
     """Raise `OptionError` for what the collector gives its senders itself."""
     for name in arguments:
-        if name in _GIVEN_BY_COLLECTOR:
-            raise OptionError(f"{where} has {name!r}; {_GIVEN_BY_COLLECTOR[name]}")
+        if name in GIVEN_BY_COLLECTOR:
+            raise OptionError(f"{where} has {name!r}; {GIVEN_BY_COLLECTOR[name]}")
 
 
 _STARTS_WORKERS = (
@@ -128,8 +128,8 @@ _NAMES_MODELS = (
     "models are named in weight_sync_schemes={'policy': 'shm', 'policy.critic': 'shm'}, and those "
     "of the trainer given as models={'critic': critic}"
 )
-# Arguments of a `Sender` that are not for the user of a collector, and what to type instead.
-_GIVEN_BY_COLLECTOR = {
+#: Arguments of a `Sender` that are not for the user of a collector, and what to type instead.
+GIVEN_BY_COLLECTOR = {
     "scheme": "the scheme is its own argument: Collector(…, scheme='shm')",
     "timeout": "the deadline is the collector's: Collector(…, timeout=60.0)",
     "model": _NAMES_MODELS,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sync_collector.batch_requests import BatchRequests
 from sync_collector.model_weights import ModelWeights
 from sync_collector.options import (
-    WorkerOptions,
     changed_options,
     check_acts,
     count_workers,
@@ -63,7 +63,7 @@ class WorkerChanges:
         create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
         num_envs: int,
         policy: Any,
-        collector_kwargs: WorkerOptions | Sequence[WorkerOptions] | None,
+        collector_kwargs: Any,
         remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
     ) -> tuple[int, ...]:
         """Start a worker for each function, with its own options."""
@@ -72,13 +72,12 @@ class WorkerChanges:
         env_fns = factories(create_env_fn, num_workers, "create_env_fn")
         configs = per_worker(remote_configs, num_workers, "remote_configs")
         given = per_worker(collector_kwargs, num_workers, "collector_kwargs")
-        options = [
-            changed_options(self._specs.options[0], {} if each is None else each) for each in given
-        ]
-        changes: dict[str, Any] = {"num_envs": num_envs}
+        base = replace(self._specs.options[0], num_envs=num_envs)
+        options = [changed_options(base, each) for each in given]
+        changes: dict[str, Any] = {}
         if policy is not None:
             self._check_policy(policy)
-            changes |= {"policy": policy, "policy_fn": None}
+            changes = {"policy": policy, "policy_fn": None}
         return tuple(
             self._pool.add(
                 {} if config is None else {"remote_configs": config},

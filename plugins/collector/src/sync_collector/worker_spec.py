@@ -32,7 +32,6 @@ class WorkerSpec:
         seat: its number, which no other worker of the collector ever had, not even one of the same
             id that it replaces.
         env_fn: makes its environment.
-        num_envs: how many of them it steps together.
         info_keys: entries of their ``info`` that it records.
         policy: its policy; None for random actions, or where ``policy_fn`` makes it.
         policy_fn: makes its policy.
@@ -45,7 +44,6 @@ class WorkerSpec:
 
     seat: int
     env_fn: Callable[[], Any]
-    num_envs: int = 1
     info_keys: InfoKeys = ()
     policy: Any = None
     policy_fn: Callable[[], Any] | None = None
@@ -67,11 +65,11 @@ class WorkerSpec:
         """
         envs: list[Env] = []
         with closed_on_error(envs):
-            for _ in range(self.num_envs):
+            for _ in range(self.options.num_envs):
                 made = self._make_one()
                 with closed_on_error([made]):
                     envs.append(self.options.devices.place_env(as_env(made, self.info_keys)))
-            return envs[0] if self.num_envs == 1 else stack_envs(envs)
+            return envs[0] if self.options.num_envs == 1 else stack_envs(envs)
 
     def make_models(self) -> tuple[Any, dict[str, Any]]:
         """The policy, and the models beside it, made in the worker.
@@ -120,7 +118,6 @@ class WorkerSpecs:
         share_policy: see `WorkerSpec`.
         seed: of the first seat; every other one is derived from it.
         one_thread: see `WorkerSpec`.
-        num_envs: see `WorkerSpec`.
         info_keys: see `WorkerSpec`.
         options: how each of the first workers makes batches.
     """
@@ -132,7 +129,6 @@ class WorkerSpecs:
     share_policy: bool
     seed: int
     one_thread: bool
-    num_envs: int
     options: tuple[RolloutOptions, ...]
     info_keys: InfoKeys = ()
 
@@ -148,9 +144,10 @@ class WorkerSpecs:
             return
         first = self(0, 0)
         here = Devices(policy=next(module.parameters()).device)
-        env = replace(first, num_envs=1).make_env()
+        alone = replace(first, options=replace(first.options, num_envs=1))
+        env = alone.make_env()
         with closed_on_error([env]):
-            rollout = Rollout(env, self.policy, 0, replace(first.options, devices=here))
+            rollout = Rollout(env, self.policy, 0, replace(alone.options, devices=here))
         rollout.close()
 
     def __call__(self, worker_id: int, seat: int) -> WorkerSpec:
@@ -164,7 +161,6 @@ class WorkerSpecs:
             share_policy=self.share_policy,
             seed=self.seed + seat,
             one_thread=self.one_thread,
-            num_envs=self.num_envs,
             info_keys=self.info_keys,
             options=self.options[worker_id % len(self.options)],
         )

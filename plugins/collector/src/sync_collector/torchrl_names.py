@@ -1,0 +1,331 @@
+"""The names that TorchRL gives to arguments and methods of a collector."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, overload
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
+
+from sync_collector.collector_worker import CollectorWorker
+from sync_collector.options import BatchOptions, WorkerOptions
+from sync_collector.schemes import UpdateArguments, chosen
+from sync_core.checks import check_count, check_path, check_seconds
+
+if TYPE_CHECKING:
+    from sync_collector.model_weights import ModelWeights
+    from sync_collector.models_elsewhere import ModelsElsewhere
+    from sync_collector.relay import PolicyRelay
+    from sync_collector.worker_changes import WorkerChanges
+    from sync_collector.worker_pool import WorkerPool
+    from sync_core import Address, PendingSend, SendReport
+
+_Device: TypeAlias = torch.device | str | int | None
+_Devices: TypeAlias = _Device | Sequence[_Device]
+_OwnOptions: TypeAlias = Mapping[str, Any] | WorkerOptions
+#: The options of single workers: for all, or one for each.
+OwnOptions: TypeAlias = _OwnOptions | Sequence[_OwnOptions] | None
+
+# How long what was sent before a collector registered may take, in seconds.
+_SOON = 0.5
+
+
+class TorchRLArguments(TypedDict, total=False):
+    """Arguments of TorchRL's collectors that `Collector` takes under the same names.
+
+    They are fields of `BatchOptions` (``split_trajs`` to ``init_random_frames``) and of
+    `WorkerOptions`: ``num_workers_per_collector`` is ``num_envs``, and ``collector_kwargs`` is
+    ``per_worker``, as a mapping. A device may also be a list, with one for each worker.
+    ``weight_recv_schemes`` is given to `Collector.register_scheme_receiver`.
+    """
+
+    split_trajs: bool
+    postproc: Callable[[TensorDictBase], Any] | None
+    track_policy_version: bool
+    init_random_frames: int
+    num_workers_per_collector: int
+    max_frames_per_traj: int
+    reset_at_each_iter: bool
+    exploration_type: InteractionType | str
+    trust_policy: bool
+    device: _Devices
+    env_device: _Devices
+    policy_device: _Devices
+    storing_device: _Devices
+    collector_kwargs: OwnOptions
+    weight_recv_schemes: Mapping[str, Address] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The option objects of a collector, with what was given under TorchRL's names.
+
+    Args:
+        batch: the options of batches.
+        common: the options of all workers, by name; a list of devices has one for each.
+        own: the options of single workers.
+        own_name: the argument that ``own`` was given as.
+        receivers: addresses that the collector receives models from.
+    """
+
+    batch: BatchOptions
+    common: Mapping[str, Any]
+    own: OwnOptions
+    own_name: str
+    receivers: Mapping[str, Address]
+
+    @classmethod
+    def of(
+        cls,
+        given: TorchRLArguments,
+        batch: BatchOptions | None,
+        per_worker: WorkerOptions | Sequence[WorkerOptions] | None,
+    ) -> Named:
+        """Return the options that were given, under either name.
+
+        Raises:
+            TypeError: ``batch`` is not a `BatchOptions`.
+            ValueError: an option was given twice.
+        """
+        if batch is not None and not isinstance(batch, BatchOptions):
+            raise TypeError(
+                f"batch is {batch!r}; type batch=sync_collector.BatchOptions(split_trajs=True)"
+            )
+        rest: dict[str, Any] = dict(given)
+        receivers = rest.pop("weight_recv_schemes", None) or {}
+        batch = BatchOptions() if batch is None else batch
+        for name in [one.name for one in fields(BatchOptions) if one.name in rest]:
+            if getattr(batch, name) != getattr(BatchOptions(), name):
+                raise ValueError(f"{name} is given twice; leave out {name}={rest[name]!r}")
+            batch = replace(batch, **{name: rest.pop(name)})
+        own, own_name = rest.pop("collector_kwargs", None), "collector_kwargs"
+        if per_worker is not None:
+            if own is not None:
+                raise ValueError("collector_kwargs and per_worker are the same; leave out one")
+            own, own_name = per_worker, "per_worker"
+        if "num_workers_per_collector" in rest:
+            count = rest.pop("num_workers_per_collector")
+            rest["num_envs"] = check_count(count, "num_workers_per_collector")
+        return cls(batch, rest, own, own_name, receivers)
+
+
+class TorchRLNames:
+    """The methods of a collector that have TorchRL's names and arguments."""
+
+    _timeout: float
+    _pool: WorkerPool
+    _weights: ModelWeights
+    _elsewhere: ModelsElsewhere
+    _relay: PolicyRelay
+    _changes: WorkerChanges
+
+    @overload
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = ...,
+        *,
+        blocking: Literal[True] = ...,
+        **given: Unpack[UpdateArguments],
+    ) -> SendReport: ...
+
+    @overload
+    def update_policy_weights_(
+        self, policy_or_weights: Any = ..., *, blocking: bool, **given: Unpack[UpdateArguments]
+    ) -> SendReport | PendingSend: ...
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: int | Iterable[int] | None = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        blocking: bool = True,
+    ) -> SendReport | PendingSend:
+        """Send the policy's weights as a new version, and let the workers commit them.
+
+        A worker commits between two steps, also in the middle of a batch: ``policy_version`` says
+        which frames were made with which weights. One with several models commits between two
+        batches: all that an update names, or nothing. If a `skip_update` hook skips one of these
+        models for a worker, all of them are skipped for that worker.
+
+        Args:
+            policy_or_weights: a module, a TensorDict or a state_dict; None for the trainer's own.
+            weights: the same, by another name.
+            policy: the same, by another name.
+            worker_ids: one worker or several; None for all.
+            model_id: whose weights they are; the policy's by default, or those of all models that
+                the collector's workers hold if none were given. A model that other workers hold,
+                ``weight_sync_schemes={name: {"scheme": "ray", "workers": [actor]}}``, is updated
+                only by its name; ``worker_ids`` are those of its holders then.
+            weights_dict: weights by the name of their model, instead of all the above; None for
+                the trainer's own.
+            blocking: wait until the workers have committed the version. Otherwise what is
+                returned tells; an update that is under way when the next one begins is waited
+                for first.
+
+        Returns:
+            A report, whose version is that of `stats` and of frames made with the weights.
+
+        Raises:
+            SendError: some workers do not have the version; the others do. Dead ones are replaced
+                instead if they were given.
+            ModelError: there are no weights to send, or no policy to load them into.
+            KeyError: a model that there is not.
+            ClosedError: the collector was shut down.
+        """
+        self._check_open()
+        given = chosen(
+            (policy_or_weights, weights, policy),
+            model_id,
+            weights_dict,
+            (*self._weights.names, *self._elsewhere.senders),
+        )
+        return self._update(given, worker_ids, blocking=blocking)
+
+    def next(self) -> TensorDictBase | None:
+        """Return the next batch, or None at the end."""
+        try:
+            batch: TensorDictBase | None = self.__next__()
+        except StopIteration:
+            return None
+        return batch
+
+    async def async_shutdown(self) -> None:
+        """Shut down, while other tasks of the event loop continue; see `Collector.shutdown`."""
+        await asyncio.to_thread(self.shutdown)
+
+    def cascade_execute(self, path: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call, or return, the object at a path in every worker, in the order of their ids.
+
+        Args:
+            path: from ``env``, ``policy`` or another model on: ``"env.transform[0].reset"``.
+            *args: for what is called.
+            **kwargs: its keyword arguments.
+
+        Raises:
+            RemoteCallError: the path leads nowhere in a worker, or what was called raised.
+        """
+        self._check_open()
+        check_path(path, "path")
+        return self._pool.gather_all(
+            f"execute {path!r}", CollectorWorker.execute, path, args, kwargs
+        )
+
+    def increment_version(self) -> None:
+        """Count a new version of the weights that reached the workers another way.
+
+        Frames made from now on carry it.
+        """
+        self._check_open()
+        self._weights.increment_version()
+
+    def add_collectors(
+        self,
+        create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
+        num_envs: int = 1,
+        policy: Any = None,
+        collector_kwargs: OwnOptions = None,
+        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[int, ...]:
+        """Start a worker for each function, as `Collector.add_workers` does.
+
+        Args:
+            create_env_fn: makes an environment; or a list, one for each new worker.
+            num_envs: the number of environments that each new worker makes and steps together.
+            policy: what the new workers act with, in place of a copy of the collector's policy. It
+                gets the weights that the other workers get, so that names, shapes and dtypes of
+                its own must be the same.
+            collector_kwargs: how the new workers make batches: `WorkerOptions` or a mapping, or a
+                list with one for each. Options that are left out are as with the first worker.
+            remote_configs: options of the new workers' actors, with ``workers="ray"``: a mapping,
+                or a list with one for each.
+
+        Returns:
+            The ids of the new workers.
+
+        Raises:
+            LayoutMismatchError: the policy's weights are others than those of the collector's.
+            RemoteCallError: as for `Collector.add_workers`; workers added before that one stay.
+            ModelError: one of the given and the collector's policy has weights, the other none.
+            OptionError: the worker group has no ``remote_configs``, or the workers act with the
+                trainer's own policy.
+            TypeError: something that cannot differ between workers.
+            ValueError: a list of another length.
+        """
+        self._check_working()
+        return self._changes.add_collectors(
+            create_env_fn, num_envs, policy, collector_kwargs, remote_configs
+        )
+
+    def register_scheme_receiver(
+        self, addresses: Mapping[str, Address], *, synchronize_weights: bool = True
+    ) -> None:
+        """Get models from senders elsewhere, as the worker that this collector is to them.
+
+        Weights received, before every batch and by `receive_weights`, are passed on to this
+        collector's own workers, and are acknowledged when these have committed them. A model that
+        only the workers have, such as a policy of ``policy_factory``, is received into a copy of
+        its tensors.
+
+        Args:
+            addresses: what each model's sender gave for this collector, by model.
+            synchronize_weights: take what has been sent so far, if it comes within half a second.
+
+        Raises:
+            KeyError: a model that there is not.
+            ModelError: neither the collector nor its workers have weights of that name.
+        """
+        self._check_open()
+        self._relay.register(addresses)
+        if synchronize_weights:
+            self._relay.receive(_SOON)
+
+    def receive_weights(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        timeout: float | None = None,
+    ) -> Mapping[str, int]:
+        """Receive models from senders elsewhere, or take the policy's weights, and pass them on.
+
+        Args:
+            policy_or_weights: a module, a TensorDict or a state_dict for the collector's own
+                policy, if no senders were registered.
+            weights: the same, by another name.
+            policy: the same, by another name.
+            timeout: seconds to wait for a version of any model; None for the collector's.
+
+        Returns:
+            The versions received, by model.
+
+        Raises:
+            ValueError: weights where there are senders, or neither.
+            SenderLostError: a sender is gone.
+            SendError: some workers do not have the version; its sender knows.
+        """
+        self._check_open()
+        limit = self._timeout if timeout is None else check_seconds(timeout)
+        return self._relay.receive_or_load((policy_or_weights, weights, policy), limit)
+
+    if TYPE_CHECKING:
+
+        def __next__(self) -> Any: ...
+        def shutdown(self, timeout: float | None = None) -> None: ...
+        def _check_open(self) -> None: ...
+        def _check_working(self) -> None: ...
+        def _update(
+            self,
+            given: Mapping[str, Any],
+            worker_ids: int | Iterable[int] | None,
+            *,
+            blocking: bool,
+        ) -> SendReport | PendingSend: ...
