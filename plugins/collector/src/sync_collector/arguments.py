@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from sync_collector.delivery import Output, ReplayBuffer
+from sync_collector.envs.adapt import EnvOptions
 from sync_collector.envs.infos import InfoKeys
 from sync_collector.options import (
     BatchOptions,
@@ -179,7 +180,7 @@ class Arguments:
             share_policy=shared,
             seed=int(torch.randint(2**31, ()).item()),
             one_thread="torch_threads" not in (worker_options or {}),
-            info_keys=info_keys,
+            env_options=EnvOptions(info_keys=info_keys),
             options=options_of_workers(base, num_workers, named.common, named.own, named.own_name),
         )
         specs.check_policy()

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sync_collector.devices import Devices
-from sync_collector.envs.adapt import as_env, stack_envs
-from sync_collector.envs.infos import InfoKeys
+from sync_collector.envs.adapt import EnvOptions, as_env, stack_envs
 from sync_collector.envs.protocol import Env, closed_on_error
 from sync_collector.options import check_acts
 from sync_collector.policies import check_takes_something
@@ -32,7 +31,7 @@ class WorkerSpec:
         seat: its number, which no other worker of the collector ever had, not even one of the same
             id that it replaces.
         env_fn: makes its environment.
-        info_keys: entries of their ``info`` that it records.
+        env_options: what is asked of them.
         policy: its policy; None for random actions, or where ``policy_fn`` makes it.
         policy_fn: makes its policy.
         models: what it has beside the policy, by name.
@@ -44,7 +43,7 @@ class WorkerSpec:
 
     seat: int
     env_fn: Callable[[], Any]
-    info_keys: InfoKeys = ()
+    env_options: EnvOptions = field(default_factory=EnvOptions)
     policy: Any = None
     policy_fn: Callable[[], Any] | None = None
     models: Mapping[str, Any] = field(default_factory=dict)
@@ -68,7 +67,7 @@ class WorkerSpec:
             for _ in range(self.options.num_envs):
                 made = self._make_one()
                 with closed_on_error([made]):
-                    envs.append(self.options.devices.place_env(as_env(made, self.info_keys)))
+                    envs.append(self.options.devices.place_env(as_env(made, self.env_options)))
             return envs[0] if self.options.num_envs == 1 else stack_envs(envs)
 
     def make_models(self) -> tuple[Any, dict[str, Any]]:
@@ -118,7 +117,7 @@ class WorkerSpecs:
         share_policy: see `WorkerSpec`.
         seed: of the first seat; every other one is derived from it.
         one_thread: see `WorkerSpec`.
-        info_keys: see `WorkerSpec`.
+        env_options: see `WorkerSpec`.
         options: how each of the first workers makes batches.
     """
 
@@ -130,7 +129,7 @@ class WorkerSpecs:
     seed: int
     one_thread: bool
     options: tuple[RolloutOptions, ...]
-    info_keys: InfoKeys = ()
+    env_options: EnvOptions = field(default_factory=EnvOptions)
 
     def check_policy(self) -> None:
         """Raise `PolicyError` if no environment could make the policy's arguments right."""
@@ -161,7 +160,7 @@ class WorkerSpecs:
             share_policy=self.share_policy,
             seed=self.seed + seat,
             one_thread=self.one_thread,
-            info_keys=self.info_keys,
+            env_options=self.env_options,
             options=self.options[worker_id % len(self.options)],
         )
 

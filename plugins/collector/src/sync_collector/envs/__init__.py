@@ -1,8 +1,18 @@
-"""Environments: what a collector asks of one, an adapter for Gymnasium, and one to test with."""
+"""Environments: what a collector asks of one, adapters of other libraries, and one to test with."""
 
+from sync_collector.envs.adapt import EnvironmentAdapter, EnvOptions
 from sync_collector.envs.arrays import ArrayEnv, ArraySpec, ArrayStep
 from sync_collector.envs.counting import CountingEnv
 from sync_collector.envs.gym import GymEnv
 from sync_collector.envs.protocol import Env
 
-__all__ = ["ArrayEnv", "ArraySpec", "ArrayStep", "CountingEnv", "Env", "GymEnv"]
+__all__ = [
+    "ArrayEnv",
+    "ArraySpec",
+    "ArrayStep",
+    "CountingEnv",
+    "Env",
+    "EnvOptions",
+    "EnvironmentAdapter",
+    "GymEnv",
+]

@@ -1,8 +1,10 @@
-"""Makes environments for a collector: of Gymnasium's, and of several as one."""
+"""Makes environments for a collector: by adapters of other libraries, and of several as one."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from sync_collector.envs.protocol import (
     save_env,
     seed_env,
 )
+from sync_core import registry
 
 
 def stack_envs(envs: Sequence[Env]) -> Env:
@@ -171,18 +174,88 @@ class _TensorDictStack(_Members):
         return together
 
 
-def as_env(made: Any, info_keys: InfoKeys = ()) -> Env:
-    """The object itself if it is an `Env`, else an adapter for what Gymnasium knows.
+#: The entry point group of adapters.
+ADAPTERS = "sync.environments"
 
-    Its members tell its kind: a ``batch_size`` for an `Env`, such as TorchRL's ``EnvBase``
-    or a class of the user's own; the spaces of a vector environment, or of a single one.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvOptions:
+    """What a collector asks of the environments that it adapts.
 
     Args:
-        made: an environment of any of these kinds.
-        info_keys: see `GymEnv`; for those of Gymnasium.
+        info_keys: entries of ``info`` to record beside observations; see `GymEnv`.
+    """
+
+    info_keys: InfoKeys = ()
+
+
+class EnvironmentAdapter(ABC):
+    """Makes an `Env` of an environment of another library.
+
+    The entry point group ``sync.environments`` refers to instances. A worker asks the adapters of
+    all installed distributions, so that an adapter must not import its library before it has an
+    environment of it.
+
+    Example:
+        >>> from sync_collector.envs import CountingEnv
+        >>> class Counters(EnvironmentAdapter):
+        ...     def accepts(self, made):
+        ...         return isinstance(made, range)
+        ...     def adapt(self, made, options):
+        ...         return CountingEnv(len(made))
+        >>> Counters().adapt(range(3), EnvOptions()).reset()["observation"]
+        tensor([0.])
+    """
+
+    @abstractmethod
+    def accepts(self, made: Any) -> bool:
+        """Return whether an object is an environment that this adapter knows."""
+
+    @abstractmethod
+    def adapt(self, made: Any, options: EnvOptions) -> Env:
+        """Return the environment as an `Env`.
+
+        Args:
+            made: what ``create_env_fn`` returned.
+            options: what the collector asks for. An adapter raises `TypeError` for what it has not.
+        """
+
+
+class _Gymnasium(EnvironmentAdapter):
+    """Single and vector environments of Gymnasium, and those that are like them."""
+
+    def accepts(self, made: Any) -> bool:
+        if hasattr(made, "possible_agents"):
+            return False
+        is_single = hasattr(made, "action_space") and hasattr(made, "observation_space")
+        return is_single or hasattr(made, "single_action_space")
+
+    def adapt(self, made: Any, options: EnvOptions) -> Env:
+        _check_steps(made)
+        if not hasattr(made, "single_action_space"):
+            return GymEnv(lambda: made, info_keys=options.info_keys)
+        # It imports gymnasium, which is needed for such an environment only.
+        from sync_collector.envs.vector import VectorGymEnv, resettable
+
+        return VectorGymEnv(resettable(made), info_keys=options.info_keys)
+
+
+#: The adapter of Gymnasium's environments.
+GYMNASIUM = _Gymnasium()
+
+
+def as_env(made: Any, options: EnvOptions = EnvOptions()) -> Env:
+    """The object itself if it is an `Env`, else what an adapter makes of it.
+
+    An `Env` has a ``batch_size``, as TorchRL's ``EnvBase`` or a class of the user's own has. The
+    adapters of other distributions are asked before Gymnasium's.
+
+    Args:
+        made: an environment of any kind.
+        options: what is asked of adapters.
 
     Raises:
-        TypeError: it is not an environment, or has no ``info`` to read from.
+        TypeError: it is not an environment that any adapter knows, or several adapters know it.
         ValueError: it is a batch of no environment.
 
     Example:
@@ -190,7 +263,18 @@ def as_env(made: Any, info_keys: InfoKeys = ()) -> Env:
         >>> type(as_env(gymnasium.make("CartPole-v1"))).__name__
         'GymEnv'
     """
-    env = _adapted(made, info_keys)
+    if isinstance(getattr(made, "batch_size", None), torch.Size):
+        # First: environments that wrap another may pass on its spaces too.
+        if options.info_keys:
+            raise TypeError(
+                f"info_keys is for environments of Gymnasium, and create_env_fn made a "
+                f"{type(made).__name__}; give it to GymEnv(…, info_keys=…), or to what reads "
+                "the info of your environment"
+            )
+        _check_steps(made)
+        env: Env = made
+    else:
+        env = _adapted(made, options)
     if not env.batch_size.numel():
         raise ValueError(
             f"{type(made).__name__} has the batch size {list(env.batch_size)}, so it "
@@ -199,38 +283,55 @@ def as_env(made: Any, info_keys: InfoKeys = ()) -> Env:
     return env
 
 
-def _adapted(made: Any, info_keys: InfoKeys) -> Env:
-    if not (callable(getattr(made, "reset", None)) and callable(getattr(made, "step", None))):
+def _adapted(made: Any, options: EnvOptions) -> Env:
+    adapters, broken = _installed_adapters()
+    found = {name: each for name, each in adapters.items() if each.accepts(made)}
+    if len(found) > 1:
         raise TypeError(
-            f"create_env_fn made a {type(made).__name__}, which has no reset() and step(); let it "
-            "return an environment"
+            f"several adapters know a {type(made).__name__}: {', '.join(found)}; leave out all but "
+            f"one by their names: {registry.DISABLE}={next(iter(found))}"
         )
-    # First: environments that wrap another may pass on its spaces too.
-    if isinstance(getattr(made, "batch_size", None), torch.Size):
-        if info_keys:
-            raise TypeError(
-                f"info_keys is for environments of Gymnasium, and create_env_fn made a "
-                f"{type(made).__name__}; give it to GymEnv(…, info_keys=…), or to what reads "
-                "the info of your environment"
-            )
-        env: Env = made
-        return env
-    if hasattr(made, "single_action_space"):
-        # It imports gymnasium, which is needed for such an environment only.
-        from sync_collector.envs.vector import VectorGymEnv, resettable
-
-        return VectorGymEnv(resettable(made), info_keys=info_keys)
+    adapter = next(iter(found.values()), GYMNASIUM if GYMNASIUM.accepts(made) else None)
+    if adapter is not None:
+        return adapter.adapt(made, options)
+    _check_steps(made)
     if hasattr(made, "possible_agents"):
         raise TypeError(
             f"{type(made).__name__} is an environment of several agents (PettingZoo), and a "
             "Gymnasium environment has one agent; type torchrl.envs.PettingZooWrapper(env), whose "
             "batches have the agents in groups, or wrap it in a gymnasium.Env that acts for one of "
-            "them"
+            f"them{broken}"
         )
-    if hasattr(made, "action_space") and hasattr(made, "observation_space"):
-        return GymEnv(lambda: made, info_keys=info_keys)
     raise TypeError(
         f"{type(made).__name__} has no batch_size that is a torch.Size, and no action_space and "
         "observation_space either; write batch_size = torch.Size() for a single environment, or "
-        "torch.Size([n]) for n that are stepped together"
+        f"torch.Size([n]) for n that are stepped together{broken}"
     )
+
+
+def _installed_adapters() -> tuple[dict[str, EnvironmentAdapter], str]:
+    """Return the adapters of other distributions by name, and a remark about those that fail."""
+    adapters: dict[str, EnvironmentAdapter] = {}
+    broken = ""
+    for entry in registry.installed(ADAPTERS):
+        try:
+            adapter = entry.load()
+            if not isinstance(adapter, EnvironmentAdapter):
+                raise TypeError(f"{entry.value} must be an EnvironmentAdapter, got {adapter!r}")
+        except Exception as error:
+            distribution, version = registry.owner_of(entry)
+            broken += (
+                f"; the adapter {entry.name!r} of {distribution} {version} does not load: {error!r}"
+            )
+        else:
+            if adapter is not GYMNASIUM:
+                adapters[entry.name] = adapter
+    return adapters, broken
+
+
+def _check_steps(made: Any) -> None:
+    if not (callable(getattr(made, "reset", None)) and callable(getattr(made, "step", None))):
+        raise TypeError(
+            f"create_env_fn made a {type(made).__name__}, which has no reset() and step(); let it "
+            "return an environment"
+        )

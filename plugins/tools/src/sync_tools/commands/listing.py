@@ -25,6 +25,8 @@ _TITLES = {
     registry.LAYERS: "layers",
     registry.WORKERS: "worker groups",
 }
+# Groups of other distributions, whose objects are loaded and not read.
+_OTHERS = {"sync.environments": "adapters of environments"}
 _DISABLED = f"disabled; to use it, take it out of {registry.DISABLE}"
 _GIVEN_TO_EVERY_GROUP = frozenset(inspect.signature(WorkerGroup).parameters)
 # Where no terminal sets a width, as in a pipe, a plugin keeps to one line.
@@ -38,7 +40,7 @@ class Listed:
     """One plugin, as far as it could be loaded.
 
     Args:
-        kind: ``"schemes"``, ``"layers"`` or ``"worker groups"``.
+        kind: ``"schemes"``, ``"layers"``, ``"worker groups"`` or ``"adapters of environments"``.
         name: its name.
         distribution: where it comes from.
         version: the version of that.
@@ -83,7 +85,7 @@ def listed() -> list[Listed]:
     """Everything installed."""
     return [
         _listed(group, title, entry)
-        for group, title in _TITLES.items()
+        for group, title in (_TITLES | _OTHERS).items()
         for entry in entry_points_of(group)
     ]
 
@@ -102,6 +104,8 @@ def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
     if registry.is_disabled(entry):
         return replace(plugin, disabled=True)
     plugin = replace(plugin, conflicts=_conflicts(group, entry))
+    if group in _OTHERS:
+        return replace(plugin, error=_import_error(entry))
     try:
         loaded = registry.load(group, registry.entry_point(group, entry.name))
     except RequirementError as error:
@@ -115,6 +119,14 @@ def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
         wraps=wraps_another(loaded),
         options=_options(group, loaded),
     )
+
+
+def _import_error(entry: EntryPoint) -> str | None:
+    try:
+        entry.load()
+    except Exception as error:
+        return f"does not import: {error!r}; type: pip install -U {owner_of(entry)[0]}"
+    return None
 
 
 def wraps_another(loaded: Any) -> bool:
@@ -156,11 +168,11 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
         return 0
     console = make_console()
     box = HEAVY_HEAD if sys.stdout.isatty() else None
-    for group, title in _TITLES.items():
+    for group, title in (_TITLES | _OTHERS).items():
         of_kind = [plugin for plugin in plugins if plugin.kind == title]
         if of_kind:
             console.print(_table(title, of_kind, box, console.width))
-        else:
+        elif group in _TITLES:
             console.print(f"{title}: none is installed; to install some, type:")
             _print_known(console, group)
     for plugin in plugins:
