@@ -258,7 +258,7 @@ def act_with_zero(observation: Tensor) -> Tensor:
 
 def test_add_collectors_with_a_policy_and_options_of_their_own() -> None:
     with collector(policy=Scale(1.0), max_frames_per_traj=100) as made:
-        longest = [WorkerOptions(max_frames_per_traj=1), {}]
+        longest: list[Any] = [WorkerOptions(max_frames_per_traj=1), {}]
         environments = [long_episodes, long_episodes]
         added = made.add_collectors(environments, policy=Twice(9.0), collector_kwargs=longest)
         assert added == (1, 2)
