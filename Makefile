@@ -9,7 +9,7 @@ ARGS ?=
 TESTERS ?= 3
 SEED = $(shell date +%s)
 
-DISTRIBUTIONS := core plugins/std plugins/tools plugins/testing plugins/collector plugins/torchrl plugins/trl plugins/vllm \
+DISTRIBUTIONS := core plugins/std plugins/scale plugins/tools plugins/testing plugins/collector plugins/torchrl plugins/trl plugins/vllm \
     plugins_ray plugins_dist
 
 BIN := .venv/bin

@@ -52,6 +52,7 @@ PUBLIC = (
     "sync_core.wrapping",
     "sync_plugin_std.local",
     "sync_plugin_std.workers",
+    "sync_plugin_scale",
     "sync_tools",
     "sync_tools.bench",
     "sync_tools.main",
@@ -168,7 +169,16 @@ _KIT_PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "workers": ("sync_plugin_std.workers", "Worker groups and their calls", ()),
 }
-_USER_ORDER = ("collector", "environments", "plugins", "layers", "errors", "commands", "ray")
+_USER_ORDER = (
+    "collector",
+    "environments",
+    "scale",
+    "plugins",
+    "layers",
+    "errors",
+    "commands",
+    "ray",
+)
 _AUTHOR_ORDER = (
     "hooks",
     "weights",
@@ -231,6 +241,7 @@ def pages() -> dict[str, str]:
         "main": _exported("The command from Python", "sync_tools.main"),
         "measuring": _exported("Measuring a scheme", "sync_tools.bench"),
         "stores": _exported("Stores", "sync_plugin_std.stores"),
+        "scale": _exported("Increments, chunks and relays", "sync_plugin_scale"),
         "collector": _exported("Collector", "sync_collector"),
         "environments": _exported("Environments", "sync_collector.envs"),
         "ray": _exported("Actors of Ray", "sync_plugin_ray"),

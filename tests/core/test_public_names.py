@@ -69,9 +69,9 @@ with Sender("shm", policy, num_workers=1) as sender:
         pending = sender.send_async()
         assert receiver.receive() == 1 and pending.wait().updated == (0,)
 features = (
-    "admission", "increments", "left_out", "transports.background", "receiving.getter", "relays",
+    "admission", "left_out", "transports.background", "receiving.getter",
     "sending.elastic", "sending.failure_policy", "sending.partial",
-    "shards", "verify", "weights.patch",
+    "shards", "verify",
 )
 print(*[name for name in features if "sync_core." + name in sys.modules])
 """

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import Increments, ModelError, OptionError, Receiver, Sender, SendReport, WorkerState
+from sync_core import ModelError, OptionError, Receiver, Sender, SendReport, WorkerState
+from sync_plugin_scale import Increments
 from sync_testing.loopback import Loopback
 
 

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from sync_core import Increments, OptionError, Receiver, Sender, hookimpl
+from sync_core import OptionError, Receiver, Sender, hookimpl
+from sync_plugin_scale import Increments
 from sync_testing import SchemeConformance
 from sync_testing.faults import Fault, Faulty
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 PROJECTS = {
     "sync-core": ROOT / "core",
     "sync-plugin-std": ROOT / "plugins/std",
+    "sync-plugin-scale": ROOT / "plugins/scale",
     "sync-tools": ROOT / "plugins/tools",
     "sync-testing": ROOT / "plugins/testing",
     "sync-collector": ROOT / "plugins/collector",
@@ -187,7 +188,9 @@ def test_a_collector_alone_collects(stranger: Stranger) -> None:
 
 
 def test_installed_plugins_conform(stranger: Stranger) -> None:
-    stranger.install("sync-core", "sync-plugin-std", "sync-tools", "sync-testing")
+    stranger.install(
+        "sync-core", "sync-plugin-std", "sync-plugin-scale", "sync-tools", "sync-testing"
+    )
     listed = stranger.run("sync-core", "list").split()
     assert {"file", "fp16", "shm"} <= set(listed)
     suite = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs")
@@ -203,7 +206,14 @@ def test_what_is_generated_is_found_and_its_tests_run(
     stranger: Stranger, generated: dict[str, Path]
 ) -> None:
     # The scheme is one over a store, whose kit sync-plugin-std has.
-    stranger.install("sync-core", "sync-plugin-std", "sync-tools", "sync-testing", *GENERATED)
+    stranger.install(
+        "sync-core",
+        "sync-plugin-std",
+        "sync-plugin-scale",
+        "sync-tools",
+        "sync-testing",
+        *GENERATED,
+    )
     found = json.loads(stranger.run("sync-core", "list", "--json"))
     assert {(name, None) for name, *_ in GENERATED.values()} <= {
         (each["name"], each["error"]) for each in found

@@ -11,11 +11,12 @@ import torch
 import zstandard
 from torch import Tensor, nn
 
-from sync_core import Chunked, Layout, Payload, Receiver, Sender, SenderTransport
+from sync_core import Layout, Payload, Receiver, Sender, SenderTransport
 from sync_core.errors import PayloadError
-from sync_core.relays.chunks import ChunkedSender
-from sync_core.weights.layout import CHUNK, CHUNK_HEAD
-from sync_core.weights.patch import Patch, shorten
+from sync_core.transports import RESERVED_PREFIX
+from sync_plugin_scale import Chunked
+from sync_plugin_scale.increments.patch import Patch, shorten
+from sync_plugin_scale.relays.chunks import ChunkedSender
 from sync_testing.fuzz import find
 
 pytestmark = pytest.mark.timeout(60)
@@ -92,8 +93,12 @@ def test_a_compressed_patch() -> None:
     ids=str,
 )
 def test_heads_of_chunks(head: list[int]) -> None:
-    chunk: dict[str, Any] = {CHUNK: torch.ones(1000, dtype=torch.uint8)}
+    chunk: dict[str, Any] = {RESERVED_PREFIX + "chunk": torch.ones(1000, dtype=torch.uint8)}
     with Sender(Chunked("shm", mb=0.001), nn.Linear(3, 2), num_workers=1, timeout=10.0) as sender:
         (chunks,) = find(sender, ChunkedSender)
         with pytest.raises(PayloadError, match="chunk"):
-            receive(sender, chunks._lanes[0], chunk | {CHUNK_HEAD: torch.tensor(head)})
+            receive(
+                sender,
+                chunks._lanes[0],
+                chunk | {RESERVED_PREFIX + "chunk_head": torch.tensor(head)},
+            )

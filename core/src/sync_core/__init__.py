@@ -41,10 +41,7 @@ if TYPE_CHECKING:
         TransportContext,
         hookimpl,
     )
-    from sync_core.increments.options import Increments
     from sync_core.receiving.receiver import Receiver
-    from sync_core.relays.chunks import Chunked
-    from sync_core.relays.relay import Relay
     from sync_core.report import Reporter, SendReport, WorkerResult
     from sync_core.sending.failure_policy import WorkerFailure
     from sync_core.sending.group import SendGroup
@@ -95,10 +92,7 @@ _MODULES = {
         "TransportContext",
         "hookimpl",
     ),
-    "sync_core.increments.options": ("Increments",),
     "sync_core.receiving.receiver": ("Receiver",),
-    "sync_core.relays.chunks": ("Chunked",),
-    "sync_core.relays.relay": ("Relay",),
     "sync_core.report": ("Reporter", "SendReport", "WorkerResult"),
     "sync_core.sending.failure_policy": ("WorkerFailure",),
     "sync_core.sending.group": ("SendGroup",),
@@ -129,11 +123,9 @@ __all__ = [
     "ApplyError",
     "BindContext",
     "CapacityError",
-    "Chunked",
     "ClosedError",
     "CorruptionError",
     "Delivery",
-    "Increments",
     "Layout",
     "LayoutMismatchError",
     "MembershipEvent",
@@ -149,7 +141,6 @@ __all__ = [
     "ReadbackError",
     "Receiver",
     "ReceiverTransport",
-    "Relay",
     "RemoteCallError",
     "Reporter",
     "SendContext",

@@ -15,7 +15,6 @@ __all__ = [
     "ClosedError",
     "CorruptionError",
     "HookResultError",
-    "IncrementError",
     "LayoutMismatchError",
     "LoadError",
     "ModelError",
@@ -252,15 +251,6 @@ class CorruptionError(ApplyError):
     """
 
     failure = "corruption"
-
-
-class IncrementError(WorkerError):
-    """The worker could not use an increment: it lacks the base, or the result has other bits.
-
-    It keeps the version it had, and is sent the whole version in the same send.
-    """
-
-    failure = "increment"
 
 
 class ReadbackError(WorkerError):

@@ -246,12 +246,13 @@ _CAPABILITIES = MappingProxyType(
 _ALIKE = 0.75
 _LAYER_HOOKS = ("prepare_weights", "apply_weights", "skip_update")
 
-_STD, _RAY, _DIST = "sync-plugin-std", "sync-plugin-ray", "sync-plugin-dist"
+_STD, _SCALE = "sync-plugin-std", "sync-plugin-scale"
+_RAY, _DIST = "sync-plugin-ray", "sync-plugin-dist"
 #: Where the names live that this project publishes.
 KNOWN = MappingProxyType(
     {
         SCHEMES: {
-            **dict.fromkeys(("chunked", "increments"), _CORE),
+            **dict.fromkeys(("chunked", "increments"), _SCALE),
             **dict.fromkeys(("none", "thread", "shm", "mp", "file"), _STD),
             "ray": _RAY,
             **dict.fromkeys(("dist", "rpc"), _DIST),

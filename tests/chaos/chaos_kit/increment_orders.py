@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from sync_core import (
-    Increments,
     PendingSend,
     Receiver,
     Sender,
@@ -24,7 +23,7 @@ from sync_core import (
     WorkerState,
     hookimpl,
 )
-from sync_core.errors import IncrementError
+from sync_plugin_scale import IncrementError, Increments
 
 # A send that takes longer counts as hanging, in seconds.
 _DEADLINE = 20.0

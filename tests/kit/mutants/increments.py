@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import pytest
 
 from sync_core import Layout, ReceiverTransport, SenderTransport, TransportContext, hookimpl
-from sync_core.increments.history import Packed
-from sync_core.increments.receiver import IncrementalReceiver
-from sync_core.increments.sender import IncrementalSender
 from sync_core.transports.transport import unheard
-from sync_core.weights.patch import Patch, positions_of
+from sync_plugin_scale.increments.history import Packed
+from sync_plugin_scale.increments.patch import Patch, positions_of
+from sync_plugin_scale.increments.receiver import IncrementalReceiver
+from sync_plugin_scale.increments.sender import IncrementalSender
 from sync_plugin_std.thread import ThreadScheme
 from sync_testing import SchemeConformance
 

@@ -291,7 +291,7 @@ class Receiver(CollectorReference):
             return False
         if not self._target.partial:
             return True
-        from sync_core.increments.partial import check_base
+        from sync_core.base import check_base
 
         self._staged, self._target.loaded = payload, False
         try:

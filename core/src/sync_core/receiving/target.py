@@ -229,7 +229,7 @@ def _with_checks(address: Address, backend: Plugin, layers: list[Plugin]) -> tup
 
         used = with_verification(address.verify, backend, used, address.strategy)
     if partial:
-        from sync_core.increments.partial import BaseLayer
+        from sync_core.base import BaseLayer
 
         used = (*used, Plugin(registry.LAYERS, "base", BaseLayer()))
     return used

@@ -283,7 +283,7 @@ class Pipeline:
         #: Whether the transport leaves out what workers have, so that updates must be whole.
         self.compares = "compares" in self._backend.capabilities
         if self._terms.partial and self.moves_nothing is None:
-            from sync_core.increments.partial import BaseLayer
+            from sync_core.base import BaseLayer
 
             used = (*used, Plugin(registry.LAYERS, "base", BaseLayer()))
         self._defaults = Defaults(terms.strategy)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from sync_core._util import release_with, uninterrupted
     from sync_core.hooks import Finding, FindingsContext
     from sync_core.receiving.called import CalledReceiver, CalledReceivers
+    from sync_core.transports.background import BackgroundReceiver
     from sync_core.transports.calling import (
         CalledWorker,
         CallingTransport,
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
     from sync_core.transports.point_to_point import PointToPointTransport
     from sync_core.transports.transport import Notice, unheard
     from sync_core.weights.block import Block
+    from sync_core.weights.copying import copy, in_two_threads
+    from sync_core.weights.layout import ALIGNMENT, RESERVED_PREFIX
 
 
 _MODULES = {
     "sync_core._util": ("release_with", "uninterrupted"),
     "sync_core.hooks": ("Finding", "FindingsContext"),
     "sync_core.receiving.called": ("CalledReceiver", "CalledReceivers"),
+    "sync_core.transports.background": ("BackgroundReceiver",),
     "sync_core.transports.calling": (
         "CalledWorker",
         "CallingTransport",
@@ -37,9 +41,14 @@ _MODULES = {
     "sync_core.transports.point_to_point": ("PointToPointTransport",),
     "sync_core.transports.transport": ("Notice", "unheard"),
     "sync_core.weights.block": ("Block",),
+    "sync_core.weights.copying": ("copy", "in_two_threads"),
+    "sync_core.weights.layout": ("ALIGNMENT", "RESERVED_PREFIX"),
 }
 
 __all__ = [
+    "ALIGNMENT",
+    "RESERVED_PREFIX",
+    "BackgroundReceiver",
     "Block",
     "CalledReceiver",
     "CalledReceivers",
@@ -52,6 +61,8 @@ __all__ = [
     "HandedTransport",
     "Notice",
     "PointToPointTransport",
+    "copy",
+    "in_two_threads",
     "release_with",
     "unheard",
     "uninterrupted",

@@ -88,32 +88,26 @@ _TOO_LARGE = 1 << 63
 _MAX_RANK = 64
 #: The name of the tensor in which checksums travel; see `sync_core.verify`.
 CHECKSUMS = "__checksums__"
-#: The name of the tensor that holds the base of an update; see `sync_core.increments.partial`.
+#: The name of the tensor that holds the base of an update; see `sync_core.base`.
 BASE = "__base__"
 #: The name of the tensor that makes a payload of a sharded sender a question: which regions does
 #: the worker want? See `sync_core.shards`.
 ASK = "__shards_wanted__"
 #: The name of the tensor by which a sender tells a worker its id; see `sync_core.admission`.
 ADMISSION = "__admission__"
-#: The names of the tensors of a chunk: its bytes, and what it is a chunk of; see
-#: `sync_core.relays`.
-CHUNK, CHUNK_HEAD = "__chunk__", "__chunk_head__"
 #: The name of the tensor that holds the version of a sharded sender.
 SHARD_VERSION = "__shards_version__"
-#: The name of the tensor that holds an increment, or describes a whole version; see
-#: `sync_core.increments`.
-INCREMENT = "__increment__"
 _METADATA = "__metadata__"
 #: What to do about a quantized model.
 QUANTIZED = "send the module as it was before it was quantized, and let each worker quantize a copy"
-_RESERVED = frozenset(
-    {_METADATA, CHECKSUMS, BASE, INCREMENT, ADMISSION, ASK, CHUNK, CHUNK_HEAD, SHARD_VERSION}
-)
+#: What the names begin with of tensors that a transport adds to those of the weights.
+RESERVED_PREFIX = "__sync__."
+_RESERVED = frozenset({_METADATA, CHECKSUMS, BASE, ADMISSION, ASK, SHARD_VERSION})
 
 
 def is_reserved(name: str) -> bool:
     """Return whether the format has its own use for a tensor's name."""
-    return name in _RESERVED or name.startswith(_FILLER)
+    return name in _RESERVED or name.startswith((RESERVED_PREFIX, _FILLER))
 
 
 def has_place(dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import Increments
+from sync_plugin_scale import Increments
 from sync_testing.expectations import BASE, RECEIVED, VALUES
 from sync_testing.schemes.models import fingerprints, make_policy
 from sync_testing.schemes.pool import SchemeCases, Start, Workers
@@ -107,7 +107,7 @@ class IncrementCases(SchemeCases):
         self, start: Start
     ) -> None:
         if importlib.util.find_spec("xxhash") is None:
-            pytest.skip('checksums need pip install "sync-core[verify]"')
+            pytest.skip('checksums need pip install "sync-plugin-scale[verify]"')
         policy, workers = self._start(start)
         whole = workers.send().workers[0].nbytes
         workers.pool.call(0, Worker.spoil)

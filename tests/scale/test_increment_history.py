@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sync_core import Increments, Layout, OptionError, Payload
-from sync_core.increments.history import History, Packed
-from sync_core.weights.patch import Patch
+from sync_core import Layout, OptionError, Payload
+from sync_plugin_scale import Increments
+from sync_plugin_scale.increments.history import History, Packed
+from sync_plugin_scale.increments.patch import Patch
 
 KINDS = {
     "a": torch.bfloat16,

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from sync_core.errors import OptionError
-from sync_core.hooks import TransportContext
+from sync_core import OptionError, ReceiverTransport, SenderTransport, TransportContext
 from sync_core.registry import Plugin
-from sync_core.transports.transport import ReceiverTransport, SenderTransport
-from sync_core.weights.patch import Compression, zstd
 from sync_core.wrapping import WrappingScheme
+from sync_plugin_scale.increments.patch import Compression, zstd
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,8 @@ class Increments(WrappingScheme):
         inner: the scheme that carries the increments.
         below: an increment travels where it takes less than this share of a whole version's bytes.
         whole_every: send a whole version to every worker after so many versions; None for never.
-        compress: ``"zstd"`` compresses increments; needs ``pip install "sync-core[zstd]"``, here
-            and in the workers.
+        compress: ``"zstd"`` compresses increments; needs
+            ``pip install "sync-plugin-scale[zstd]"``, here and in the workers.
 
     Raises:
         OptionError: a value that is out of range, zstandard is missing, or the inner scheme does
@@ -88,12 +86,12 @@ class Increments(WrappingScheme):
 
     def create_sender(self, context: TransportContext) -> SenderTransport:
         """Make the sender's side."""
-        from sync_core.increments.sender import IncrementalSender
+        from sync_plugin_scale.increments.sender import IncrementalSender
 
         return IncrementalSender(context, self)
 
     def create_receiver(self, context: TransportContext) -> ReceiverTransport:
         """Make a receiver's side."""
-        from sync_core.increments.receiver import IncrementalReceiver
+        from sync_plugin_scale.increments.receiver import IncrementalReceiver
 
         return IncrementalReceiver(self.inner_receiver(context), context.worker_id)

@@ -21,30 +21,26 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from sync_core.errors import (
-    AddressError,
-    OptionError,
-    PayloadError,
-    SenderLostError,
-    SyncError,
-    WorkerError,
-)
-from sync_core.hooks import TransportContext
-from sync_core.transports.background import BackgroundReceiver
-from sync_core.transports.transport import (
+from sync_core import (
     Answer,
     Delivery,
-    Notice,
+    Layout,
+    OptionError,
+    Payload,
     ReceiverTransport,
+    SenderLostError,
     SenderTransport,
-    unheard,
+    SyncError,
+    TransportContext,
+    WorkerError,
 )
-from sync_core.weights.block import Block
-from sync_core.weights.layout import CHUNK, CHUNK_HEAD, Layout
-from sync_core.weights.payload import Payload
+from sync_core.errors import AddressError, PayloadError
+from sync_core.transports import RESERVED_PREFIX, BackgroundReceiver, Block, Notice, unheard
 from sync_core.wrapping import WrappingScheme
 
 _log = logging.getLogger("sync_core")
+# The names of the tensors of a chunk: its bytes, and what it is a chunk of.
+_CHUNK, _CHUNK_HEAD = RESERVED_PREFIX + "chunk", RESERVED_PREFIX + "chunk_head"
 _LANES = 2
 # The numbers of a chunk: version, index, bytes of the version, bytes of a chunk.
 _HEAD = 4
@@ -68,6 +64,7 @@ class Chunked(WrappingScheme):
         OptionError: the size is not one, or nothing travels by the inner scheme.
 
     Example:
+        >>> from sync_core import Receiver, Sender
         >>> policy, model = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
         >>> with Sender(Chunked("thread", mb=1), policy, num_workers=1) as sender:
         ...     pending = sender.send_async()
@@ -118,7 +115,7 @@ _Event: TypeAlias = tuple[int, Delivery, WorkerError | None]
 
 @lru_cache(maxsize=64)
 def _chunk_layout(nbytes: int) -> Layout:
-    return Layout.of_kinds([(CHUNK, torch.uint8, (nbytes,)), (CHUNK_HEAD, torch.int64, (_HEAD,))])
+    return Layout.of_kinds([(_CHUNK, torch.uint8, (nbytes,)), (_CHUNK_HEAD, torch.int64, (_HEAD,))])
 
 
 def _lane_context(context: TransportContext, scheme: Chunked, lane: int) -> TransportContext:
@@ -455,7 +452,7 @@ class ChunkedReceiver(ReceiverTransport):
 
     def _read(self, payload: Payload, lane: int) -> Chunk:
         """Return the chunk in a payload, once it is one that the agreed layout gives reason for."""
-        if payload.layout.names != (CHUNK, CHUNK_HEAD):
+        if payload.layout.names != (_CHUNK, _CHUNK_HEAD):
             raise PayloadError(f"expected a chunk, got {', '.join(payload.layout.names)[:200]}")
         data, head = payload.tensors
         kinds = [(tensor.dtype, tensor.dim()) for tensor in payload.tensors]

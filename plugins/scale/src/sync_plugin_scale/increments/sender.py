@@ -19,21 +19,24 @@ from typing import Any
 
 import torch
 
-from sync_core._util import Stopwatch
-from sync_core.errors import (
+from sync_core import (
+    Answer,
     CorruptionError,
-    IncrementError,
+    Delivery,
+    Layout,
+    Payload,
+    SenderTransport,
+    TensorSpec,
+    TransportContext,
     TransportError,
     WorkerError,
 )
-from sync_core.hooks import TransportContext
-from sync_core.increments.history import History, described
-from sync_core.increments.options import Increments
-from sync_core.transports.transport import Answer, Delivery, Notice, SenderTransport
-from sync_core.weights.layout import INCREMENT, Layout, TensorSpec
-from sync_core.weights.patch import Compression, Patch
-from sync_core.weights.payload import Payload
+from sync_core.transports import Notice
 from sync_core.wrapping import end_together
+from sync_plugin_scale.increments.errors import IncrementError
+from sync_plugin_scale.increments.history import History, described
+from sync_plugin_scale.increments.options import Increments
+from sync_plugin_scale.increments.patch import INCREMENT, Compression, Patch
 
 _log = logging.getLogger("sync_core")
 # How long closing waits for a version that is being sent again, in seconds.
@@ -71,7 +74,7 @@ class _Line:
     """The versions of one layout: what changed in them, and how they are sent.
 
     Args:
-        options: see `sync_core.Increments`.
+        options: see `sync_plugin_scale.Increments`.
     """
 
     def __init__(self, options: Increments) -> None:
@@ -162,7 +165,7 @@ class IncrementalSender(SenderTransport):
             parts = self._divide(line, version, held)
             for number, part in enumerate(parts):
                 try:
-                    self._hand_over(part, outgoing, payload.packing)
+                    self._hand_over(part, outgoing, packing=payload.packing)
                 except Exception as error:
                     if not number:
                         raise
@@ -261,7 +264,7 @@ class IncrementalSender(SenderTransport):
         return next(filter(None, map(line.history.since, held)), None)
 
     def _hand_over(
-        self, part: _PayloadPart, outgoing: Mapping[int, _Outgoing], packing: Stopwatch
+        self, part: _PayloadPart, outgoing: Mapping[int, _Outgoing], **changed: Any
     ) -> None:
         """Give the transport one payload under the next number."""
         version, whole = part.payload.version, not part.payload.base
@@ -273,7 +276,7 @@ class IncrementalSender(SenderTransport):
             workers = {i: self._workers[i] for i in part.worker_ids if i in self._workers}
             for worker in workers.values():
                 worker.whole = whole
-        payload = replace(part.payload, version=self._number, packing=packing)
+        payload = replace(part.payload, version=self._number, **changed)
         try:
             deliveries = self._transport.send(payload, part.worker_ids)
         except BaseException:
@@ -412,7 +415,7 @@ class IncrementalSender(SenderTransport):
                 self._fail(outgoing, WorkerError(worker.worker_id, message))
             return
         carried = {} if outgoing is None else {worker.worker_id: outgoing}
-        self._hand_over(_PayloadPart(whole, [worker.worker_id], 1.0), carried, Stopwatch())
+        self._hand_over(_PayloadPart(whole, [worker.worker_id], 1.0), carried)
         if alone and version == self._joining.wanted:
             self._joining.whole = True
 

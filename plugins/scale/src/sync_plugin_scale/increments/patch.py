@@ -20,16 +20,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sync_core.errors import OptionError, PayloadError
-from sync_core.weights.block import Block
-from sync_core.weights.copying import in_two_threads
-from sync_core.weights.layout import ALIGNMENT, Layout
+from sync_core import Layout, OptionError
+from sync_core.errors import PayloadError
+from sync_core.transports import ALIGNMENT, RESERVED_PREFIX, Block, in_two_threads
 
 #: A row of units: an array of uint8, uint16, uint32 or uint64.
 Units: TypeAlias = NDArray[Any]
 #: How patches are compressed.
 Compression: TypeAlias = Literal["zstd"]
 
+#: The name of the tensor that holds an increment, or describes a whole version.
+INCREMENT = RESERVED_PREFIX + "increment"
 # Of units: no machine has the memory for so many.
 _TOO_LARGE = 1 << 48
 # A checksum is that of the checksums of so many bytes each, which two threads share.
@@ -311,7 +312,7 @@ def zstd() -> Any:
     except ImportError as error:
         raise OptionError(
             "compress='zstd' needs the library zstandard, here and in the workers: "
-            'pip install "sync-core[zstd]"'
+            'pip install "sync-plugin-scale[zstd]"'
         ) from error
     return zstandard
 

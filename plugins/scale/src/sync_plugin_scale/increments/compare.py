@@ -17,11 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sync_core.weights.block import Block
-from sync_core.weights.copying import copy, in_two_threads
-from sync_core.weights.layout import ALIGNMENT, Layout
-from sync_core.weights.patch import Units, padded_nbytes, unit_nbytes, units_of
-from sync_core.weights.payload import Payload
+from sync_core import Layout, Payload
+from sync_core.transports import ALIGNMENT, Block, copy, in_two_threads
+from sync_plugin_scale.increments.patch import Units, padded_nbytes, unit_nbytes, units_of
 
 # Compared at a time, in bytes: the pieces of both sides fit into a core's cache.
 _PIECE = 1 << 20

@@ -9,13 +9,24 @@ import threading
 from dataclasses import replace
 from typing import Any, NoReturn, Self
 
-from sync_core import registry
-from sync_core._util import release_with
-from sync_core.address import Address
+from sync_core import (
+    Address,
+    Answer,
+    Delivery,
+    SenderLostError,
+    SyncError,
+    WorkerError,
+    registry,
+)
 from sync_core.checks import check_count
-from sync_core.errors import AddressError, SenderLostError, SyncError, WorkerError
-from sync_core.relays.chunks import Chunked, ChunkedReceiver, ChunkedSender, ChunkedVersion
-from sync_core.transports.transport import Answer, Delivery
+from sync_core.errors import AddressError
+from sync_core.transports import release_with
+from sync_plugin_scale.relays.chunks import (
+    Chunked,
+    ChunkedReceiver,
+    ChunkedSender,
+    ChunkedVersion,
+)
 
 _log = logging.getLogger("sync_core")
 # How long a relay waits for a chunk before it waits again, in seconds; `close` wakes it.
@@ -42,6 +53,8 @@ class Relay:
         SenderLostError: the sender is gone.
 
     Example:
+        >>> import torch
+        >>> from sync_core import Receiver, Sender
         >>> policy, model = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
         >>> with Sender("chunked::thread", policy, num_workers=1) as sender:
         ...     with Relay(sender.address(0), num_workers=1) as relay:

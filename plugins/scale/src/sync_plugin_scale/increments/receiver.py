@@ -8,13 +8,12 @@ from functools import lru_cache
 
 import torch
 
-from sync_core.errors import CorruptionError, IncrementError, PayloadError, SyncError
-from sync_core.increments.history import Packed, described
-from sync_core.transports.transport import Answer, ReceiverTransport
-from sync_core.weights.layout import INCREMENT, Layout
-from sync_core.weights.patch import Patch
-from sync_core.weights.payload import Payload
+from sync_core import Answer, CorruptionError, Layout, Payload, ReceiverTransport, SyncError
+from sync_core.errors import PayloadError
 from sync_core.wrapping import WrappingReceiver
+from sync_plugin_scale.increments.errors import IncrementError
+from sync_plugin_scale.increments.history import Packed, described
+from sync_plugin_scale.increments.patch import INCREMENT, Patch
 
 
 class IncrementalReceiver(WrappingReceiver):

@@ -17,8 +17,8 @@ from torch import Tensor
 from sync_core import Layout, Payload
 from sync_core.errors import OptionError, PayloadError
 from sync_core.transports import Block
-from sync_core.weights.compare import Comparer, replace_units
-from sync_core.weights.patch import (
+from sync_plugin_scale.increments.compare import Comparer, replace_units
+from sync_plugin_scale.increments.patch import (
     Patch,
     checksum,
     padded_nbytes,
@@ -210,7 +210,7 @@ def test_without_the_library_zstd_the_message_says_what_to_type(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(OptionError, match=r"sync-core\[zstd\]"):
+    with pytest.raises(OptionError, match=r"sync-plugin-scale\[zstd\]"):
         sample()[0].to_tensor("zstd")
 
 

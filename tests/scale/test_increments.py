@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sync_core import (
     Delivery,
-    Increments,
     ModelError,
     OptionError,
     Payload,
@@ -26,6 +25,7 @@ from sync_core import (
     WorkerState,
     hookimpl,
 )
+from sync_plugin_scale import Increments
 from sync_testing.loopback import Loopback, LoopbackSender
 
 NAMES = ("a", "b", "c")
@@ -68,8 +68,8 @@ def test_what_is_refused(scheme: str, options: dict[str, Any], message: str) -> 
 
 
 def test_the_name_of_an_increment_is_reserved() -> None:
-    with pytest.raises(ModelError, match="the name '__increment__' is reserved"):
-        Sender(Increments(Far()), {"__increment__": torch.zeros(2)}, num_workers=1)
+    with pytest.raises(ModelError, match=r"the name '__sync__\.increment' is reserved"):
+        Sender(Increments(Far()), {"__sync__.increment": torch.zeros(2)}, num_workers=1)
 
 
 def test_a_report_says_what_travelled() -> None:

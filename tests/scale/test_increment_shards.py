@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sync_core import Increments, OptionError, Ranks, Receiver, Sender, SendReport, join_addresses
+from sync_core import OptionError, Ranks, Receiver, Sender, SendReport, join_addresses
+from sync_plugin_scale import Increments
 from sync_plugin_std.thread import ThreadScheme
 
 pytestmark = pytest.mark.timeout(100)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sync_core import Address, Chunked, Increments, OptionError, Receiver, Relay, Sender, registry
+from sync_core import Address, OptionError, Receiver, Sender, registry
 from sync_core.errors import NotAPluginError, PluginNotFoundError
+from sync_plugin_scale import Chunked, Increments, Relay
 from sync_testing import SchemeConformance
 
 

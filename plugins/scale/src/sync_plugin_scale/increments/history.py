@@ -8,12 +8,12 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from sync_core.weights.block import Block
-from sync_core.weights.compare import Comparer
-from sync_core.weights.copying import copy
-from sync_core.weights.layout import INCREMENT, Layout, TensorSpec
-from sync_core.weights.patch import (
+from sync_core import Layout, Payload, TensorSpec
+from sync_core.transports import Block, copy
+from sync_plugin_scale.increments.compare import Comparer
+from sync_plugin_scale.increments.patch import (
     HEADER_NBYTES,
+    INCREMENT,
     Patch,
     Units,
     checksum,
@@ -22,7 +22,6 @@ from sync_core.weights.patch import (
     shorten,
     unit_nbytes,
 )
-from sync_core.weights.payload import Payload
 
 # The memory for positions that changed, as a share of a version's.
 _MOST_POSITIONS = 1 / 16
@@ -39,7 +38,7 @@ def described(layout: Layout) -> Layout:
 
 
 def describe(layout: Layout, version: int, checksum_: int | None) -> Patch:
-    """Return the description of a whole version; see `sync_core.weights.patch.Patch`."""
+    """Return the description of a whole version; see `Patch`."""
     unit = unit_nbytes(layout)
     size = (padded_nbytes(layout) - len(layout.header)) // unit
     nothing = np.empty(0, np.uint8), np.empty(0, f"u{unit}")
@@ -109,9 +108,10 @@ class History:
     version travels whole.
 
     Args:
-        below: see `sync_core.Increments`.
+        below: see `Increments`.
 
     Example:
+        >>> from sync_core import Layout, Payload
         >>> layout = Layout.of({"w": torch.zeros(100)})
         >>> history = History(below=0.3)
         >>> history.record(Payload(1, layout, [torch.zeros(100)]))

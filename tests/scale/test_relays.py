@@ -9,21 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.core.slow_links import SlowLinks
+from tests.scale.slow_links import SlowLinks
 
 from sync_core import (
     Address,
-    Chunked,
     OptionError,
     Ranks,
     Receiver,
-    Relay,
     Sender,
     SenderLostError,
     SendError,
     join_addresses,
 )
 from sync_core.errors import AddressError
+from sync_plugin_scale import Chunked, Relay
 from sync_testing.schemes.delivery import DeliveryCases
 from sync_testing.schemes.faults import FaultCases
 from sync_testing.schemes.lifetime import LifetimeCases
