@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from types import ModuleType
@@ -154,8 +155,23 @@ def _outlive(before: set[threading.Thread]) -> set[threading.Thread]:
 def _threads() -> set[threading.Thread]:
     """The threads of tests and of this project, and not those that other libraries keep."""
     return {
-        each for each in threading.enumerate() if not each.daemon or each.name.startswith("sync")
+        each
+        for each in threading.enumerate()
+        if (not each.daemon and not _of_a_library(each)) or each.name.startswith("sync")
     }
+
+
+def _of_a_library(thread: threading.Thread) -> bool:
+    """Return whether a pool runs the thread that a library's module keeps, as torch's do."""
+    # A pool gives its threads a weak reference to itself first.
+    reference = next(iter(getattr(thread, "_args", ())), None)
+    pool = reference() if isinstance(reference, weakref.ref) else None
+    return pool is not None and any(
+        each is pool
+        for name, module in tuple(sys.modules.items())
+        if not name.startswith(("sync_", "tests", "conftest"))
+        for each in tuple(getattr(module, "__dict__", {}).values())
+    )
 
 
 def _processes() -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ class Resources:
         self._pool = pool
         self._worker_ids = worker_ids
         self._usual: dict[int | None, Counts] = {}
+        self._opened: dict[int | None, list[str]] = {}
 
     def check(self, replaced: set[int]) -> Iterator[str]:
         """Return the resources that grew since the first run, with the workers alive.
@@ -40,15 +42,24 @@ class Resources:
                 self._usual.pop(who, None)
             if who not in self._usual:
                 self._usual[who] = self._look(who, collect=True)
+                self._opened[who] = self._descriptors(who)
             elif not eventually(partial(self._is_as_usual, who)):
                 name = "the trainer" if who is None else f"worker {who}"
                 now = self._look(who, collect=True)
-                yield f"{name} had {self._usual[who]}, and has {now}"
-                self._usual[who] = now
+                opened = self._descriptors(who)
+                new = list((Counter(opened) - Counter(self._opened[who])).elements())
+                yield f"{name} had {self._usual[who]}, and has {now}; it opened {new}"
+                self._usual[who], self._opened[who] = now, opened
 
     def forget(self) -> None:
         """All workers are new."""
         self._usual.clear()
+
+    def _descriptors(self, who: int | None) -> list[str]:
+        if who is None:
+            return hosted.descriptors()
+        names: list[str] = self._pool.call(who, hosted.descriptors)
+        return names
 
     def _is_as_usual(self, who: int | None) -> bool:
         usual = self._usual[who]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -86,7 +86,15 @@ def resources(worker: Worker | None = None, *, collect: bool = True) -> dict[str
     del worker
     if collect:
         gc.collect()
-    return {
-        "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
-        "threads": count_threads(),
-    }
+    return {"descriptors": len(descriptors()), "threads": count_threads()}
+
+
+def descriptors(worker: Worker | None = None) -> list[str]:
+    """What each open descriptor of this process leads to; the worker is not looked at."""
+    del worker
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        # That of the listing itself is closed when it ends.
+        with suppress(FileNotFoundError):
+            found.append(str(path.readlink()))
+    return sorted(found)
