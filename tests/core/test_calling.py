@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +36,7 @@ from sync_core.transports import (
     PointToPointTransport,
 )
 from sync_testing import eventually
+from sync_testing.fuzz import VALUES
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -164,9 +165,28 @@ def test_an_error_of_the_transport_ends_no_thread(
 
     monkeypatch.setattr(Calls, "_settle", settle_or_raise)
     with to(agents[:1]) as sender:
-        with pytest.raises(SendError, match="did not confirm"):
-            sender.send(timeout=0.5)
+        with pytest.raises(SendError, match="result of its call is lost: OSError"):
+            sender.send()
         assert sender.send(linear(2.0)).updated == (0,)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda v: v, DeliveryOutcome, lambda v: DeliveryOutcome(known=v)],
+    ids=["", "answer", "known"],
+)
+def test_a_worker_whose_calls_return_what_they_should_not(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch, made: Callable[[Any], Any]
+) -> None:
+    with to(agents) as sender:
+        for number, value in enumerate(VALUES):
+            with monkeypatch.context() as patch:
+                patch.setattr(agents[1], "_deliver", lambda *_, value=value: made(value))
+                with suppress(SendError):
+                    sender.send(linear(float(number)), timeout=0.2)
+                assert agents[0].value() == float(number)
+                assert sender.workers[0].state == "current"
+        assert sender.send(linear(-1.0)).updated == (0, 1)
 
 
 def test_the_newer_of_two_senders_takes_over(agents: list[Agent]) -> None:

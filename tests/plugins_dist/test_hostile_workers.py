@@ -42,17 +42,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("scheme", ["dist", "chunked::dist"])
 @pytest.mark.parametrize("way", OPTIONS)
-def test_messages(way: str, seed: int) -> None:
+def test_messages(way: str, scheme: str, seed: int) -> None:
     mutator = Mutator(seed, VOCABULARY)
-    model = nn.Linear(2, 2)
+    # Two chunks.
+    model = nn.Linear(1_100, 1_000) if "chunked" in scheme else nn.Linear(2, 2)
 
     def attack(receiver: Receiver) -> None:
-        send = hostile(next(find(receiver, Channel)), mutator)
-        for _ in range(mutator.random.randrange(4)):
-            send()
+        # A chain has several of them.
+        for channel in find(receiver, Channel):
+            send = hostile(channel, mutator)
+            for _ in range(mutator.random.randrange(4)):
+                send()
 
-    sender = Sender("dist", model, num_workers=2, timeout=8.0, **OPTIONS[way])
+    sender = Sender(scheme, model, num_workers=2, timeout=8.0, **OPTIONS[way])
     assert besiege(sender, model, attack, rounds=8 if way == "broadcast" else 30) > 1
 
 

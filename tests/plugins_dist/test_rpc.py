@@ -266,6 +266,22 @@ class TestWorkers:
             world.run("left", "nets.update(critic=nn.Linear(3, 2))")
             assert sender.send().updated == (0, 1)
 
+    def test_one_whose_calls_return_what_they_should_not(self, world: World) -> None:
+        place = "__import__('sync_plugin_dist.rpc_sender').rpc_sender"
+        values = "__import__('sync_testing.fuzz').fuzz.VALUES"
+        with to("left", "middle") as sender:
+            sender.send()
+            world.run("left", f"kept.append({place}.deliver)")
+            for value in (0, 9, 17, 27):
+                made = f"lambda request: {values}[{value}]"
+                world.run("left", f"setattr({place}, 'deliver', {made})")
+                with pytest.raises(SendError, match="does not answer as agreed"):
+                    sender.send(linear(float(value)))
+                assert world.values("middle") == {float(value)}
+                assert sender.workers[1].state == "current"
+            world.run("left", f"setattr({place}, 'deliver', kept.pop())")
+            assert sender.send(linear(32.0)).updated == (0, 1)
+
     def test_one_that_is_stopped_for_a_while(self, world: World) -> None:
         with to("left", "right", value=41.0) as sender:
             sender.send()

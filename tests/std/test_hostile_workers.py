@@ -21,9 +21,11 @@ from sync_testing.fuzz import Mutator, besiege, find, hostile
 pytestmark = pytest.mark.timeout(120)
 
 ANSWER = Answer(version=1).to_message()
+AGAIN = Answer(version=1, error="lacks them", request="again").to_message()
+LACKS = Answer(version=1, error="lacks it", failure="increment").to_message()
 VOCABULARY: list[dict[str, Any]] = [
     {"type": "hello", "worker": 0, "pid": 1, "nonce": "0" * 64},
-    {"type": "answer", "answer": ANSWER, "held": [1]},
+    *({"type": "answer", "answer": each, "held": [1]} for each in (ANSWER, AGAIN, LACKS)),
     {"type": "on", "version": 1, "held": [1, 2]},
     {"type": "lacks", "index": 1},
     {"type": "look"},
@@ -44,20 +46,22 @@ def write_noise(transport: SharedMemoryReceiver, random_: random.Random) -> None
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("scheme", ["shm", "mp"])
+@pytest.mark.parametrize("scheme", ["shm", "mp", "chunked::shm", "increments::chunked::mp"])
 def test_messages(scheme: str, seed: int) -> None:
     mutator = Mutator(seed, VOCABULARY)
-    model = nn.Linear(2, 2)
+    # Two chunks.
+    model = nn.Linear(1_100, 1_000) if "chunked" in scheme else nn.Linear(2, 2)
 
     def attack(receiver: Receiver) -> None:
-        (transport,) = find(receiver, SharedMemoryReceiver)
-        send = hostile(next(find(receiver, Channel)), mutator)
-        if mutator.random.random() < 0.5:
-            receiver.receive(0.0)
-        if mutator.random.random() < 0.5:
-            write_noise(transport, mutator.random)
-        for _ in range(mutator.random.randrange(4)):
-            send()
+        # A chain has several of them.
+        for transport in find(receiver, SharedMemoryReceiver):
+            send = hostile(next(find(transport, Channel)), mutator)
+            if mutator.random.random() < 0.5:
+                receiver.receive(0.0)
+            if mutator.random.random() < 0.5:
+                write_noise(transport, mutator.random)
+            for _ in range(mutator.random.randrange(4)):
+                send()
 
     assert besiege(Sender(scheme, model, num_workers=2, timeout=20.0), model, attack, rounds=40) > 5
 

@@ -118,6 +118,7 @@ class CalledWorker:
         busy: whether a call is in progress.
         given: for the transport: what the call in progress was given.
         introduced: whether the worker has a receiver for this sender.
+        addressed: whether the call in progress brought an address to make one from.
     """
 
     worker_id: int
@@ -127,6 +128,7 @@ class CalledWorker:
     busy: bool = False
     given: Any = None
     introduced: bool = False
+    addressed: bool = False
 
 
 _log = logging.getLogger("sync_core")
@@ -324,6 +326,11 @@ class CallingTransport(SenderTransport):
                 return
             try:
                 self._settle(worker, version[0], outcome)
+            except Exception as error:
+                if worker.delivery is not None and worker.delivery.version == version[0]:
+                    message = f"the result of its call is lost: {error!r}"
+                    worker.delivery.fail(WorkerError(worker.worker_id, message))
+                raise
             finally:
                 again = isinstance(outcome, DeliveryOutcome) and not outcome.known
                 if again or worker.wanted is not version:
@@ -334,7 +341,9 @@ class CallingTransport(SenderTransport):
         assert version is not None
         worker.busy = True
         try:
-            future = self.call(worker, self._request(worker, version[0]), version[1])
+            request = self._request(worker, version[0])
+            worker.addressed = request.address is not None
+            future = self.call(worker, request, version[1])
         except Exception as error:
             future = Future()
             future.set_exception(error)
@@ -351,7 +360,7 @@ class CallingTransport(SenderTransport):
         self, worker: CalledWorker, content: Any, future: Future[DeliveryOutcome]
     ) -> DeliveryOutcome | WorkerError:
         try:
-            return future.result()
+            return self._agreed(worker, future.result())
         except Exception as error:
             failure = error
         try:
@@ -359,6 +368,18 @@ class CallingTransport(SenderTransport):
         except Exception as error:
             message = f"could not run the delivery: {failure}; then explain raised {error!r}"
             return WorkerError(worker.worker_id, message)
+
+    def _agreed(self, worker: CalledWorker, outcome: object) -> DeliveryOutcome | WorkerError:
+        """Return what a call returned, or that this breaks the protocol: the worker is lost."""
+        if not isinstance(outcome, DeliveryOutcome):
+            wrong = f"its call returned an object of type {type(outcome).__name__!r}"
+        elif outcome.known is False and worker.addressed:
+            wrong = "it was given an address, and has no receiver"
+        elif not isinstance(outcome.answer, Mapping | None):
+            wrong = f"an answer cannot be of type {type(outcome.answer).__name__!r}"
+        else:
+            return outcome
+        return WorkerLostError(worker.worker_id, f"does not answer as agreed: {wrong}")
 
     def _settle(
         self, worker: CalledWorker, version: int, outcome: DeliveryOutcome | WorkerError

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from sync_core import Receiver, Sender, SenderLostError, SendError
+from sync_core import Address, Receiver, Sender, SenderLostError, SendError
 from sync_plugin_std.local.channel import Channel, Message
 
-__all__ = ["Mutator", "besiege", "find", "hostile"]
+__all__ = ["VALUES", "Mutator", "besiege", "find", "hostile"]
 
 Found = TypeVar("Found")
 
@@ -185,6 +185,7 @@ def besiege(
     *,
     rounds: int,
     patience: float = 5.0,
+    address: Callable[[int], Address] | None = None,
 ) -> int:
     """Send versions to worker 0 while worker 1 attacks; worker 0 must get every one of them.
 
@@ -194,6 +195,7 @@ def besiege(
         attack: does something hostile as worker 1, by the receiver that it is given.
         rounds: how many versions are sent.
         patience: how long worker 0 may take to get one, in seconds.
+        address: of a worker by its id, where it is not the sender's: such as a relay's.
 
     Returns:
         How many connections the attacker has lost.
@@ -202,20 +204,24 @@ def besiege(
         AssertionError: worker 0 lacks a version, a thread has ended by an exception, or worker 1
             cannot be served any more.
     """
+    address = address or sender.address
     ended: list[threading.ExceptHookArgs] = []
     hook, threading.excepthook = threading.excepthook, ended.append
-    attacker, lost = Receiver(sender.address(1), deepcopy(model)), 0
+    attacker, lost = Receiver(address(1), deepcopy(model)), 0
     try:
-        with Receiver(sender.address(0), deepcopy(model)) as honest:
+        with Receiver(address(0), deepcopy(model)) as honest:
             for value in range(1, rounds + 1):
-                with suppress(SenderLostError):
+                hung_up = False
+                try:
                     attack(attacker)
+                except SenderLostError:
+                    hung_up = True
                 _send(sender, model, float(value), honest, patience)
-                if sender.workers[1].state == "lost":
+                if hung_up or (1 in sender.workers and sender.workers[1].state == "lost"):
                     attacker.close()
-                    attacker, lost = Receiver(sender.address(1), deepcopy(model)), lost + 1
+                    attacker, lost = Receiver(address(1), deepcopy(model)), lost + 1
         attacker.close()
-        with Receiver(sender.address(1), deepcopy(model)) as successor:
+        with Receiver(address(1), deepcopy(model)) as successor:
             _send(sender, model, 0.0, successor, patience)
     finally:
         attacker.close()

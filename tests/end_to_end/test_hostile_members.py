@@ -1,0 +1,92 @@
+"""A hostile worker of a relay, or of a pool, costs its own place, and never that of another."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sync_core import Answer, Receiver, Relay, Sender, SendError, SyncError
+from sync_plugin_std.local import Channel
+from sync_plugin_std.local.channel import Message
+from sync_testing.fuzz import Mutator, besiege, find, hostile
+
+pytestmark = pytest.mark.timeout(120)
+
+AGAIN = Answer(version=1, error="lacks them", request="again").to_message()
+ADMITTED = Answer(version=1, error="wants to be admitted", request="00" * 16).to_message()
+VOCABULARY: list[dict[str, Any]] = [
+    *(
+        {"type": "answer", "answer": each, "held": [1]}
+        for each in (Answer(version=1).to_message(), AGAIN, ADMITTED)
+    ),
+    {"type": "on", "version": 1, "held": [1, 2]},
+    {"type": "look"},
+    {"type": "take"},
+    {"type": "leave", "reason": "left"},
+]
+
+
+@pytest.mark.parametrize("scheme", ["chunked::mp", "chunked::dist"])
+def test_a_worker_of_a_relay(scheme: str) -> None:
+    mutator = Mutator(1, VOCABULARY)
+    # Two chunks.
+    model = nn.Linear(1_100, 1_000)
+
+    def attack(receiver: Receiver) -> None:
+        for channel in find(receiver, Channel):
+            send = hostile(channel, mutator)
+            for _ in range(mutator.random.randrange(4)):
+                send()
+        with suppress(TimeoutError):
+            receiver.receive(0.0)
+
+    sender = Sender(scheme, model, num_workers=1, timeout=20.0)
+    with sender, Relay(sender.address(0), num_workers=2) as relay:
+        assert besiege(sender, model, attack, rounds=20, address=relay.address) > 3
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=["memory", "streams"])
+def test_those_that_want_to_be_admitted(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutator = Mutator(2, VOCABULARY)
+    thread, send = threading.get_ident(), Channel.send
+
+    def mutated(channel: Channel, message: Message, descriptors: Sequence[int] = ()) -> None:
+        if threading.get_ident() != thread or message["type"] in ("hello", "proof"):
+            send(channel, message, descriptors)
+            return
+        with suppress(OSError):
+            frame = mutator.frame(mutator.message(message))
+            socket.send_fds(channel._socket, [frame], descriptors)
+
+    model = nn.Linear(2, 2)
+    with (
+        Sender("dist", model, num_workers=0, timeout=20.0, **options) as sender,
+        Receiver(sender.address(), deepcopy(model)) as honest,
+    ):
+        for value in range(1, 16):
+            with monkeypatch.context() as patch:
+                patch.setattr(Channel, "send", mutated)
+                with suppress(SyncError):
+                    Receiver(sender.address(), deepcopy(model), timeout=0.1).close()
+            with torch.no_grad():
+                model.weight.fill_(float(value))
+            pending = sender.send_async()
+            deadline = time.monotonic() + 5.0
+            while honest.version < pending.version:
+                assert time.monotonic() < deadline
+                honest.receive(1.0)
+            with suppress(SendError):
+                pending.wait(0.02)
+        with Receiver(sender.address(), deepcopy(model)) as successor:
+            assert successor.receive(5.0) == pending.version
