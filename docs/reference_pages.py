@@ -101,7 +101,7 @@ _USER_PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "reports": ("Reports", ("SendReport", "WorkerResult", "Reporter")),
     "membership": (
         "States of workers",
-        ("WorkerState", "WorkerStatus", "MembershipEvent", "WorkerFailure"),
+        ("WorkerState", "WorkerStatus", "MembershipEvent", "WorkerFailure", "FailurePolicy"),
     ),
 }
 #: The kits for authors, in pages: a name, a module, a title, and what is on it; an empty tuple is

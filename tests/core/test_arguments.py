@@ -34,8 +34,6 @@ def sender() -> Iterator[Sender]:
         ({"num_workers": None, "workers": "ab"}, OptionError, "workers is a list"),
         ({"layers": None}, OptionError, "layers is a list"),
         ({"layers": 3}, OptionError, "layers is a list"),
-        ({"group": "process"}, OptionError, "group='process' is not a worker group; give the one"),
-        ({"on_restart": 3}, TypeError, "on_restart is 3, which cannot be called"),
         ({"on_report": "print"}, TypeError, "on_report is 'print', which cannot be called"),
     ],
 )

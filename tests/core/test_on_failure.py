@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from sync_core import OptionError, Receiver, Sender, SendError, SendReport, WorkerFailure
+from sync_core import (
+    FailurePolicy,
+    OptionError,
+    Receiver,
+    Sender,
+    SendError,
+    SendReport,
+    WorkerFailure,
+)
 from sync_core.sending.failure_policy import Remedy
+from sync_testing.worker_groups import eventually
 
 
 def start(**options: Any) -> tuple[Sender, dict[int, Receiver]]:
@@ -107,9 +118,57 @@ def test_a_function_that_does_not_know_raises(
     sender, workers = start(on_failure=lambda _failure: answer)
     with sender, caplog.at_level(logging.ERROR, "sync_core"), pytest.raises(SendError):
         send(sender, workers[0])
-    assert "on_failure could not judge worker 1" in caplog.text
+    assert "on_failure raised about worker 1" in caplog.text
 
 
-def test_restarting_needs_a_group() -> None:
-    with pytest.raises(OptionError, match="needs the group"):
-        Sender("thread", nn.Linear(1, 1), num_workers=1, on_failure="restart")
+class Replace(FailurePolicy):
+    """Starts workers by a function."""
+
+    def __init__(self, start: Callable[[WorkerFailure], object]) -> None:
+        self.start = start
+
+    def __call__(self, failure: WorkerFailure) -> Callable[[], object]:
+        return partial(self.start, failure)
+
+
+def test_a_policy_starts_another_worker() -> None:
+    target = {"w": torch.zeros(2)}
+    begun: list[Receiver] = []
+
+    def connect(failure: WorkerFailure) -> None:
+        begun.append(Receiver(failure.address(), target))
+        begun[-1].receive(5.0)
+
+    sender, workers = start(on_failure=Replace(connect))
+    with sender:
+        assert send(sender, workers[0]).restarted == (1,)
+        assert eventually(lambda: sender.workers[1].state == "current")
+        assert send(sender, workers[0], begun[0]).updated == (0, 1)
+
+
+def test_a_policy_that_cannot_start_another_worker(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(failure: WorkerFailure) -> None:
+        raise RuntimeError("no machine is left")
+
+    sender, workers = start(on_failure=Replace(fail))
+    with sender, caplog.at_level(logging.ERROR, "sync_core"):
+        assert send(sender, workers[0]).restarted == (1,)
+        assert eventually(lambda: sender.workers[1].state == "quarantined")
+        assert "no machine is left" in str(sender.workers[1].error)
+
+
+def test_a_policy_refuses_a_sender() -> None:
+    class Particular(Replace):
+        def check(self, sender: Sender) -> None:
+            raise OptionError(f"not with {sender.scheme}, {sender.calls_workers}")
+
+    with pytest.raises(OptionError, match="not with thread, False"):
+        start(on_failure=Particular(print))
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"on_failure": "restart"}, {"group": 3}, {"on_restart": print}]
+)
+def test_the_former_arguments_are_answered_with_what_to_type(arguments: Any) -> None:
+    with pytest.raises(OptionError, match=r"type on_failure=Restart\(group, on_restart\)"):
+        Sender("thread", nn.Linear(1, 1), num_workers=1, **arguments)

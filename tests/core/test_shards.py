@@ -31,7 +31,8 @@ from sync_core import (
 )
 from sync_core.errors import AddressError
 from sync_core.shards.reports import merge_reports
-from sync_plugin_std import Fuse, Rename, Split, Transpose
+from sync_plugin_std import Fuse, Rename, Restart, Split, Transpose
+from sync_plugin_std.workers import InlineGroup
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -194,7 +195,10 @@ class Doubling:
         ({"gather": True}, "leave out gather="),
         ({"workers": [1]}, "type num_workers=… instead"),
         ({"context": object()}, "leave out context="),
-        ({"on_failure": "restart"}, "type on_failure='quarantine', and start the worker again"),
+        (
+            {"on_failure": Restart(InlineGroup(str, 0))},
+            "type on_failure='quarantine', and start the worker again",
+        ),
         ({"ranks": None}, "on each rank, give ranks=Ranks(rank, size)"),
         ({"ranks": (0, 1)}, "on each rank, give ranks=Ranks(rank, size)"),
     ],

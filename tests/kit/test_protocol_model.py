@@ -27,7 +27,7 @@ from sync_core import (
     WorkerStatus,
 )
 from sync_core.sending import membership
-from sync_core.sending.failure_policy import FailurePolicy
+from sync_core.sending.failure_policy import FailureHandler
 from sync_core.sending.membership import Membership
 from sync_core.sending.worker_state import acknowledged
 from sync_core.transports import Notice
@@ -109,7 +109,7 @@ class Search:
         self.versions = versions
         self.mistakes = mistakes
         self.members = Membership((), timeout=1.0, clock=lambda: 0.0)
-        self.remedies = FailurePolicy("quarantine", None, None, called=False, timeout=1.0)
+        self.remedies = FailureHandler("quarantine")
 
     def start(self) -> World:
         members = Membership(IDS, timeout=1.0, clock=lambda: 0.0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sync_core import Address, OptionError, Receiver, RemoteCallError, Sender, WorkerGroup
+from sync_plugin_std import Restart
 from sync_plugin_std.workers import InlineGroup, ProcessGroup, ThreadGroup
 
 pytestmark = pytest.mark.timeout(60)
@@ -78,9 +79,7 @@ def test_a_killed_worker_is_restarted_and_comes_up_to_date(
         weights,
         num_workers=2,
         timeout=20.0,
-        on_failure="restart",
-        group=processes,
-        on_restart=Hosted.rejoin,
+        on_failure=Restart(processes, Hosted.rejoin),
     ) as sender:
         pids = connect(sender, processes)
         sender.subscribe(lambda event: events.append((event.worker_id, event.after)))
@@ -142,9 +141,7 @@ def test_a_worker_that_cannot_be_restarted_is_put_into_quarantine() -> None:
     weights = {"w": torch.zeros(2)}
     with (
         ThreadGroup(Fragile, 1) as group,
-        Sender(
-            "thread", weights, num_workers=1, timeout=1.0, on_failure="restart", group=group
-        ) as sender,
+        Sender("thread", weights, num_workers=1, timeout=1.0, on_failure=Restart(group)) as sender,
     ):
         assert sender.send().restarted == (0,)
         wait_until(lambda: sender.workers[0].state == "quarantined")
@@ -161,4 +158,23 @@ def test_workers_that_are_called_cannot_be_restarted() -> None:
         InlineGroup(Hosted, 1) as group,
         pytest.raises(OptionError, match="has a new handle"),
     ):
-        Sender("mp", {"w": torch.zeros(2)}, workers=[object()], group=group)
+        Sender("mp", {"w": torch.zeros(2)}, workers=[object()], on_failure=Restart(group))
+
+
+class Rigid(InlineGroup):
+    """A group that cannot restart workers."""
+
+    capabilities = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("process",), OptionError, "group='process' is not a worker group; give the one"),
+        ((Rigid(Hosted, 0),), OptionError, "group=Rigid cannot restart its workers"),
+        ((InlineGroup(Hosted, 0), 3), TypeError, "on_restart is 3, which cannot be called"),
+    ],
+)
+def test_what_cannot_restart_workers(arguments: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Restart(*arguments)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     )
     from sync_core.receiving.receiver import Receiver
     from sync_core.report import Reporter, SendReport, WorkerResult
-    from sync_core.sending.failure_policy import WorkerFailure
+    from sync_core.sending.failure_policy import FailurePolicy, WorkerFailure
     from sync_core.sending.group import SendGroup
     from sync_core.sending.membership import MembershipEvent
     from sync_core.sending.pending import PendingSend
@@ -94,7 +94,7 @@ _MODULES = {
     ),
     "sync_core.receiving.receiver": ("Receiver",),
     "sync_core.report": ("Reporter", "SendReport", "WorkerResult"),
-    "sync_core.sending.failure_policy": ("WorkerFailure",),
+    "sync_core.sending.failure_policy": ("FailurePolicy", "WorkerFailure"),
     "sync_core.sending.group": ("SendGroup",),
     "sync_core.sending.membership": ("MembershipEvent",),
     "sync_core.sending.pending": ("PendingSend",),
@@ -126,6 +126,7 @@ __all__ = [
     "ClosedError",
     "CorruptionError",
     "Delivery",
+    "FailurePolicy",
     "Layout",
     "LayoutMismatchError",
     "MembershipEvent",

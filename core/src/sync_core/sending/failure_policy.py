@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, get_args
 
 from sync_core.address import Address
-from sync_core.checks import check_function
 from sync_core.errors import (
     ClosedError,
     OptionError,
@@ -21,14 +21,17 @@ from sync_core.errors import (
 from sync_core.report import SendReport
 from sync_core.sending.membership import Membership
 from sync_core.sending.worker_state import WorkerStatus
-from sync_core.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from sync_core.sending.sender import Sender
 
 _log = logging.getLogger("sync_core")
 
-Remedy = Literal["raise", "drop", "quarantine", "restart"]
-OnFailure = Remedy | Callable[["WorkerFailure"], Remedy]
+Word = Literal["raise", "drop", "quarantine"]
+Remedy = Word | Callable[[], object]
+OnFailure = Word | Callable[["WorkerFailure"], Remedy]
 
-_REMEDIES = get_args(Remedy)
+_WORDS: tuple[object, ...] = get_args(Word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,63 +42,79 @@ class WorkerFailure:
         worker_id: the worker.
         version: the version.
         error: why it does not have that.
-        status: what is known of it; ``status.failures`` counts this failure.
+        status: the worker's status; ``status.failures`` counts this failure.
+        address: a function that returns an address for the worker, or for one in its place.
     """
 
     worker_id: int
     version: int
     error: WorkerError
     status: WorkerStatus
+    address: Callable[[], Address] = field(repr=False)
 
 
-class FailurePolicy:
-    """Chooses what is done about failures, and does it.
+class FailurePolicy(ABC):
+    """Decides about workers that failed, as an object: ``Sender(…, on_failure=policy)``.
+
+    A policy that needs to know nothing of the sender may be a function instead.
+
+    Example:
+        >>> class DropAfter(FailurePolicy):
+        ...     def __init__(self, failures):
+        ...         self.failures = failures
+        ...
+        ...     def __call__(self, failure):
+        ...         return "drop" if failure.status.failures >= self.failures else "quarantine"
+        >>> policy = torch.nn.Linear(4, 2)
+        >>> options = {"num_workers": 1, "timeout": 0.01}
+        >>> with Sender("thread", policy, on_failure=DropAfter(1), **options) as sender:
+        ...     sender.send().dropped  # the worker has never connected
+        (0,)
+    """
+
+    def check(self, sender: Sender) -> None:
+        """Raise `OptionError` if the policy does not suit a sender; called when that is made."""
+        del sender
+
+    @abstractmethod
+    def __call__(self, failure: WorkerFailure) -> Remedy:
+        """Return what is done about a worker that failed.
+
+        Returns:
+            ``"raise"``, ``"drop"``, ``"quarantine"``, or a function that starts another worker in
+            its place. The sender calls it in a thread of its own, and no send waits for the worker
+            meanwhile. Where it raises, the worker is put into quarantine.
+        """
+
+
+class FailureHandler:
+    """Asks ``on_failure`` about each worker that failed, and does what it says.
 
     Args:
         on_failure: see `sync_core.sending.sender.Sender`.
-        group: the worker group that restarts workers; see `Sender`.
-        on_restart: called in a restarted worker; see `Sender`.
-        called: whether the sender calls its workers by handles.
-        timeout: how long ``on_restart`` may take, in seconds.
 
     Raises:
         ValueError: no such remedy.
-        OptionError: the policy restarts workers, which is not possible here.
+        OptionError: the remedy is ``"restart"``, which needs a worker group.
     """
 
-    def __init__(
-        self,
-        on_failure: OnFailure,
-        group: WorkerGroup | None,
-        on_restart: Callable[[Any, Address], object] | None,
-        *,
-        called: bool,
-        timeout: float,
-    ) -> None:
-        if not callable(on_failure) and on_failure not in _REMEDIES:
-            names = ", ".join(map(repr, _REMEDIES))
-            raise ValueError(f"on_failure must be a function or one of {names}: {on_failure!r}")
-        if on_failure == "restart" and group is None:
-            raise OptionError("on_failure='restart' needs the group of the workers: group=…")
-        if on_restart is not None:
-            check_function(on_restart, "on_restart")
-        if group is not None and not isinstance(group, WorkerGroup):
-            raise OptionError(
-                f"group={group!r} is not a worker group; give the one that runs the workers, such "
-                "as sync_plugin_std.workers.process_group.ProcessGroup(…)"
-            )
-        if group is not None and "restart" not in group.capabilities:
-            raise OptionError(f"group={type(group).__name__} cannot restart its workers")
-        if group is not None and called:
-            raise OptionError(
-                "a worker that is started again has a new handle, so group= is for workers that "
-                "connect by their addresses; leave workers= out, or replace such a worker by "
-                "sender.remove_worker(i) and sender.add_worker(i, worker=…)"
+    def __init__(self, on_failure: OnFailure) -> None:
+        if not callable(on_failure) and on_failure not in _WORDS:
+            if str(on_failure) == "restart":
+                raise OptionError(
+                    "on_failure='restart' is an object now; type on_failure=Restart(group, "
+                    "on_restart), with: from sync_plugin_std import Restart"
+                )
+            names = ", ".join(map(repr, _WORDS))
+            raise ValueError(
+                f"on_failure must be a function, a FailurePolicy or one of {names}: {on_failure!r}"
             )
         self._on_failure = on_failure
-        self._group = group
-        self._on_restart = on_restart
-        self._timeout = timeout
+
+    def check(self, sender: Sender) -> None:
+        """Raise `OptionError` if the policy does not suit the sender."""
+        if isinstance(self._on_failure, FailurePolicy):
+            self._on_failure.check(sender)
 
     def apply(
         self,
@@ -110,16 +129,21 @@ class FailurePolicy:
             if isinstance(result.error, TransportError):
                 continue  # the worker is not at fault
             status = members.statuses.get(worker_id)
+            done: Literal["drop", "quarantine", "restart"] | None = None
             if status is None or (not status.failures and status.version < report.version):
                 # It was removed during the send, and another worker with its id has not failed.
-                remedy: Remedy = "drop" if self._on_failure == "drop" else "raise"
+                done = "drop" if self._on_failure == "drop" else None
             else:
                 assert isinstance(result.error, WorkerError)
-                failure = WorkerFailure(worker_id, report.version, result.error, status)
-                remedy = self._choose(failure)
-                if not self._carry_out(remedy, failure, members, drop, address):
-                    remedy = "raise"
-            workers[worker_id] = replace(result, remedy=None if remedy == "raise" else remedy)
+
+                def make_address(worker_id: int = worker_id) -> Address:
+                    return address(worker_id)
+
+                failure = WorkerFailure(
+                    worker_id, report.version, result.error, status, make_address
+                )
+                done = _carry_out(self._choose(failure), failure, members, drop)
+            workers[worker_id] = replace(result, remedy=done)
         return replace(report, workers=workers)
 
     def _choose(self, failure: WorkerFailure) -> Remedy:
@@ -127,61 +151,49 @@ class FailurePolicy:
             return self._on_failure
         try:
             remedy = self._on_failure(failure)
-            if remedy not in _REMEDIES:
-                raise ValueError(f"on_failure returned {remedy!r}, not one of {_REMEDIES}")
-            if remedy == "restart" and self._group is None:
-                raise OptionError("on_failure returned 'restart', and the sender has no group=")
+            if not callable(remedy) and remedy not in _WORDS:
+                names = ", ".join(map(repr, _WORDS))
+                raise ValueError(
+                    f"on_failure must return {names} or a function that starts another worker, "
+                    f"such as Restart(group)(failure), got {remedy!r}"
+                )
         except Exception:
-            _log.exception("on_failure could not judge %s; the send raises", failure.error)
+            _log.exception("on_failure raised about %s; the send raises, too", failure.error)
             return "raise"
         return remedy
 
-    def _carry_out(
-        self,
-        remedy: Remedy,
-        failure: WorkerFailure,
-        members: Membership,
-        drop: Callable[[int], None],
-        address: Callable[[int], Address],
-    ) -> bool:
-        """Return whether the worker was still a member; another thread may remove it."""
-        worker_id, seat = failure.worker_id, failure.status.seat
-        if remedy == "drop":
-            with suppress(UnknownWorkerError, ClosedError):
-                drop(worker_id)
-        elif remedy == "quarantine":
-            return members.quarantine(worker_id, seat)
-        elif remedy == "restart":
-            return self._restart(worker_id, seat, members, address)
-        return True
 
-    def _restart(
-        self, worker_id: int, seat: int, members: Membership, address: Callable[[int], Address]
-    ) -> bool:
+def _carry_out(
+    remedy: Remedy, failure: WorkerFailure, members: Membership, drop: Callable[[int], None]
+) -> Literal["drop", "quarantine", "restart"] | None:
+    """Return what was done; None where the send raises, or another thread removed the worker."""
+    worker_id, seat = failure.worker_id, failure.status.seat
+    if callable(remedy):
         if not members.restart(worker_id, seat):
-            return False
+            return None
         # In a thread, since it takes seconds that no other worker is to wait for.
         threading.Thread(
-            target=self._restart_now,
-            args=(worker_id, seat, members, address),
+            target=_restart,
+            args=(remedy, worker_id, seat, members),
             name=f"sync-restart-{worker_id}",
             daemon=True,
         ).start()
-        return True
+        return "restart"
+    if remedy == "quarantine" and members.quarantine(worker_id, seat):
+        return "quarantine"
+    if remedy == "drop":
+        with suppress(UnknownWorkerError, ClosedError):
+            drop(worker_id)
+        return "drop"
+    return None
 
-    def _restart_now(
-        self, worker_id: int, seat: int, members: Membership, address: Callable[[int], Address]
-    ) -> None:
-        group = self._group
-        assert group is not None
-        try:
-            group.restart(worker_id)
-            if self._on_restart is not None:
-                call = group.call(worker_id, self._on_restart, address(worker_id))
-                call.result(self._timeout)
-        except Exception as error:
-            _log.exception("worker %d could not be restarted", worker_id)
-            failure = WorkerError(worker_id, f"could not be restarted: {error!r}")
-            members.not_restarted(worker_id, seat, failure)
-        else:
-            members.restarted(worker_id, seat)
+
+def _restart(restart: Callable[[], object], worker_id: int, seat: int, members: Membership) -> None:
+    try:
+        restart()
+    except Exception as error:
+        _log.exception("worker %d could not be restarted", worker_id)
+        failure = WorkerError(worker_id, f"could not be restarted: {error!r}")
+        members.not_restarted(worker_id, seat, failure)
+    else:
+        members.restarted(worker_id, seat)

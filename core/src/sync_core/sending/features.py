@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from sync_core import registry
-from sync_core.address import Address
 from sync_core.errors import OptionError, PluginError
 from sync_core.models.extract import Strategy, gathered
-from sync_core.worker_group import WorkerGroup
 from sync_core.wrapping import SEPARATOR
 
 if TYPE_CHECKING:
     from sync_core.sending.elastic import ElasticWorkers
-    from sync_core.sending.failure_policy import FailurePolicy, OnFailure
+    from sync_core.sending.failure_policy import FailureHandler, OnFailure
     from sync_core.sending.partial import PartialUpdates, TrainableOnly
     from sync_core.sending.pipeline import Pipeline, Source
     from sync_core.sending.sender import Sender
@@ -27,7 +25,10 @@ if TYPE_CHECKING:
 # The similarity, from 0 to 1, from which a name is taken for another: that of `difflib`.
 _ALIKE = 0.6
 # Former arguments of a sender, and what to type now.
+_RESTART = "on_failure=Restart(group, on_restart), with: from sync_plugin_std import Restart"
 _MOVED = {
+    "group": _RESTART,
+    "on_restart": _RESTART,
     "status": "StatusServer(sender).address, with: from sync_tools import StatusServer",
 }
 
@@ -58,9 +59,17 @@ def composed(
     if ranks is not None or regions is not None:
         from sync_core.shards.sender import check_alone, sharded
 
-        check_alone(others)
+        check_alone({**others, "on_failure": _is_policy(others["on_failure"])})
         return sharded(scheme, ranks, regions, layers, verified=verified)
     return scheme, layers, partial(gathered, strategy=strategy) if others["gather"] else None
+
+
+def _is_policy(on_failure: object) -> bool:
+    if isinstance(on_failure, str):
+        return False
+    from sync_core.sending.failure_policy import FailurePolicy
+
+    return isinstance(on_failure, FailurePolicy)
 
 
 def with_near_miss(error: OptionError, arguments: Iterable[str], scheme: str) -> OptionError:
@@ -129,20 +138,13 @@ def partial_updates(
     return PartialUpdates(source, only)
 
 
-def failure_policy(
-    on_failure: OnFailure,
-    group: WorkerGroup | None,
-    on_restart: Callable[[Any, Address], object] | None,
-    *,
-    called: bool,
-    timeout: float,
-) -> FailurePolicy | None:
-    """Return the policy for workers that fail; None where a send raises and no more."""
-    if on_failure == "raise" and group is None and on_restart is None:
+def failure_handler(on_failure: OnFailure) -> FailureHandler | None:
+    """Return what acts on workers that fail; None where a send raises and no more."""
+    if on_failure == "raise":
         return None
-    from sync_core.sending.failure_policy import FailurePolicy
+    from sync_core.sending.failure_policy import FailureHandler
 
-    return FailurePolicy(on_failure, group, on_restart, called=called, timeout=timeout)
+    return FailureHandler(on_failure)
 
 
 def elastic_workers(sender: Sender, pipeline: Pipeline, lock: Any) -> ElasticWorkers:

@@ -32,7 +32,6 @@ from sync_core.sending.worker_state import WorkerStatus
 from sync_core.stack import PushCounter
 from sync_core.transports.transport import SenderTransport
 from sync_core.weights.payload import Update
-from sync_core.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from sync_core.sending.elastic import ElasticWorkers
@@ -87,11 +86,9 @@ class Sender(Updater):
             samples of them, and `check`, which looks at all. Implies ``partial``.
         on_failure: what is done about a worker that failed, after the others were updated:
             ``"raise"`` a `SendError`; ``"drop"`` it; ``"quarantine"``, do not wait for it for a
-            time that doubles, though it gets every version, until it has committed the newest;
-            ``"restart"`` it in ``group``; or a function of a `WorkerFailure` that says which.
-        group: the worker group in which the workers run, for ``"restart"``.
-        on_restart: run in the worker started again, ``on_restart(hosted, address)``, to make its
-            `Receiver`; None where the group's factory does.
+            time that doubles, though it gets every version, until it has committed the newest; or
+            a function of a `WorkerFailure`, or a `FailurePolicy`, which decides. ``Restart(group)``
+            of ``sync_plugin_std`` restarts it.
         verify: ``"checksum"``: checksums travel with the weights, and a worker applies nothing
             that does not match them. ``"readback"``: also, after the commit, the worker reads its
             model, and does not confirm a version of which the model holds other bits than were
@@ -137,8 +134,6 @@ class Sender(Updater):
         ranks: Ranks | None = None,
         regions: Regions | None = None,
         on_failure: OnFailure = "raise",
-        group: WorkerGroup | None = None,
-        on_restart: Callable[[Any, Address], object] | None = None,
         verify: Verify | None = None,
         on_report: Callable[[SendReport], object] | None = None,
         timeout: float = 60.0,
@@ -162,7 +157,6 @@ class Sender(Updater):
                 "only": only,
                 "zero_copy": zero_copy,
                 "on_failure": on_failure,
-                "group": group,
                 "workers": workers,
                 "context": context,
             },
@@ -184,9 +178,7 @@ class Sender(Updater):
         self._handles = dict(enumerate(workers or ()))
         self._called = bool(workers)
         self._context = context
-        self._failure_policy = features.failure_policy(
-            on_failure, group, on_restart, called=bool(workers), timeout=timeout
-        )
+        self._failure_handler = features.failure_handler(on_failure)
         self._pipeline = Pipeline(self._terms)
         self._closers: list[weakref.finalize[..., Any]] = []
         self._reporters: dict[object, Callable[[SendReport], object]] = {}
@@ -220,6 +212,8 @@ class Sender(Updater):
         if model is None and context is not None:
             model = model_id
         try:
+            if self._failure_handler is not None:
+                self._failure_handler.check(self)
             if model is not None:
                 self.register_model(model)
         except BaseException:
@@ -278,6 +272,11 @@ class Sender(Updater):
     def scheme(self) -> str:
         """The name of the scheme."""
         return self._pipeline.scheme
+
+    @property
+    def calls_workers(self) -> bool:
+        """Whether the sender calls its workers by handles; else they connect by their addresses."""
+        return self._called
 
     def all_worker_ids(self) -> tuple[int, ...]:
         """The ids of the workers."""
@@ -681,8 +680,8 @@ class Sender(Updater):
         if report.failed and waited and not self._closed:
             if self._elastic is not None:
                 report = self._elastic.remove_failed(report)
-            if self._failure_policy is not None:
-                report = self._failure_policy.apply(
+            if self._failure_handler is not None:
+                report = self._failure_handler.apply(
                     report, self._members, self.remove_worker, self.address
                 )
         if self._members.may_have_returned:

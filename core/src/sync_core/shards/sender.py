@@ -68,8 +68,8 @@ _NOT_WITH_RANKS = {
     "zero_copy=",
     "workers": "workers connect by the joined addresses of all ranks; type num_workers=… instead",
     "context": "a sharded model is given itself, not by a path; leave out context=",
-    "group": "every rank would start the worker again; leave out group=, type "
-    "on_failure='quarantine', and start the worker again with its joined address",
+    "on_failure": "every rank would start the worker again; type on_failure='quarantine', and "
+    "start the worker again with its joined address",
 }
 
 
@@ -118,8 +118,6 @@ def sharded(
 
 def check_alone(arguments: Mapping[str, Any]) -> None:
     """Raise `OptionError` for an argument that cannot be given together with ``ranks``."""
-    if arguments.get("on_failure") == "restart":
-        arguments = {**arguments, "group": True}
     for name, reason in _NOT_WITH_RANKS.items():
         value = arguments.get(name)
         if value is not None and value is not False:

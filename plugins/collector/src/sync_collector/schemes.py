@@ -137,9 +137,7 @@ GIVEN_BY_COLLECTOR = {
     "context": _NAMES_MODELS,
     "num_workers": _STARTS_WORKERS,
     "workers": _STARTS_WORKERS,
-    "group": _REPLACES_WORKERS,
     "on_failure": _REPLACES_WORKERS,
-    "on_restart": _REPLACES_WORKERS,
 }
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sync_plugin_std.mp import with_pipe
     from sync_plugin_std.record import Record
     from sync_plugin_std.regrouping import Fuse, Rename, Split, Transpose
+    from sync_plugin_std.restart import Restart
     from sync_plugin_std.selection import Select
     from sync_plugin_std.stacking import Stack, Unstack
 
@@ -37,6 +38,7 @@ __all__ = [
     "Metrics",
     "Record",
     "Rename",
+    "Restart",
     "Select",
     "Split",
     "Stack",
@@ -70,6 +72,7 @@ _PLACES = {
     "Metrics": ("metrics", "Metrics"),
     "Record": ("record", "Record"),
     "Rename": ("regrouping", "Rename"),
+    "Restart": ("restart", "Restart"),
     "Select": ("selection", "Select"),
     "Split": ("regrouping", "Split"),
     "Stack": ("stacking", "Stack"),
