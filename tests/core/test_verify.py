@@ -17,7 +17,6 @@ from sync_core import (
     Answer,
     ApplyContext,
     CorruptionError,
-    ModelError,
     OptionError,
     Payload,
     ReadbackError,
@@ -203,7 +202,7 @@ def test_a_bit_that_flips_in_the_checksums_is_found_too() -> None:
     scheme, model = Wires(), three_buckets()
     with Sender(scheme, model, num_workers=1, verify="checksum") as sender:
         connect(scheme, sender, three_buckets())
-        scheme.wire = flip("__checksums__")
+        scheme.wire = flip("__sync__.extra.checksum.sums")
         with pytest.raises(SendError, match="bucket 1 of 3"):
             sender.send()
 
@@ -373,8 +372,6 @@ def test_what_cannot_be_verified_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         Sender(LoadsItself(), nn.Linear(1, 1), num_workers=1, verify="readback")
     with pytest.raises(OptionError, match="verify must be 'checksum', 'readback' or None"):
         Sender("thread", nn.Linear(1, 1), num_workers=1, verify="crc")  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="reserved"):
-        Sender("thread", {"__checksums__": torch.ones(1)}, num_workers=1)
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(OptionError, match=r'pip install "sync-core\[verify\]"'):
         Sender("thread", nn.Linear(1, 1), num_workers=1, verify="checksum")

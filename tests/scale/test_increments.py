@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sync_core import (
     Delivery,
-    ModelError,
     OptionError,
     Payload,
     Receiver,
@@ -65,11 +64,6 @@ def test_what_is_refused(scheme: str, options: dict[str, Any], message: str) -> 
 
     with pytest.raises(OptionError, match=message):
         make()
-
-
-def test_the_name_of_an_increment_is_reserved() -> None:
-    with pytest.raises(ModelError, match=r"the name '__sync__\.increment' is reserved"):
-        Sender(Increments(Far()), {"__sync__.increment": torch.zeros(2)}, num_workers=1)
 
 
 def test_a_report_says_what_travelled() -> None:

@@ -20,6 +20,7 @@ from sync_core.hooks import (
 )
 from sync_core.registry import Plugin
 from sync_core.stack import Stack
+from sync_core.weights.extras import attached
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Update
 
@@ -116,7 +117,7 @@ def layouts_before(
     for recorder, layer in zip(seen, layers, strict=True):
         watched += [Plugin(registry.LAYERS, "layout", recorder), layer]
     prepared = Stack(defaults, backend, watched).prepare_weights(update, context)
-    return [*(recorder.layout for recorder in seen), prepared.layout]
+    return [*(recorder.layout for recorder in seen), attached(prepared)[0]]
 
 
 class _LayoutBefore:

@@ -3,7 +3,7 @@
 A layer such as ``Select`` leaves out tensors that the workers have already. `LeftOut` comes right
 after the layers that stay with the sender, so it is given the tensors as they travel: under the
 workers' names, and cast. It keeps a digest of each tensor of a whole version. With an update that
-lacks some, the digest of those travels next to the base, and each worker compares its model's.
+lacks some, the digest of those travels as an extra, and each worker compares its model's.
 
 Workers may hold in 16 bits what travels in 32. So the digest has parts of 16 bytes: of the tensors
 as they travel, and cast to each dtype that a worker may have. The last part is that of the settings
@@ -32,6 +32,7 @@ from sync_core.weights.payload import Update
 
 _NAMES_SHOWN = 4
 _PART = 16
+_DIGEST = "left-out.digest"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The attributes of PEFT's modules that decide, beside their tensors and properties, what they do.
 _SETTINGS = ("merged_adapters", "scaling", "token_indices", "fan_in_fan_out")
@@ -88,7 +89,8 @@ class LeftOut:
                 combined = [_combined(dict(zip(rest, part, strict=True))) for part in parts]
                 self._last = update.layout, b"".join(combined)
             settings = _settings(context.model) if self._from_start else bytes(_PART)
-            update.left_out = self._last[1] + settings
+            digest = bytearray(self._last[1] + settings)
+            update.extras[_DIGEST] = torch.frombuffer(digest, dtype=torch.uint8)
         return update
 
     @hookimpl(wrapper=True)
@@ -96,9 +98,10 @@ class LeftOut:
         self, update: Update, model: Any, context: ApplyContext
     ) -> Generator[None, bool, bool]:
         """Refuse the update unless the model holds what it leaves out."""
+        digest = update.extras.pop(_DIGEST, None)
         # An engine that loads weights by its own function cannot be read.
-        if update.left_out and model is not None:
-            self._check(update, model, context)
+        if digest is not None and model is not None:
+            self._check(update, digest.cpu().numpy().tobytes(), model, context)
         return (yield)
 
     def _digest(self, tensor: Tensor) -> list[bytes]:
@@ -109,7 +112,7 @@ class LeftOut:
         narrowed = [_narrowed(tensor, dtype) for dtype in _DTYPES]
         return [exact, *(exact if t is tensor else _digest(t) for t in narrowed)]
 
-    def _check(self, update: Update, model: Any, context: ApplyContext) -> None:
+    def _check(self, update: Update, digest: bytes, model: Any, context: ApplyContext) -> None:
         if self._find is None or self._model is not model:
             self._model, self._find = model, finder(model, self._strategy)
         held: Mapping[str, Tensor] = self._find()
@@ -123,20 +126,20 @@ class LeftOut:
         there = [held[name] for name in dtypes if name in held]
         places = [(place_of(t), _changes(t)) for t in there]
         state: list[object] = list(zip(places, samples(there), strict=True))
-        if self._checked == (update.left_out, settings, state):
+        if self._checked == (digest, settings, state):
             return
         part, narrow = _part_of(held, dtypes)
         found = {
             n: _digest(_narrowed(held[n].to(d), narrow)) for n, d in dtypes.items() if n in held
         }
-        wanted = [update.left_out[i : i + _PART] for i in range(0, len(update.left_out), _PART)]
+        wanted = [digest[i : i + _PART] for i in range(0, len(digest), _PART)]
         if _combined(found) != wanted[part]:
             raise ReadbackError(context.worker_id, _describe(update, list(dtypes), context.version))
         # A model that is read by names alone has no settings to compare.
         if bytes(_PART) not in (settings, wanted[-1]) and settings != wanted[-1]:
             raise ReadbackError(context.worker_id, _describe_settings(context.version))
         if None not in map(_changes, there):
-            self._checked = update.left_out, settings, state
+            self._checked = digest, settings, state
 
 
 def _part_of(

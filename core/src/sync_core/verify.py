@@ -17,13 +17,14 @@ from sync_core.hooks import ApplyContext, SendContext, hookimpl, implemented
 from sync_core.models.extra_state import is_extra_state
 from sync_core.models.extract import Strategy, named_tensors
 from sync_core.registry import LAYERS, Plugin
-from sync_core.weights.layout import ALIGNMENT, CHECKSUMS, Layout, TensorSpec, place_of
+from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.payload import Update
 
 _BUCKET_NBYTES = 4 << 20
 # So that the checksums of a large model take 8 KB at most.
 _MOST_BUCKETS = 1024
 _NAMES_SHOWN = 8
+_SUMS = "checksum.sums"
 
 
 def check_installed() -> None:
@@ -86,27 +87,11 @@ def from_tensor(tensor: Tensor) -> list[int]:
     return sums
 
 
-@lru_cache(maxsize=64)
-def sealed(layout: Layout) -> Layout:
-    """The layout with the checksums of its buckets after it."""
-    end = layout.body_nbytes
-    shape = (len(buckets(layout)),)
-    spec = TensorSpec(CHECKSUMS, torch.int64, shape, end + -end % ALIGNMENT)
-    return Layout((*layout.specs, spec), layout.aliases)
-
-
-@lru_cache(maxsize=64)
-def unsealed(layout: Layout) -> Layout | None:
-    """Return the layout that was sealed; None for one that was not."""
-    if not layout.specs or layout.specs[-1].name != CHECKSUMS:
-        return None
-    plain = Layout(layout.specs[:-1], layout.aliases)
-    return plain if sealed(plain) == layout else None
-
-
 def describe_bucket(layout: Layout, number: int) -> str:
     """A bucket by its number and its tensors, for messages."""
     every = buckets(layout)
+    if number == len(every):
+        return "the extras"
     names = [repr(layout.specs[i].name) for i in every[number]]
     more = [f"… {len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
     listed = ", ".join(names[:_NAMES_SHOWN] + more)
@@ -166,30 +151,33 @@ class _Seal:
     @hookimpl(wrapper=True)
     def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
         update = yield
-        layout, tensors = update.layout, update.tensors
-        travels = sealed(layout)
         # Version 0 is prepared for its layout alone.
-        sums = checksums(layout, tensors) if context.version else [0] * travels.specs[-1].shape[0]
-        update.become(travels, (*tensors, to_tensor(sums)))
+        layout = update.layout
+        sums = _sums(update) if context.version else [0] * (len(buckets(layout)) + 1)
+        update.extras[_SUMS] = to_tensor(sums)
         return update
 
     @hookimpl(wrapper=True)
     def apply_weights(self, update: Update, context: ApplyContext) -> Generator[None, bool, bool]:
-        layout = unsealed(update.layout)
-        if layout is None:
+        sums = update.extras.pop(_SUMS, None)
+        if sums is None or sums.shape != (len(buckets(update.layout)) + 1,):
             raise CorruptionError(
                 context.worker_id, f"version {context.version} came without its checksums"
             )
-        *tensors, sums = update.tensors
-        expected, found = from_tensor(sums), checksums(layout, tensors)
+        expected, found = from_tensor(sums), _sums(update)
         if expected != found:
             raise CorruptionError(
                 context.worker_id,
                 f"version {context.version} was changed on its way, and nothing of it was "
-                f"applied: {_differences(layout, expected, found)}",
+                f"applied: {_differences(update.layout, expected, found)}",
             )
-        update.become(layout, tensors)
         return (yield)
+
+
+def _sums(update: Update) -> list[int]:
+    """The checksums of the buckets, and one of the base and the other extras."""
+    beside = [torch.tensor([update.base]), *update.extras.values()]
+    return [*checksums(update.layout, update.tensors), checksum(beside)]
 
 
 class _Readback:

@@ -17,6 +17,7 @@ from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, named_tensors
 from sync_core.stack import Defaults, PushCounter, Stack
 from sync_core.transports.transport import Answer, ReceiverTransport
+from sync_core.weights.extras import attached
 from sync_core.weights.payload import Payload, Update
 
 _MODEL_ID = "policy"
@@ -99,7 +100,7 @@ class GetterTransport(ReceiverTransport):
             return None
         self._version += 1
         update = self.prepare(weights)
-        return Payload(self._version, update.layout, update.source)
+        return Payload(self._version, *attached(update))
 
     def prepare(self, weights: Any) -> Update:
         """The weights as they travel, changed by the layers."""

@@ -21,6 +21,7 @@ from sync_core.errors import (
     AddressError,
     ClosedError,
     OptionError,
+    PayloadError,
     SenderLostError,
     SyncError,
 )
@@ -31,6 +32,7 @@ from sync_core.registry import Plugin
 from sync_core.stack import Defaults, Load, Stack
 from sync_core.transports.transport import Answer, ReceiverTransport
 from sync_core.weights.copying import outside_inference_mode
+from sync_core.weights.extras import check_base, of_user
 from sync_core.weights.payload import Payload
 
 # Features that few receivers use are imported when they are asked for.
@@ -58,8 +60,8 @@ class Receiver(CollectorReference):
         background: with a scheme whose weights take time to come, receive them in a thread,
             which only stages the newest version; `receive` commits it, in the thread that calls.
         on_commit: called with every version that was committed, before the sender learns that
-            it was; should it raise, that is reported instead. It is for workers that pass
-            weights on, and acknowledge them once they have arrived.
+            it was, and when `extras` are its own; should it raise, that is reported instead. It is
+            for workers that pass weights on, and acknowledge them once they have arrived.
         load: the worker's own way of loading, such as an engine's ``load_weights``: a function of
             an iterable of names and tensors, which are good only during the call. It is called
             once a version is staged whole, has passed ``verify``, and layers have undone what
@@ -126,6 +128,7 @@ class Receiver(CollectorReference):
         # The version with which this worker has joined again; 0 where it has not.
         self._rejoined = 0
         self._staged: Payload | None = None
+        self._extras: Mapping[str, Tensor] = {}
         self._load_began = self._load_ended = 0.0
         self._closed = False
         self._process = os.getpid()
@@ -174,6 +177,24 @@ class Receiver(CollectorReference):
     def version(self) -> int:
         """The version that the model has; 0 before the first commit."""
         return self._version
+
+    @property
+    def extras(self) -> Mapping[str, Tensor]:
+        """The extras of the version that the model has: what `Sender.send` was given as ``extras``.
+
+        ``on_commit`` and what follows `receive` read those of the version just committed; a layer
+        reads ``update.extras``.
+
+        Example:
+            >>> import sync_core
+            >>> model, copy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+            >>> with sync_core.Sender("thread", model, num_workers=1) as sender:
+            ...     receiver = Receiver(sender.address(0), copy)
+            ...     pending = sender.send_async(extras={"temperature": torch.tensor(0.7)})
+            ...     receiver.receive(), receiver.extras
+            (1, {'temperature': tensor(0.7000)})
+        """
+        return self._extras
 
     @property
     def delivered(self) -> int:
@@ -289,14 +310,10 @@ class Receiver(CollectorReference):
                 )
                 self._answer(Answer.refusal(payload.version, error))
             return False
-        if not self._target.partial:
-            return True
-        from sync_core.base import check_base
-
         self._staged, self._target.loaded = payload, False
         try:
             check_base(payload, self._version)
-        except SyncError as error:
+        except PayloadError as error:
             self.reject(error)
         return self._staged is not None
 
@@ -333,6 +350,7 @@ class Receiver(CollectorReference):
         if payload is None:
             return self._version
         self._version = payload.version
+        self._extras = of_user(self._target.extras)
         self._target.committed(payload)
         try:
             if self._on_commit is not None:

@@ -23,6 +23,7 @@ from sync_core.receiving.exclusive import Lease, vacate
 from sync_core.registry import Plugin
 from sync_core.stack import Defaults, Load, Stack
 from sync_core.weights.copying import outside_inference_mode
+from sync_core.weights.extras import detached
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
 
@@ -53,6 +54,8 @@ class Target:
         self._load = load
         #: Whether the last version was loaded, even if a layer raised afterwards.
         self.loaded = False
+        #: The extras of the last version; layers have taken out theirs.
+        self.extras: dict[str, Tensor] = {}
         #: The payload that the model views until the next version, if it does.
         self.lease = Lease()
         self._keeps_views = address.zero_copy and load is None
@@ -115,7 +118,8 @@ class Target:
     def write(self, payload: Payload, held: int) -> None:
         """Write a version into the model, which has version ``held``."""
         self.loaded = False
-        address = self._address
+        address, update = self._address, detached(payload)
+        self.extras = update.extras
         model = self._resolve()
         if self._same_object:
             check_own(model, address.token, address.strategy, self._backend.describe())
@@ -123,7 +127,7 @@ class Target:
             # Tensors that a layer makes in inference mode could not be trained.
             outside_inference_mode(
                 self.stack.apply_weights,
-                Update(payload.layout, payload.source),
+                update,
                 model,
                 address.apply_context(payload.version, held),
             )
@@ -216,7 +220,7 @@ def _bound(address: Address, given: Any, layout: Layout) -> Plugin:
 
 
 def _with_checks(address: Address, backend: Plugin, layers: list[Plugin]) -> tuple[Plugin, ...]:
-    """Return the layers with those of the core: what is left out, checksums, and the base."""
+    """Return the layers with those of the core: what is left out, and checksums."""
     used = tuple(layers)
     partial = address.partial and "same_object" not in backend.capabilities
     if partial:
@@ -228,8 +232,4 @@ def _with_checks(address: Address, backend: Plugin, layers: list[Plugin]) -> tup
         from sync_core.verify import with_verification
 
         used = with_verification(address.verify, backend, used, address.strategy)
-    if partial:
-        from sync_core.base import BaseLayer
-
-        used = (*used, Plugin(registry.LAYERS, "base", BaseLayer()))
     return used

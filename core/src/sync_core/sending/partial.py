@@ -3,7 +3,7 @@
 With ``Sender(partial=True)`` the sender knows for each tensor the version in which it last
 changed, and for each worker the version that it holds completely. An update brings every tensor
 that changed after the oldest of these versions, which travels with it:
-`sync_core.base`.
+`sync_core.weights.extras`.
 """
 
 from __future__ import annotations

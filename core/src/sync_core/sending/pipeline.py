@@ -40,6 +40,7 @@ from sync_core.transports.transport import (
     closed_if_it_fails,
     unheard,
 )
+from sync_core.weights.extras import attached
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
 
@@ -282,10 +283,6 @@ class Pipeline:
         self.partial = terms.partial and self.moves_nothing is None
         #: Whether the transport leaves out what workers have, so that updates must be whole.
         self.compares = "compares" in self._backend.capabilities
-        if self._terms.partial and self.moves_nothing is None:
-            from sync_core.base import BaseLayer
-
-            used = (*used, Plugin(registry.LAYERS, "base", BaseLayer()))
         self._defaults = Defaults(terms.strategy)
         self._layers = in_order(used)
         self.stack = Stack(self._defaults, self._backend, self._layers)
@@ -403,7 +400,20 @@ class Pipeline:
             model=model,
             acknowledged=acknowledged(),
         )
-        return self.stack.prepare_weights(update, context)
+        prepared = self.stack.prepare_weights(update, context)
+        if prepared is not update:
+            # A layer has made another.
+            prepared.extras = {**update.extras, **prepared.extras}
+        return prepared
+
+    def check_carries_extras(self) -> None:
+        """Raise `OptionError` where the scheme sends nothing but parts of the model's tensors."""
+        if self._backend.by_parts:
+            raise OptionError(
+                f"{self._backend.describe()} sends the parts of a sharded model, and no extras; "
+                "send them by a sender of their own: Sender(scheme, {name: tensor}, "
+                "model_id='extras')"
+            )
 
     def send(
         self, update: Update, version: int, worker_ids: tuple[int, ...], packing: Stopwatch
@@ -413,7 +423,8 @@ class Pipeline:
         Where the transport raises something else than a `SyncError`, every delivery has failed;
         without workers, that is raised.
         """
-        payload = Payload(version, update.layout, update.source, packing=packing)
+        layout, source = attached(update)
+        payload = Payload(version, layout, source, packing=packing)
         transport = self.transport or self.opened
         try:
             return dict(transport.send(payload, worker_ids))

@@ -31,6 +31,7 @@ from sync_core.sending.worker_ids import as_id, check_handle, count_workers
 from sync_core.sending.worker_state import WorkerStatus
 from sync_core.stack import PushCounter
 from sync_core.transports.transport import SenderTransport
+from sync_core.weights.extras import Kinds, checked, kinds_of
 from sync_core.weights.payload import Update
 
 if TYPE_CHECKING:
@@ -202,6 +203,8 @@ class Sender(Updater):
         self._pending: PendingSend | None = None
         # A send is being started by the thread that has the lock, to which a signal may come.
         self._begins = False
+        # The extras of the first send that had some.
+        self._extras: Kinds | None = None
         self._close_members = release_with(self, self._members.close)
         self._sharded = ranks is not None
         self._elastic: ElasticWorkers | None = None
@@ -373,6 +376,7 @@ class Sender(Updater):
         timeout: float | None = None,
         weights_dict: Mapping[str, Any] | None = None,
         version: int | None = None,
+        extras: Mapping[str, Tensor] | None = None,
     ) -> SendReport:
         """Send the weights as a new version, and wait until every worker has committed it.
 
@@ -384,6 +388,9 @@ class Sender(Updater):
             weights_dict: the weights of several models by name, instead of ``weights``.
             version: the version's number, such as the trainer's step; None for the next one. With
                 ``ranks``, all ranks must give the same.
+            extras: small tensors beside the weights, such as a step or a temperature, for
+                `Receiver.extras`. Names, dtypes and shapes are those of the first send that has
+                some; a send may have none.
 
         Raises:
             SendError: some workers failed; the others have the new version.
@@ -396,7 +403,9 @@ class Sender(Updater):
             weights = either(weights, weights_dict)
         begun: list[PendingSend] = []
         try:
-            return self._start(weights, worker_ids, timeout, begun, version=version).wait()
+            return self._start(
+                weights, worker_ids, timeout, begun, version=version, extras=extras
+            ).wait()
         except BaseException as error:
             interrupt(begun, error)
             raise
@@ -409,6 +418,7 @@ class Sender(Updater):
         timeout: float | None = None,
         weights_dict: Mapping[str, Any] | None = None,
         version: int | None = None,
+        extras: Mapping[str, Tensor] | None = None,
     ) -> PendingSend:
         """Like `send`, but do not wait. The weights were read when this returns.
 
@@ -418,7 +428,7 @@ class Sender(Updater):
         begun: list[PendingSend] = []
         try:
             weights = either(weights, weights_dict)
-            return self._start(weights, worker_ids, timeout, begun, version=version)
+            return self._start(weights, worker_ids, timeout, begun, version=version, extras=extras)
         except BaseException as error:
             interrupt(begun, error)
             raise
@@ -432,6 +442,7 @@ class Sender(Updater):
         *,
         counted: bool = False,
         version: int | None = None,
+        extras: Mapping[str, Tensor] | None = None,
     ) -> PendingSend:
         # The caller ends what is in ``begun``, whenever this is interrupted.
         started = time.perf_counter()
@@ -441,7 +452,13 @@ class Sender(Updater):
             self._begins = True
             try:
                 pending = self._begin(
-                    given, worker_ids, seconds, started, counted=counted, version=version
+                    given,
+                    worker_ids,
+                    seconds,
+                    started,
+                    counted=counted,
+                    version=version,
+                    extras=extras,
                 )
                 begun.append(pending)
                 self._pending = pending
@@ -463,6 +480,7 @@ class Sender(Updater):
         *,
         counted: bool,
         version: int | None,
+        extras: Mapping[str, Tensor] | None,
     ) -> PendingSend:
         addressed = self._members.ids
         if worker_ids is not None:
@@ -480,6 +498,10 @@ class Sender(Updater):
             # A transport that compares versions leaves out what each worker has.
             held = () if self._pipeline.compares else self._members.acknowledged(due).values()
             update = self._partial.complete(given, update, version, held)
+        if extras:
+            update.extras = checked(extras, self._extras)
+            self._pipeline.check_carries_extras()
+            self._extras = kinds_of(update.extras)
         if due or to_none:
             if self._pipeline.prepares:
                 update = self._pipeline.prepare(

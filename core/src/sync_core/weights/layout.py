@@ -86,28 +86,22 @@ _TIMES, _MORE = 16, 1 << 26
 # Of what a tensor of torch can have: sizes in 64 bits, also without the dimensions that are 0.
 _TOO_LARGE = 1 << 63
 _MAX_RANK = 64
-#: The name of the tensor in which checksums travel; see `sync_core.verify`.
-CHECKSUMS = "__checksums__"
-#: The name of the tensor that holds the base of an update; see `sync_core.base`.
-BASE = "__base__"
-#: The name of the tensor that makes a payload of a sharded sender a question: which regions does
-#: the worker want? See `sync_core.shards`.
-ASK = "__shards_wanted__"
-#: The name of the tensor by which a sender tells a worker its id; see `sync_core.admission`.
-ADMISSION = "__admission__"
-#: The name of the tensor that holds the version of a sharded sender.
-SHARD_VERSION = "__shards_version__"
 _METADATA = "__metadata__"
 #: What to do about a quantized model.
 QUANTIZED = "send the module as it was before it was quantized, and let each worker quantize a copy"
 #: What the names begin with of tensors that a transport adds to those of the weights.
 RESERVED_PREFIX = "__sync__."
-_RESERVED = frozenset({_METADATA, CHECKSUMS, BASE, ADMISSION, ASK, SHARD_VERSION})
+#: What the names of extras begin with in a layout; see `sync_core.weights.extras`.
+EXTRA_PREFIX = f"{RESERVED_PREFIX}extra."
+# Names of tensors in the payloads of admission and shards.
+ADMISSION = f"{RESERVED_PREFIX}admission"
+ASK, SHARD_VERSION = f"{RESERVED_PREFIX}shards.wanted", f"{RESERVED_PREFIX}shards.version"
+CHECKSUMS = f"{RESERVED_PREFIX}shards.checksums"
 
 
 def is_reserved(name: str) -> bool:
     """Return whether the format has its own use for a tensor's name."""
-    return name in _RESERVED or name.startswith((RESERVED_PREFIX, _FILLER))
+    return name == _METADATA or name.startswith((RESERVED_PREFIX, _FILLER))
 
 
 def has_place(dtype: torch.dtype) -> bool:
@@ -298,6 +292,14 @@ class Layout:
         """The position in ``specs`` of every name, those of tied tensors included."""
         index = {spec.name: i for i, spec in enumerate(self.specs)}
         return index | {name: index[owner] for name, owner in self.aliases}
+
+    @cached_property
+    def plain(self) -> Layout:
+        """The layout without extras; itself where there are none."""
+        count = len(self.specs)
+        while count and self.specs[count - 1].name.startswith(EXTRA_PREFIX):
+            count -= 1
+        return self if count == len(self.specs) else Layout(self.specs[:count], self.aliases)
 
     @cached_property
     def body_nbytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -24,12 +25,10 @@ class Update:
         layout: names, dtypes and shapes.
         source: the tensors, in the order of ``layout.specs``; or the block that they lie in.
         base: the version that a model must have for an update that lacks some of its tensors; 0
-            for one that lacks none. Only of use where the sender was given ``partial=True``, or a
-            layer declares the capability ``partial``.
-
-    Attributes:
-        left_out: the digest of the tensors that the update lacks and workers must have, which the
-            core adds where a layer declares the capability ``partial``; empty for none.
+            for one that lacks none.
+        extras: small tensors that travel beside the weights, by name: what was given to
+            `Sender.send`, and what layers add for each other's ends. A layer begins its names with
+            its own and a dot, adds them at version 0 too, and takes them out where it reads them.
 
     Example:
         >>> import torch
@@ -39,13 +38,19 @@ class Update:
         {'weight': tensor([1., 1.], dtype=torch.float16)}
     """
 
-    __slots__ = ("base", "layout", "left_out", "source")
+    __slots__ = ("base", "extras", "layout", "source")
 
-    def __init__(self, layout: Layout, source: Sequence[Tensor] | Block, base: int = 0) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        source: Sequence[Tensor] | Block,
+        base: int = 0,
+        extras: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         self.layout = layout
         self.source = source
         self.base = base
-        self.left_out = b""
+        self.extras: dict[str, Tensor] = dict(extras)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

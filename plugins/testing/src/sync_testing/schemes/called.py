@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import pytest
+from torch import Tensor
 
 from sync_core import Sender, SendError, SendReport, WorkerState
 from sync_testing.expectations import REPORT, VALUES
@@ -57,9 +58,15 @@ class CalledWorkers(Workers):
         """Wait until the worker has what it was last called for."""
         return self._waiting.submit(self._arrived, worker_id, timeout or 20.0)
 
-    def send(self, weights: Any = None, worker_ids: Iterable[int] | None = None) -> SendReport:
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: Iterable[int] | None = None,
+        *,
+        extras: Mapping[str, Tensor] | None = None,
+    ) -> SendReport:
         """Send, for which no worker has to do anything."""
-        return self.sender.send(weights, worker_ids)
+        return self.sender.send(weights, worker_ids, extras=extras)
 
     def end(self) -> None:
         """Wait for the threads that wait."""

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import pytest
+from torch import Tensor
 
 from sync_core import PendingSend, Sender, SendError, SendReport, WorkerGroup, registry
 from sync_plugin_std.workers import choose_group
@@ -166,9 +167,15 @@ class Workers:
         version: int | None = ended([call], f"receive({seconds:g}) in worker {worker_id}")[0]
         return version
 
-    def send(self, weights: Any = None, worker_ids: Iterable[int] | None = None) -> SendReport:
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: Iterable[int] | None = None,
+        *,
+        extras: Mapping[str, Tensor] | None = None,
+    ) -> SendReport:
         """Send while the workers that it is for receive."""
-        pending = self.sender.send_async(weights, worker_ids)
+        pending = self.sender.send_async(weights, worker_ids, extras=extras)
         receivers = self.sender.all_worker_ids() if worker_ids is None else set(worker_ids)
         calls = [self.submit(worker_id, self.patience) for worker_id in receivers]
         try:

@@ -79,6 +79,18 @@ class ValueCases(SchemeCases):
             assert workers.send(weights).updated == (0,), REPORT
             assert workers.fingerprints() == [fingerprints(weights)], VALUES
 
+    def test_extras_arrive_beside_the_weights(self, start: Start, zero_copy: bool) -> None:
+        workers = start(make_policy(1.0), 1, zero_copy=zero_copy)
+        for step in (1, 2):
+            extras = {"step": torch.tensor(step), "scales": torch.full((2, 3), step / 2)}
+            assert workers.send(make_policy(float(step)), extras=extras).updated == (0,), REPORT
+            assert workers.values() == [{float(step)}], VALUES
+            found = workers.pool.call(0, Worker.extras)
+            # A worker that is called by its handle has its receiver elsewhere.
+            assert found in (None, fingerprints(extras)), VALUES
+        assert workers.send(make_policy(3.0)).updated == (0,), REPORT
+        assert workers.pool.call(0, Worker.extras) in (None, {}), VALUES
+
     def test_a_large_model_arrives_at_all_workers(self, start: Start, zero_copy: bool) -> None:
         first, second = large(1), large(2)
         workers = start(first, make=partial(large, 0), zero_copy=zero_copy)

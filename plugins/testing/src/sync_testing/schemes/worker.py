@@ -232,6 +232,10 @@ class Worker:
         """Every value that a parameter holds."""
         return {v for p in self.model.parameters() for v in p.detach().flatten().tolist()}
 
+    def extras(self) -> dict[str, str] | None:
+        """Fingerprints of the receiver's extras; None without a receiver."""
+        return None if self.receiver is None else fingerprints(self.receiver.extras)
+
     def fingerprints(self) -> dict[str, str]:
         """See `sync_testing.schemes.models.fingerprints`."""
         return fingerprints(self.model)
