@@ -29,3 +29,9 @@ def test_links_lead_to_files(page: Path) -> None:
         if file and "generated/" not in file and not (page.parent / file).is_file()
     ]
     assert not dead, "write the whole name of the file, such as how-to/observe.md"
+
+
+def test_the_tests_that_the_security_page_names() -> None:
+    named = set(re.findall(r"`(\w+/test_\w+\.py)`", (ROOT / "SECURITY.md").read_text()))
+    assert named
+    assert not [name for name in named if not (ROOT / "tests" / name).is_file()]

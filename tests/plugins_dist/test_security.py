@@ -8,6 +8,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
@@ -302,3 +303,20 @@ def test_a_worker_of_an_older_version_is_told_what_to_type() -> None:
             answer = channel.receive(10.0)
             assert answer is not None
             assert "pip install --upgrade sync-core" in answer["reason"]
+
+
+def test_a_trainer_of_an_older_version_is_named() -> None:
+    with Sender("dist", {"w": torch.ones(4)}, num_workers=1) as sender:
+        address = sender.address(0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def hang_up() -> None:
+            # An older sender expects the token itself in a hello.
+            with closing(Channel(listener.accept()[0])) as channel:
+                assert "token" not in (channel.receive(10.0) or {})
+
+        hung_up = pool.submit(hang_up)
+        endpoint = replace(address.endpoint, port=listener.getsockname()[1], local="")
+        with pytest.raises(SenderLostError, match=r"older sync-core than .* pip install --upgrade"):
+            Receiver(replace(address, endpoint=endpoint), {"w": torch.zeros(4)})
+        hung_up.result()

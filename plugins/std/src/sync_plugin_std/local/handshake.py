@@ -35,6 +35,10 @@ _UPGRADE = (
     "the worker has an older sync-core than the trainer; type "
     "pip install --upgrade sync-core there, and the same for its plugins"
 )
+_OLDER_SENDER = (
+    "the trainer has an older sync-core than this worker; then type "
+    "pip install --upgrade sync-core there, and the same for its plugins"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,8 @@ def shake_hands(channel: Channel, token: str, worker_id: int, timeout: float) ->
         message = channel.receive(timeout)
     except ConnectionError as error:
         raise SenderLostError(
-            f"the sender is gone: {error}, before it has proved that it knows the token"
+            f"the sender hung up before it had proved that it knows the token ({error}): it is "
+            f"gone, or {_OLDER_SENDER}"
         ) from error
     if message is None:
         raise SenderLostError(f"the sender did not answer within {timeout:g} s")
