@@ -13,6 +13,7 @@ from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.testing import Scale
 from sync_core import ModelError, OptionError, Receiver, Sender, UnknownWorkerError
+from sync_plugin_std import from_getter
 from sync_plugin_std.workers import ProcessGroup, ThreadGroup
 
 pytestmark = pytest.mark.timeout(60)
@@ -67,7 +68,7 @@ def test_a_receiver(sender: Sender) -> None:
         receiver.on_arrival(no_function)
     assert not receiver.on_arrival(lambda: None)
     with pytest.raises(TypeError, match="getter is 3, which cannot be called"):
-        Receiver.from_getter(no_function, nn.Linear(2, 1))
+        from_getter(no_function, nn.Linear(2, 1))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from sync_core import (
 )
 from sync_core.errors import AddressError
 from sync_core.transports import PointToPointTransport
-from sync_plugin_std import Interval, Rename
+from sync_plugin_std import Interval, Rename, from_getter
 from sync_testing import eventually
 
 
@@ -172,7 +172,7 @@ class Counting:
 @pytest.mark.parametrize("side", ["Sender", "Receiver"])
 def test_a_collector_is_registered_once_and_held_weakly(side: str) -> None:
     with sender_of_nobody() as sender:
-        getter = Receiver.from_getter(lambda: None, nn.Linear(1, 1))
+        getter = from_getter(lambda: None, nn.Linear(1, 1))
         end = sender if side == "Sender" else getter
         assert end.collector is None
         collector = Counting()
@@ -348,7 +348,7 @@ def test_a_delivery_ends_once() -> None:
 def test_a_getter_is_a_sender_to_pull_from() -> None:
     server, local = nn.Linear(2, 1), nn.Linear(2, 1)
     offers: list[Any] = [None, server, server.state_dict(), {"weight": torch.ones(3)}]
-    receiver = Receiver.from_getter(lambda: offers.pop(0), local)
+    receiver = from_getter(lambda: offers.pop(0), local)
     assert receiver.update_weights() is None
     assert receiver.receive() == 1
     assert torch.equal(local.weight, server.weight)
@@ -378,7 +378,7 @@ def test_layers_change_what_a_getter_gives() -> None:
 
     # The hooks run from the first layer on to prepare, and from the last one on to apply.
     layers = ["bf16", Interval(2), Watch()]
-    receiver = Receiver.from_getter(lambda: server, local, layers=layers)
+    receiver = from_getter(lambda: server, local, layers=layers)
     assert [receiver.receive() for _ in range(4)] == [1, None, 2, None]
     assert seen == [torch.bfloat16] * 2
     assert torch.equal(local.weight, server.weight.bfloat16().float())
@@ -386,19 +386,19 @@ def test_layers_change_what_a_getter_gives() -> None:
     assert receiver.update_weights(given) == receiver.version == 2
     assert torch.equal(local.weight, given.weight.bfloat16().float())
     with pytest.raises(OptionError, match="layers is a list"):
-        Receiver.from_getter(lambda: server, local, layers="bf16")
+        from_getter(lambda: server, local, layers="bf16")
 
 
 def test_layers_rename_what_is_given_to_the_receiver_of_a_getter() -> None:
     inner, local = nn.Linear(2, 1), nn.Linear(2, 1)
-    receiver = Receiver.from_getter(lambda: None, local, layers=[Rename({"0.*": "*"})])
+    receiver = from_getter(lambda: None, local, layers=[Rename({"0.*": "*"})])
     receiver.apply_weights(nn.Sequential(inner))
     assert torch.equal(local.weight, inner.weight)
     assert receiver.version == 0
 
 
 def test_a_receiver_says_what_to_pickle_instead() -> None:
-    receiver = Receiver.from_getter(lambda: None, nn.Linear(1, 1))
+    receiver = from_getter(lambda: None, nn.Linear(1, 1))
     with pytest.raises(TypeError, match="pickle the address that it was given"):
         pickle.dumps(receiver)
 

@@ -15,6 +15,7 @@ from sync_core import LayoutMismatchError, ModelError, Payload, Receiver, Sender
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, named_tensors
 from sync_core.models.finder import finder
+from sync_plugin_std import from_getter
 
 STRATEGIES: list[Strategy] = ["tensordict", "state_dict"]
 
@@ -229,7 +230,7 @@ def test_models_are_looked_up_in_the_context_at_every_commit(zero_copy: bool) ->
 
 def test_a_getter_may_give_several_models() -> None:
     target = models(0.0)
-    assert Receiver.from_getter(lambda: models(1.0), target).receive() == 1
+    assert from_getter(lambda: models(1.0), target).receive() == 1
     assert values(target) == {1.0}
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_core import Receiver, Sender, SenderLostError
-from sync_plugin_std import Interval, with_pipe
+from sync_plugin_std import Interval, from_getter, with_pipe
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -86,7 +86,7 @@ def _pipe() -> None:
 def _getter() -> None:
     policy, model = _policy(1.0), _policy()
     getter = policy.state_dict
-    receiver = Receiver.from_getter(getter, model, layers=[Interval(2)])
+    receiver = from_getter(getter, model, layers=[Interval(2)])
     assert receiver.receive(0.0) is not None
     receiver.update_weights(_policy(2.0).state_dict())
     assert model.weight.item() == 2.0

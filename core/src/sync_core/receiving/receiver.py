@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -25,7 +25,6 @@ from sync_core.errors import (
     SenderLostError,
     SyncError,
 )
-from sync_core.models.extract import Strategy
 from sync_core.receiving.exclusive import Exclusive, Lease
 from sync_core.receiving.target import Target
 from sync_core.registry import Plugin
@@ -138,40 +137,6 @@ class Receiver(CollectorReference):
         self._reasons: list[str] = []
         self._make_target = partial(Target, context=context, load=load, consolidate=consolidate)
         self._connect(address, model)
-
-    @classmethod
-    def from_getter(
-        cls,
-        getter: Callable[[], Any],
-        model: Any,
-        *,
-        layers: Sequence[Any] = (),
-        strategy: Strategy = "tensordict",
-    ) -> Self:
-        """A receiver that has no sender: every `receive` asks a function for the weights.
-
-        Args:
-            getter: gives a module, a TensorDict or a state_dict; or None when there is nothing
-                new.
-            model: what the weights are committed to.
-            layers: names or objects of layers, which change the weights on the way from the
-                function to the model, and may skip an update.
-            strategy: ``"tensordict"`` or ``"state_dict"``.
-
-        Example:
-            >>> server, local = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-            >>> Receiver.from_getter(lambda: server, local).receive()
-            1
-            >>> torch.equal(server.weight, local.weight)
-            True
-        """
-        from sync_core.receiving.getter import GetterTransport, address_of
-
-        check_function(getter, "getter")
-        receiver = cls(address_of(getter, model, layers, strategy), model)
-        assert isinstance(receiver._transport, GetterTransport)
-        receiver._target.prepare = receiver._transport.prepare
-        return receiver
 
     @property
     def version(self) -> int:
@@ -388,7 +353,7 @@ class Receiver(CollectorReference):
         Raises:
             LayoutMismatchError: they do not fit the model; nothing was written.
         """
-        self._target.write_by_hand(weights)
+        self._target.write_by_hand(weights, self._transport.prepare(weights))
 
     def update_weights(self, weights: Any = None) -> int | None:
         """Commit the weights given, or what the sender has; see `apply_weights` and `receive`."""

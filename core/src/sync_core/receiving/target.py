@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -77,8 +77,6 @@ class Target:
         #: The layout of the model when it was registered; None where none was checked.
         self._registered: Layout | None = None
         self._found: Any = None
-        #: Lets layers change weights that are given by hand, where there is no sender.
-        self.prepare: Callable[[Any], Update] | None = None
 
     @property
     def model(self) -> Any:
@@ -153,13 +151,19 @@ class Target:
             return True
         return False
 
-    def write_by_hand(self, weights: Any) -> None:
-        """Write weights of the caller's, which layers change only where there is no sender."""
-        if self.prepare is None:
+    def write_by_hand(self, weights: Any, prepared: Update | None) -> None:
+        """Write weights of the caller's.
+
+        Args:
+            weights: what the caller gave.
+            prepared: the same as layers have changed it, which they undo here; None where they
+                take no part.
+        """
+        if prepared is None:
             stack, named = self._without_layers, named_tensors(weights, self._address.strategy)
             update = Update.of(named)
         else:
-            stack, update = self.stack, self.prepare(weights)
+            stack, update = self.stack, prepared
         # What zero-copy parameters view is shared and read-only, so they get their own memory.
         if self._address.zero_copy:
             update = update.copied()

@@ -22,7 +22,7 @@ from sync_core.errors import (
 )
 
 if TYPE_CHECKING:
-    from sync_core.weights.payload import Payload
+    from sync_core.weights.payload import Payload, Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,6 +468,15 @@ class ReceiverTransport(ABC):
             version: the version that the model has.
         """
         return version
+
+    def prepare(self, weights: Any) -> Update | None:
+        """Return weights that `Receiver.apply_weights` was given, as layers change them on the way.
+
+        Returns:
+            None, as here: layers take no part, and the weights are written as they are.
+        """
+        del weights
+        return None
 
     def forget_commit(self) -> None:  # noqa: B027 - most know nothing of the model
         """Note that another model has replaced the one that has the newest version."""

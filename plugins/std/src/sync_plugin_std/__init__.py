@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sync_plugin_std.cast import BFloat16, Float16
     from sync_plugin_std.compression import Zstd
     from sync_plugin_std.float8 import Float8Blocks
+    from sync_plugin_std.getter import from_getter
     from sync_plugin_std.interval import Interval
     from sync_plugin_std.metrics import Metrics
     from sync_plugin_std.mp import with_pipe
@@ -48,6 +49,7 @@ __all__ = [
     "bf16",
     "fp8",
     "fp16",
+    "from_getter",
     "fuse",
     "lora",
     "rename",
@@ -79,6 +81,7 @@ _PLACES = {
     "Transpose": ("regrouping", "Transpose"),
     "Unstack": ("stacking", "Unstack"),
     "Zstd": ("compression", "Zstd"),
+    "from_getter": ("getter", "from_getter"),
     "with_pipe": ("mp", "with_pipe"),
     # The entry points' names of the layers that change weights and take arguments.
     "bf16": ("cast", "BFloat16"),
