@@ -17,7 +17,7 @@ from torch import nn
 
 from sync_collector import BatchOptions, Collector
 from sync_collector.envs import CountingEnv
-from sync_collector.trajectories import split_trajectories
+from sync_collector.episodes import split_trajectories
 from sync_core import ClosedError, RemoteCallError, WorkerTimeoutError
 from sync_testing.interrupts import interrupted
 

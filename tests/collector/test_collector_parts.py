@@ -15,15 +15,13 @@ from torch import Tensor
 
 from sync_collector import Collector
 from sync_collector.batch_requests import BatchRequests
-from sync_collector.collector_worker import CollectorWorker
-from sync_collector.devices import Devices
+from sync_collector.collector_worker import CollectorWorker, WorkerSpec
 from sync_collector.envs import CountingEnv, GymEnv
-from sync_collector.rollout import BatchRequest, Rollout, RolloutOptions
+from sync_collector.episodes import PER_WORKER
+from sync_collector.rollout import BatchRequest, Devices, Rollout, RolloutOptions
 from sync_collector.schedules import FirstReady, Synchronous
 from sync_collector.testing import Scale, long_episodes, values
-from sync_collector.trajectories import PER_WORKER
 from sync_collector.worker_pool import WorkerPool
-from sync_collector.worker_spec import WorkerSpec
 from sync_core import (
     RemoteCallError,
     WorkerLostError,

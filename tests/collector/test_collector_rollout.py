@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from sync_collector import Collector
 from sync_collector.array_loop import ArrayLoop
 from sync_collector.envs import CountingEnv, GymEnv
+from sync_collector.episodes import PER_WORKER
 from sync_collector.loops import TensorDictLoop
 from sync_collector.rollout import Rollout, RolloutOptions
 from sync_collector.testing import Scale
-from sync_collector.trajectories import PER_WORKER
 
 FLOAT, BOOL, INT = torch.float32, torch.bool, torch.int64
 

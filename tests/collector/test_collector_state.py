@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv, GymEnv
+from sync_collector.episodes import PER_WORKER
 from sync_collector.testing import Scale
-from sync_collector.trajectories import PER_WORKER
 from sync_core import ApplyContext, PendingSend, SendError, hookimpl
 
 pytestmark = pytest.mark.timeout(60)

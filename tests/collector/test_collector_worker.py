@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from sync_collector import BatchOptions, Collector, WorkerOptions
 from sync_collector.batch_requests import RandomFrames
-from sync_collector.devices import Devices
+from sync_collector.collector_worker import WorkerSpec
 from sync_collector.envs import CountingEnv
 from sync_collector.options import options_of_workers
-from sync_collector.rollout import Rollout, RolloutOptions
+from sync_collector.rollout import Devices, Rollout, RolloutOptions
 from sync_collector.testing import Scale, long_episodes, values
 from sync_collector.worker_pool import WorkerPool
-from sync_collector.worker_spec import WorkerSpec
 from sync_core import ModelError, OptionError, RemoteCallError
 from sync_core.registry import WORKERS, find
 

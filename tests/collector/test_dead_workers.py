@@ -18,8 +18,8 @@ from tests.collector.processes import MODELS, Pid, collector, kill, versions
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
+from sync_collector.episodes import PER_WORKER
 from sync_collector.testing import Scale
-from sync_collector.trajectories import PER_WORKER
 from sync_core import (
     SendReport,
     SkipContext,

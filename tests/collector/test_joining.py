@@ -16,10 +16,10 @@ from tests.collector.processes import MODELS, Pid, collector, kill, versions
 from torch import Tensor
 
 from sync_collector import WorkerOptions
+from sync_collector.collector_worker import detached_copy
 from sync_collector.envs import CountingEnv
+from sync_collector.episodes import PER_WORKER
 from sync_collector.testing import Scale, long_episodes, values
-from sync_collector.trajectories import PER_WORKER
-from sync_collector.worker_spec import detached_copy
 from sync_core import (
     LayoutMismatchError,
     ModelError,

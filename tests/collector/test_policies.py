@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
-from sync_collector.policy_module import module_of
+from sync_collector.policies import module_of
 from sync_collector.testing import Scale, long_episodes
 from sync_core import (
     ModelError,

@@ -10,9 +10,10 @@ from typing import Any, Self
 
 import torch
 
+from sync_collector.collector_worker import WorkerSpecs
 from sync_collector.delivery import Output, ReplayBuffer
 from sync_collector.envs.adapt import EnvOptions
-from sync_collector.envs.infos import InfoKeys
+from sync_collector.envs.gym import InfoKeys
 from sync_collector.options import (
     BatchOptions,
     WorkerOptions,
@@ -25,7 +26,7 @@ from sync_collector.options import (
     options_of_workers,
     refresh_interval,
 )
-from sync_collector.policy_module import unwrapped, unwrapped_models
+from sync_collector.policies import unwrapped, unwrapped_models
 from sync_collector.reporting import StatsLogger
 from sync_collector.rollout import RolloutOptions
 from sync_collector.schemes import (
@@ -39,7 +40,6 @@ from sync_collector.schemes import (
 )
 from sync_collector.torchrl_names import Named, TorchRLArguments
 from sync_collector.worker_pool import OnWorkerFailure
-from sync_collector.worker_spec import WorkerSpecs
 from sync_core import Address, Sender, WorkerGroup
 from sync_core.checks import check_count, check_function, check_mapping, check_seconds
 from sync_plugin_std.workers import check_worker_options, choose_group, shares_policy

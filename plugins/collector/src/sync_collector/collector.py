@@ -15,21 +15,19 @@ from sync_collector.auto_update import AutoUpdate, StaleWatch
 from sync_collector.background import BackgroundCollection
 from sync_collector.batch_requests import BatchRequests, RandomFrames
 from sync_collector.delivery import LET_END, BatchDelivery, CollectorStats, ReplayBuffer
-from sync_collector.envs.infos import InfoKeys
+from sync_collector.envs.gym import InfoKeys
 from sync_collector.evaluation import Evaluation, Evaluator
 from sync_collector.model_weights import ModelWeights
-from sync_collector.models_elsewhere import ModelsElsewhere
 from sync_collector.options import BatchOptions, WorkerOptions
 from sync_collector.relay import PolicyRelay
 from sync_collector.reporting import StatsLogger
 from sync_collector.schedules import FirstReady, Synchronous
-from sync_collector.schemes import POLICY
+from sync_collector.schemes import POLICY, ModelsElsewhere
 from sync_collector.state import State
 from sync_collector.torchrl_names import TorchRLArguments, TorchRLNames
-from sync_collector.worker_changes import WorkerChanges
 from sync_collector.worker_pool import OnWorkerFailure, WorkerPool, warn_if_rounded
-from sync_core import ClosedError, PendingSend, Sender, SendReport, WorkerGroup
-from sync_core.checks import check_count, check_integer, check_seconds
+from sync_core import ClosedError, Sender, WorkerGroup
+from sync_core.checks import check_integer, check_seconds, normalize
 from sync_core.transports import release_with
 
 Result = TypeVar("Result")
@@ -47,13 +45,13 @@ class Collector(TorchRLNames):
 
     A frame holds what the policy saw and did, ``"next"`` with the outcome (the true
     observation also where an episode ended), ``("collector", "traj_ids")``, unique over workers
-    and time, and ``policy_version``. A new episode begins where one ended, so ``done`` is
-    False at the root, always.
+    and time, and ``policy_version``. Environments reset automatically, so ``done`` at the root is
+    always False.
 
     A collector is its own iterator: leaving a loop and beginning another loses and repeats
-    nothing; what ``postproc`` or the replay buffer raised at is given to it again. When
-    ``total_frames`` are reached it shuts down. An error from a worker shuts it down
-    too; a late batch (`WorkerTimeoutError`) does not.
+    nothing. If ``postproc`` or the buffer raises, the same batch is passed to it again. The
+    collector shuts down when ``total_frames`` are reached, or when a worker fails; a late batch
+    (`WorkerTimeoutError`) does not shut it down.
 
     Args:
         create_env_fn: makes an environment (`sync_collector.envs.Env`, or one of Gymnasium's,
@@ -178,7 +176,8 @@ class Collector(TorchRLNames):
             per_worker=per_worker,
             torchrl=torchrl,
         )
-        self._timeout, self._reporter = checked.timeout, checked.reporter
+        self._timeout, self._specs = checked.timeout, checked.specs
+        self._reporter = checked.reporter
         self._pool = WorkerPool(
             checked.group,
             checked.specs,
@@ -221,7 +220,6 @@ class Collector(TorchRLNames):
             timeout=checked.timeout,
         )
         self._relay = PolicyRelay(self._weights, pool)
-        self._changes = WorkerChanges(specs, pool, self._requests, self._weights, self._relay)
         self._evaluator = Evaluator(specs, self._weights, self._relay.read_model)
         self._close = release_with(
             self, _end, pool, self._weights, self._elsewhere, self._evaluator, self._reporter
@@ -338,20 +336,14 @@ class Collector(TorchRLNames):
         self._check_open()
         run = functools.partial(
             self._evaluator.evaluate,
-            check_count(episodes, "episodes"),
+            episodes,
             weights,
             deterministic=deterministic,
-            seed=None if seed is None else check_integer(seed, "seed", "give one such as 0"),
-            timeout=self._timeout if timeout is None else check_seconds(timeout),
+            seed=seed,
+            timeout=self._timeout if timeout is None else timeout,
         )
         result = self._at_rest(run) if self._evaluator.needs_rest else run()
-        self._reporter.log(
-            {
-                "evaluation/reward": result.mean_reward,
-                "evaluation/length": result.mean_length,
-            },
-            self._delivery.stats().frames,
-        )
+        self._reporter.log_evaluation(result, self._delivery.stats().frames)
         return result
 
     @property
@@ -389,7 +381,7 @@ class Collector(TorchRLNames):
             ((1, 2), torch.Size([3, 4]))
         """
         self._check_working()
-        return self._changes.add_workers(num_workers, create_env_fn)
+        return self._pool.add_workers(num_workers, create_env_fn)
 
     def remove_workers(self, worker_ids: int | Iterable[int]) -> None:
         """End some workers; batches that were not taken yet are lost, uncounted.
@@ -399,7 +391,12 @@ class Collector(TorchRLNames):
             UnknownWorkerError: no such worker; nothing was done.
         """
         self._check_working()
-        self._changes.remove_workers(worker_ids)
+        ids = normalize(worker_ids, self._pool.ids)
+        if set(ids) == set(self._pool.ids):
+            raise ValueError("no worker would be left; to end the collector, type shutdown()")
+        for worker_id in ids:
+            self._pool.remove(worker_id)
+            self._requests.drop(worker_id)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the workers' environments, one after the other, and begin their episodes again.
@@ -492,19 +489,6 @@ class Collector(TorchRLNames):
 
     def __bool__(self) -> bool:
         return True
-
-    def _update(
-        self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None, *, blocking: bool
-    ) -> SendReport | PendingSend:
-        held = self._elsewhere.among(given)
-        if held is not None:
-            return self._elsewhere.update(held, given[held], worker_ids, blocking=blocking)
-        if self._pool.dismissed:
-            # After the last batch, as in every other round of a training loop.
-            return SendReport(self._weights.version, 0.0, {})
-        return self._pool.see_through(
-            lambda: self._weights.update(given, worker_ids, blocking=blocking)
-        )
 
     def _check_open(self) -> None:
         self._background.check()

@@ -14,11 +14,10 @@ from tensordict import TensorDictBase
 
 from sync_collector.auto_update import AutoUpdate, StaleWatch
 from sync_collector.batch_requests import BatchRequests, TakenBatch
-from sync_collector.episodes import RecentEpisodes, select_totals
+from sync_collector.episodes import RecentEpisodes, select_totals, split_trajectories
 from sync_collector.model_weights import ModelWeights
 from sync_collector.policies import PolicyError
 from sync_collector.schedules import Schedule
-from sync_collector.trajectories import split_trajectories
 from sync_collector.worker_pool import WorkerPool
 from sync_core import ClosedError, RemoteCallError, WorkerLostError
 

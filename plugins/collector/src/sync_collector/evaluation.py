@@ -12,12 +12,12 @@ from typing import Any
 from tensordict.nn import InteractionType
 from torch import Tensor
 
-from sync_collector.collector_worker import CollectorWorker
+from sync_collector.collector_worker import CollectorWorker, WorkerSpecs
 from sync_collector.episodes import totals_of
 from sync_collector.model_weights import ModelWeights
 from sync_collector.rollout import BatchRequest, random_state, set_random_state
 from sync_collector.schemes import POLICY
-from sync_collector.worker_spec import WorkerSpecs
+from sync_core.checks import check_count, check_integer, check_seconds
 from sync_core.models import named_tensors
 
 # How many frames are made between two looks at the clock.
@@ -95,6 +95,9 @@ class Evaluator:
         self, episodes: int, given: Any, *, deterministic: bool, seed: int | None, timeout: float
     ) -> Evaluation:
         """Run some episodes; see `Collector.evaluate`."""
+        episodes, timeout = check_count(episodes, "episodes"), check_seconds(timeout)
+        if seed is not None:
+            seed = check_integer(seed, "seed", "give one such as 0")
         with _random_state_kept():
             worker = self._made(deterministic)
             version = self._weights.version

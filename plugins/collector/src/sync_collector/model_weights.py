@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from sync_collector.batch_requests import BatchRequests
 from sync_collector.collector_worker import CollectorWorker
-from sync_collector.policy_module import module_of
-from sync_collector.schemes import POLICY, ModelScheme
+from sync_collector.policies import module_of
+from sync_collector.schemes import POLICY, ModelScheme, layout_explained
 from sync_collector.worker_pool import WorkerPool
 from sync_core import (
     ClosedError,
     Delivery,
-    LayoutMismatchError,
     ModelError,
     PendingSend,
     PendingSendError,
@@ -45,18 +44,6 @@ _Call: TypeAlias = Callable[..., Future[bool]]
 # How long a worker that was asked for a version waits for it before it is asked again, in seconds:
 # no longer, since Ctrl-C may have taken the version back.
 _PATIENCE = 0.1
-
-
-@contextmanager
-def layout_explained() -> Iterator[None]:
-    """Add to the error of a sender whose model has changed what to type with a collector."""
-    try:
-        yield
-    except LayoutMismatchError as error:
-        raise LayoutMismatchError(
-            f"{error}; a collector makes these itself: type collector.shutdown(), and make a new "
-            "Collector(create_env_fn, policy, …) with the changed model"
-        ) from error
 
 
 class ModelWeights:

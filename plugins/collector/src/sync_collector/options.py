@@ -11,9 +11,8 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
 
-from sync_collector.devices import Devices
 from sync_collector.policies import exploration
-from sync_collector.rollout import RolloutOptions
+from sync_collector.rollout import Devices, RolloutOptions
 from sync_core import OptionError, WorkerGroup
 from sync_core.checks import check_count, check_mapping
 

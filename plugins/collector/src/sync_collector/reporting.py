@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from sync_collector.delivery import CollectorStats
+from sync_collector.evaluation import Evaluation
 
 #: Logs values by name, at a number of frames.
 Log: TypeAlias = Callable[[Mapping[str, float], int], Any]
@@ -99,6 +100,12 @@ class StatsLogger:
         """Log values, if there is something to log to."""
         if self._log is not None:
             self._log(values, step)
+
+    def log_evaluation(self, result: Evaluation, step: int) -> None:
+        """Log the means of an evaluation."""
+        self.log(
+            {"evaluation/reward": result.mean_reward, "evaluation/length": result.mean_length}, step
+        )
 
     def close(self) -> None:
         """Give the terminal back."""

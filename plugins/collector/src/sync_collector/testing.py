@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
-from sync_collector.trajectories import PER_WORKER
+from sync_collector.episodes import PER_WORKER
 from sync_core import ClosedError, ModelError, PendingSend, RemoteCallError, SendReport, WorkerGroup
 from sync_plugin_std.workers import choose_group
 from sync_testing.cases import Conformance

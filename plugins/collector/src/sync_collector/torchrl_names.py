@@ -11,18 +11,27 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
-from sync_collector.collector_worker import CollectorWorker
-from sync_collector.options import BatchOptions, WorkerOptions
-from sync_collector.schemes import UpdateArguments, chosen
+from sync_collector.collector_worker import CollectorWorker, WorkerSpecs
+from sync_collector.options import (
+    BatchOptions,
+    WorkerOptions,
+    changed_options,
+    check_acts,
+    count_workers,
+    factories,
+    per_worker,
+)
+from sync_collector.policies import module_of
+from sync_collector.schemes import POLICY, ModelsElsewhere, UpdateArguments, chosen
+from sync_core import Layout, ModelError, OptionError, SendReport
 from sync_core.checks import check_count, check_path, check_seconds
+from sync_core.models import check_match, named_tensors
 
 if TYPE_CHECKING:
     from sync_collector.model_weights import ModelWeights
-    from sync_collector.models_elsewhere import ModelsElsewhere
     from sync_collector.relay import PolicyRelay
-    from sync_collector.worker_changes import WorkerChanges
     from sync_collector.worker_pool import WorkerPool
-    from sync_core import Address, PendingSend, SendReport
+    from sync_core import Address, PendingSend
 
 _Device: TypeAlias = torch.device | str | int | None
 _Devices: TypeAlias = _Device | Sequence[_Device]
@@ -83,7 +92,7 @@ class Named:
         cls,
         given: TorchRLArguments,
         batch: BatchOptions | None,
-        per_worker: WorkerOptions | Sequence[WorkerOptions] | None,
+        own_options: WorkerOptions | Sequence[WorkerOptions] | None,
     ) -> Named:
         """Return the options that were given, under either name.
 
@@ -103,10 +112,10 @@ class Named:
                 raise ValueError(f"{name} is given twice; leave out {name}={rest[name]!r}")
             batch = replace(batch, **{name: rest.pop(name)})
         own, own_name = rest.pop("collector_kwargs", None), "collector_kwargs"
-        if per_worker is not None:
+        if own_options is not None:
             if own is not None:
                 raise ValueError("collector_kwargs and per_worker are the same; leave out one")
-            own, own_name = per_worker, "per_worker"
+            own, own_name = own_options, "per_worker"
         if "num_workers_per_collector" in rest:
             count = rest.pop("num_workers_per_collector")
             rest["num_envs"] = check_count(count, "num_workers_per_collector")
@@ -121,7 +130,7 @@ class TorchRLNames:
     _weights: ModelWeights
     _elsewhere: ModelsElsewhere
     _relay: PolicyRelay
-    _changes: WorkerChanges
+    _specs: WorkerSpecs
 
     @overload
     def update_policy_weights_(
@@ -187,7 +196,15 @@ class TorchRLNames:
             weights_dict,
             (*self._weights.names, *self._elsewhere.senders),
         )
-        return self._update(given, worker_ids, blocking=blocking)
+        held = self._elsewhere.among(given)
+        if held is not None:
+            return self._elsewhere.update(held, given[held], worker_ids, blocking=blocking)
+        if self._pool.dismissed:
+            # After the last batch, as in every other round of a training loop.
+            return SendReport(self._weights.version, 0.0, {})
+        return self._pool.see_through(
+            lambda: self._weights.update(given, worker_ids, blocking=blocking)
+        )
 
     def next(self) -> TensorDictBase | None:
         """Return the next batch, or None at the end."""
@@ -260,8 +277,24 @@ class TorchRLNames:
             ValueError: a list of another length.
         """
         self._check_working()
-        return self._changes.add_collectors(
-            create_env_fn, num_envs, policy, collector_kwargs, remote_configs
+        num_workers = count_workers(None, create_env_fn)
+        env_fns = factories(create_env_fn, num_workers, "create_env_fn")
+        configs = per_worker(remote_configs, num_workers, "remote_configs")
+        base = replace(self._specs.options[0], num_envs=check_count(num_envs, "num_envs"))
+        given = per_worker(collector_kwargs, num_workers, "collector_kwargs")
+        options = [changed_options(base, each) for each in given]
+        changes: dict[str, Any] = {}
+        if policy is not None:
+            _check_policy(policy, self._specs, self._weights, self._relay)
+            changes = {"policy": policy, "policy_fn": None}
+        return tuple(
+            self._pool.add(
+                {} if config is None else {"remote_configs": config},
+                env_fn=env_fn,
+                options=option,
+                **changes,
+            )
+            for env_fn, option, config in zip(env_fns, options, configs, strict=True)
         )
 
     def register_scheme_receiver(
@@ -322,10 +355,31 @@ class TorchRLNames:
         def shutdown(self, timeout: float | None = None) -> None: ...
         def _check_open(self) -> None: ...
         def _check_working(self) -> None: ...
-        def _update(
-            self,
-            given: Mapping[str, Any],
-            worker_ids: int | Iterable[int] | None,
-            *,
-            blocking: bool,
-        ) -> SendReport | PendingSend: ...
+
+
+def _check_policy(
+    policy: Any, specs: WorkerSpecs, weights: ModelWeights, relay: PolicyRelay
+) -> None:
+    """Raise unless a new worker may begin with this policy."""
+    check_acts(policy, "policy is")
+    if specs.share_policy:
+        raise OptionError(
+            "workers act with the trainer's own policy, so new ones have no other; leave out "
+            "policy=, or use scheme='thread'"
+        )
+    module = module_of(policy)
+    if POLICY not in weights.names:
+        return
+    own = weights.models.get(POLICY)
+    held = relay.read_model(POLICY) if own is None else named_tensors(own, "tensordict")
+    given = {} if module is None else named_tensors(module, "tensordict")
+    if bool(held) != bool(given):
+        raise ModelError(
+            "the given policy has no weights, but the collector's policy has; give policy= a "
+            "module with the same weights, or leave it out"
+            if held
+            else "the given policy has weights, but the collector's policy has no weights, so "
+            "they would never be updated; give policy= a function, or leave it out"
+        )
+    if held:
+        check_match(Layout.of(held), Layout.of(given))

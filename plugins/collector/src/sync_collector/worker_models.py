@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sync_collector.policy_module import module_of
+from sync_collector.policies import module_of
 from sync_collector.schemes import POLICY
 from sync_core import Address, Layout, OptionError, Receiver, SenderLostError, Update
 from sync_core.models import Binding, check_match, named_tensors, receive_together, resolve

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar
 
 from tensordict import TensorDictBase
 
-from sync_collector.collector_worker import CollectorWorker, new_worker
+from sync_collector.collector_worker import CollectorWorker, WorkerSpec, new_worker
+from sync_collector.options import count_workers, factories
 from sync_collector.policies import policy_errors
-from sync_collector.worker_spec import WorkerSpec
 from sync_core import (
     OptionError,
     SendError,
@@ -284,6 +284,14 @@ class WorkerPool:
             self.remove(worker_id)
             raise
         return worker_id
+
+    def add_workers(self, num_workers: int | None, create_env_fn: Any) -> tuple[int, ...]:
+        """Start workers that differ from the others by their environments at most."""
+        num_workers = count_workers(num_workers, create_env_fn)
+        if create_env_fn is None:
+            return tuple(self.add() for _ in range(num_workers))
+        env_fns = factories(create_env_fn, num_workers, "create_env_fn")
+        return tuple(self.add(env_fn=env_fn) for env_fn in env_fns)
 
     def restart(self, worker_id: int) -> None:
         """Put a new worker in place of one, dead or alive, under the same id.

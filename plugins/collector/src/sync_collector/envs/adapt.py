@@ -19,8 +19,7 @@ from sync_collector.envs.arrays import (
     put_row,
     speaks_arrays,
 )
-from sync_collector.envs.gym import GymEnv
-from sync_collector.envs.infos import InfoKeys
+from sync_collector.envs.gym import GymEnv, InfoKeys
 from sync_collector.envs.normal import Conventions
 from sync_collector.envs.protocol import (
     Env,

@@ -19,8 +19,7 @@ from gymnasium.vector import (
 from gymnasium.wrappers.vector import NormalizeObservation
 
 from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, as_numpy, put_row
-from sync_collector.envs.gym import next_seed, wrong_flag, wrong_reward
-from sync_collector.envs.infos import InfoKeys, InfoReader
+from sync_collector.envs.gym import InfoKeys, InfoReader, next_seed, wrong_flag, wrong_reward
 from sync_collector.envs.spaces import ObservationCodec, codec
 
 
