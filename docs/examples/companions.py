@@ -1,0 +1,164 @@
+"""Three companions of a sender, from public names: a status reader, a pool, a restart policy.
+
+    python docs/examples/companions.py
+
+Each has a counterpart that this project provides (`sync_tools.StatusServer`,
+`sync_plugin_std.Restart`, a pool whose workers share one address) and none needs more of the
+sender than these do. The decision docs/decisions/0028-companions.md says what a companion is.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import torch
+from torch import nn
+
+from sync_core import (
+    Address,
+    ClosedError,
+    FailurePolicy,
+    MembershipEvent,
+    Receiver,
+    Sender,
+    SenderLostError,
+    SendReport,
+    UnknownWorkerError,
+    WorkerFailure,
+    WorkerState,
+)
+
+
+class StatusFile:
+    """Writes the state of each worker to a file after every send, for ``watch cat status.json``.
+
+    Args:
+        sender: the sender; it is not kept alive.
+        path: the file, which is removed when the sender ends.
+    """
+
+    def __init__(self, sender: Sender, path: Path) -> None:
+        self._sender = weakref.ref(sender)
+        self._path = path
+        self._unsubscribe = sender.on_report(self._write)
+        self._unregister = sender.on_close(partial(path.unlink, missing_ok=True))
+
+    def close(self) -> None:
+        """Write no more, and remove the file."""
+        self._unsubscribe()
+        self._unregister()
+        self._path.unlink(missing_ok=True)
+
+    def _write(self, report: SendReport) -> None:
+        sender = self._sender()
+        if sender is None:
+            return
+        workers = {
+            worker_id: {"state": status.state, "version": status.version}
+            for worker_id, status in sender.workers.items()
+        }
+        status = {"version": report.version, "scheme": sender.scheme, "workers": workers}
+        written = self._path.with_suffix(".new")
+        written.write_text(json.dumps(status))
+        written.replace(self._path)
+
+
+class OpenPool:
+    """Workers that come and go: each that joins is given an address, each that is lost is removed.
+
+    Args:
+        sender: the sender; it is not kept alive.
+    """
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = weakref.ref(sender)
+        self._joined: set[int] = set()
+        self.close = sender.subscribe(self._remove_lost)
+
+    def join(self) -> Address:
+        """Return the address of one more worker."""
+        sender = self._sender()
+        if sender is None:
+            raise ClosedError("the sender is gone")
+        worker_id = sender.add_worker()
+        self._joined.add(worker_id)
+        return sender.address(worker_id)
+
+    def _remove_lost(self, event: MembershipEvent) -> None:
+        sender = self._sender()
+        if event.after is WorkerState.LOST and event.worker_id in self._joined and sender:
+            with suppress(UnknownWorkerError, ClosedError):
+                sender.remove_worker(event.worker_id)
+
+
+class Respawn(FailurePolicy):
+    """Starts another worker in the place of one that fails, a number of times, then drops it.
+
+    Args:
+        start: starts a worker, with its address.
+        times: how many times in all.
+    """
+
+    def __init__(self, start: Callable[[Address], object], times: int = 3) -> None:
+        self._start = start
+        self._left = times
+
+    def __call__(self, failure: WorkerFailure) -> Literal["drop"] | Callable[[], object]:
+        """Return what is done about a worker that failed."""
+        if not self._left:
+            return "drop"
+        self._left -= 1
+        return lambda: self._start(failure.address())
+
+
+def serve(address: Address, versions: int) -> threading.Thread:
+    """Start a worker that commits some versions, and ends."""
+
+    def work() -> None:
+        with Receiver(address, nn.Linear(4, 2)) as receiver, suppress(SenderLostError):
+            for _ in range(versions):
+                receiver.receive()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def main() -> None:
+    """Send four versions to workers that end after two, with all three companions."""
+    threads: list[threading.Thread] = []
+
+    def start(address: Address) -> None:
+        threads.append(serve(address, 2))
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "status.json")
+        policy = nn.Linear(4, 2)
+        with Sender("thread", policy, num_workers=1, on_failure=Respawn(start)) as sender:
+            StatusFile(sender, path)
+            pool = OpenPool(sender)
+            start(sender.address(0))
+            start(pool.join())
+            for _ in range(4):
+                with torch.no_grad():
+                    policy.weight.add_(1.0)
+                report = sender.send()
+                print(
+                    f"version {report.version}: updated {report.updated}, again {report.restarted}"
+                )
+            print(path.read_text())
+        print("the status was removed:", not path.exists())
+    for thread in threads:
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()
