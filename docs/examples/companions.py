@@ -151,9 +151,7 @@ def main() -> None:
                 with torch.no_grad():
                     policy.weight.add_(1.0)
                 report = sender.send()
-                print(
-                    f"version {report.version}: updated {report.updated}, again {report.restarted}"
-                )
+                print("version", report.version, "to", report.updated, "again", report.restarted)
             print(path.read_text())
         print("the status was removed:", not path.exists())
     for thread in threads:
