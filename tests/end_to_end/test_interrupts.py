@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(120)
 _SPREAD, _LAST = 25, 12
 
 
-_SCHEMES = ["thread", "shm", "mp", "dist", "file"]
+_SCHEMES = ["thread", "shm", "mp", "dist", "file", "chunked::shm", "increments::chunked::dist"]
 # Those with the option ``slots``; with one, a send may have to wait for it.
 _SLOTS = ["thread", "shm", "mp"]
 

@@ -39,7 +39,7 @@ class Runner:
         self.subject = SUBJECTS[subject]
         self._stack = ExitStack()
         self._pool: Pool = self._stack.enter_context(borrow_pool(self.subject.group_class))
-        self._resources = Resources(self._pool, _IDS)
+        self._resources = Resources(self._pool, _IDS, self.subject.late_connections)
 
     def run(self, plan: Plan) -> Outcome:
         """Carry out a plan."""

@@ -25,6 +25,7 @@ class Subject:
         collective: whether all workers are reached together: where one has failed, the others need
             new connections.
         alone: whether this machine can have its workers for one process only at a time.
+        late_connections: see `Resources`.
     """
 
     scheme: Any
@@ -35,6 +36,7 @@ class Subject:
     deadline: float = 1.5
     collective: bool = False
     alone: bool = False
+    late_connections: int = 0
 
     @cached_property
     def group_class(self) -> type[WorkerGroup]:
@@ -75,6 +77,9 @@ SUBJECTS: Mapping[str, Subject] = MappingProxyType(
             deadline=4.0,
             collective=True,
         ),
-        "ray": Subject(scheme="ray", group="ray", shares=True, deadline=2.5, alone=True),
+        # Ray connects a worker to its raylet a second time once it needs to.
+        "ray": Subject(
+            scheme="ray", group="ray", shares=True, deadline=2.5, alone=True, late_connections=1
+        ),
     }
 )
