@@ -1,4 +1,4 @@
-"""Updates of the weights that the workers of a collector act with."""
+"""Updates of the weights that workers act with, by hand."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensordict import TensorDictBase
 from tests.collector.environments import Slow
+from tests.collector.updates import Refuses, acted, collector
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
@@ -28,6 +30,40 @@ from sync_core import (
 from sync_testing.worker_groups import wait_for
 
 pytestmark = pytest.mark.timeout(60)
+THREAD: dict[str, Any] = {"scheme": "thread", "workers": "thread", "num_workers": 1}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "given"),
+    [
+        (lambda p: p, {}),
+        (lambda p: p.forward, {}),
+        (functools.partial, {}),
+        (lambda p: functools.partial(p.forward), {}),
+        (lambda p: p, {"weights_dict": {"policy": Scale(5.0)}}),
+        (lambda p: p, {"policy": Scale(5.0)}),
+        (lambda p: p, {"model_id": "policy", "weights": {"weight": torch.tensor([5.0])}}),
+    ],
+)
+def test_what_an_update_sends(wrap: Callable[[Scale], Any], given: dict[str, Any]) -> None:
+    policy = Scale()
+    with collector(wrap(policy), num_workers=1, sync=True) as made:
+        policy.set(-1.0 if given else 5.0)
+        assert made.update_policy_weights_(**given).updated == (0,)
+        assert acted(next(made)) == [5.0]
+        with pytest.raises(KeyError, match="no model 'critic'"):
+            made.update_policy_weights_(weights_dict={"critic": Scale()})
+        with pytest.raises(ValueError, match="leave out model_id"):
+            made.update_policy_weights_(model_id="policy", weights_dict={"policy": Scale()})
+
+
+def test_a_policy_that_was_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        policy = Scale(3.0)
+    with collector(policy) as made:
+        next(made)
+        made.update_policy_weights_()
+        assert acted(next(made)) == [3.0]
 
 
 @pytest.mark.parametrize(("scheme", "workers"), [("thread", "thread"), ("shm", "process")])
@@ -74,47 +110,29 @@ def test_weights_that_come_with_the_last_step_of_a_batch(
 
 
 def test_a_sender_that_is_lost_costs_no_batch() -> None:
-    options: dict[str, Any] = {"scheme": "thread", "workers": "thread", "frames_per_batch": 25}
-    with Collector(Slow, Scale(), num_workers=1, **options) as collector:
-        next(collector)
-        assert collector.sender is not None
-        collector.sender.close()
-        assert values(next(collector), "observation") == list(range(25, 50))
+    with Collector(Slow, Scale(), frames_per_batch=25, **THREAD) as made:
+        next(made)
+        assert made.sender is not None
+        made.sender.close()
+        assert values(next(made), "observation") == list(range(25, 50))
 
 
-class Refuses:
-    """A layer that keeps the first version from being committed."""
-
-    @hookimpl(wrapper=True)
-    def apply_weights(self, update: Any, model: Any, context: ApplyContext) -> Any:
-        if context.version == 1:
-            raise ValueError("not this one")
-        return (yield)
-
-
-def test_an_error_in_the_middle_of_a_batch_is_told() -> None:
-    options: dict[str, Any] = {"scheme": "thread", "workers": "thread", "layers": [Refuses()]}
-    with Collector(Slow, Scale(), frames_per_batch=25, **options) as collector:
-        next(collector)
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_error_in_the_middle_of_a_batch(ends: bool) -> None:
+    with Collector(Slow, Scale(), frames_per_batch=25, layers=[Refuses()], **THREAD) as made:
+        next(made)
         time.sleep(0.1)
-        with pytest.raises(SendError, match="not this one"):
-            collector.update_policy_weights_()
-        assert collector._requests.busy(0), "the batch is not complete"
-        assert values(next(collector), "observation") == list(range(25, 50))
-        assert collector.update_policy_weights_().updated == (0,)
-
-
-def test_an_error_in_the_middle_of_a_batch_is_none_of_the_next_update() -> None:
-    options: dict[str, Any] = {"scheme": "thread", "workers": "thread", "layers": [Refuses()]}
-    with Collector(Slow, Scale(), frames_per_batch=25, **options) as collector:
-        next(collector)
-        with pytest.raises(SendError, match="not this one"):
-            collector.update_policy_weights_()
-        while collector._requests.busy(0):
+        with pytest.raises(SendError, match="not these"):
+            made.update_policy_weights_()
+        assert made._requests.busy(0), "the batch is not complete"
+        while ends and made._requests.busy(0):
             time.sleep(0.01)
-        assert collector.update_policy_weights_().updated == (0,)
-        assert next(collector)["policy_version"].unique().tolist() == [0]
-        assert next(collector)["policy_version"].unique().tolist() == [2]
+        # The error is not one of the next update.
+        assert made.update_policy_weights_().updated == (0,)
+        batch = next(made)
+        assert values(batch, "observation") == list(range(25, 50))
+        assert ends is False or batch["policy_version"].unique().tolist() == [0]
+        assert next(made)["policy_version"].unique().tolist() == [2]
 
 
 def test_updates_that_are_not_waited_for() -> None:
@@ -158,17 +176,6 @@ def test_collection_goes_on_while_an_update_is_under_way() -> None:
         assert pending.wait().updated == (0, 1)
 
 
-def test_weights_by_name() -> None:
-    options: dict[str, Any] = {"scheme": "thread", "frames_per_batch": 2}
-    with Collector(long_episodes, Scale(), **options) as collector:
-        collector.update_policy_weights_(weights_dict={"policy": Scale(3.0)})
-        assert values(next(collector), "action") == [3.0] * 2
-        with pytest.raises(KeyError, match="no model 'critic'"):
-            collector.update_policy_weights_(weights_dict={"critic": Scale()})
-        with pytest.raises(ValueError, match="leave out model_id"):
-            collector.update_policy_weights_(model_id="policy", weights_dict={"policy": Scale()})
-
-
 def test_versions_that_came_another_way() -> None:
     options: dict[str, Any] = {"scheme": "thread", "frames_per_batch": 2, "sync": True}
     with Collector(long_episodes, Scale(), **options) as collector:
@@ -195,18 +202,6 @@ def test_workers_that_join_get_the_newest_weights() -> None:
         report = collector.update_policy_weights_()
         assert isinstance(report, SendReport)
         assert report.updated == (0, 1, 2)
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda p: p.forward, functools.partial, lambda p: functools.partial(p.forward)]
-)
-def test_the_module_in_a_policy_is_found(wrap: Callable[[Any], Any]) -> None:
-    policy = Scale(1.0)
-    options: dict[str, Any] = {"scheme": "thread", "frames_per_batch": 2}
-    with Collector(long_episodes, wrap(policy), **options) as collector:
-        policy.set(5.0)
-        assert collector.update_policy_weights_().updated == (0,)
-        assert values(next(collector), "action") == [5.0] * 2
 
 
 def test_an_update_does_not_hang_on_a_worker_that_dies() -> None:
