@@ -74,7 +74,6 @@ def addresses(ranks: int) -> list[Address]:
                 zero_copy=False,
                 partial=False,
                 cast=False,
-                verify=None,
                 timeout=60.0,
                 layout=layout,
                 source_layout=layout,

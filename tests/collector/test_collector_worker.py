@@ -374,7 +374,7 @@ def test_options_of_single_workers(argument: str) -> None:
             "split_trajs is given twice; leave out split_trajs=False",
         ),
         ({"per_worker": WorkerOptions(), "collector_kwargs": {}}, ValueError, "are the same"),
-        ({"verfy": "checksum"}, TypeError, "did you mean scheme_options={'verify': …}"),
+        ({"stratgy": "state_dict"}, TypeError, "did you mean scheme_options={'strategy': …}"),
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:

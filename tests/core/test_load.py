@@ -44,9 +44,7 @@ def push(sender: Sender, receiver: Receiver) -> None:
 
 def test_an_engine_gets_what_was_sent() -> None:
     engine = Engine()
-    with Sender(
-        Loopback(), model(2.0), num_workers=1, layers=["bf16"], verify="checksum"
-    ) as sender:
+    with Sender(Loopback(), model(2.0), num_workers=1, layers=["bf16", "checksum"]) as sender:
         receiver = Receiver(sender.address(0), load=engine.load_weights)
         push(sender, receiver)
     assert set(engine.held) == {"engine.weight", "engine.bias"}

@@ -179,7 +179,7 @@ class Refuses(torch.nn.Linear):
         if self.refuses: raise ValueError("no, thanks")
 model, copy = Refuses(2, 2), Refuses(2, 2)
 copy.refuses = False
-with Sender("thread", model, num_workers=1, layers=["bf16"], verify="checksum") as sender:
+with Sender("thread", model, num_workers=1, layers=["bf16", "checksum"]) as sender:
     receiver = Receiver(sender.address(0), copy)
     pending = sender.send_async()
     receiver.receive()

@@ -71,7 +71,7 @@ with Sender("shm", policy, num_workers=1) as sender:
 features = (
     "admission", "left_out", "transports.background", "receiving.getter",
     "sending.elastic", "sending.failure_policy", "sending.partial",
-    "shards", "verify",
+    "shards", "weights.checksums",
 )
 print(*[name for name in features if "sync_core." + name in sys.modules])
 """

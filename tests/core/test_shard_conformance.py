@@ -54,7 +54,6 @@ class OneRank:
             zero_copy=False,
             partial=False,
             cast=False,
-            verify=None,
             timeout=context.timeout,
             layout=layout,
             source_layout=layout,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import pytest
 import torch
 from tests.core.test_late_shards import fill
 from tests.core.test_shards import address_of, like, send_all, trainer, weights
-from tests.core.test_verify import flipping_copies
+from tests.std.test_checksums import flipping_copies
 from torch import nn
 
 from sync_core import (
@@ -27,8 +27,6 @@ from sync_core.shards.reports import merge_reports
 
 pytestmark = pytest.mark.timeout(60)
 
-VERIFY = ("checksum", "readback")
-
 
 def errors_of(pending: Any) -> dict[int, Any]:
     with pytest.raises(SendError) as caught:
@@ -36,12 +34,10 @@ def errors_of(pending: Any) -> dict[int, Any]:
     return {i: result.error for i, result in caught.value.report.failed.items()}
 
 
-@pytest.mark.parametrize("verify", VERIFY)
-def test_parts_that_were_changed_on_their_way_are_found(
-    verify: Literal["checksum", "readback"],
-) -> None:
+@pytest.mark.parametrize("layers", [["checksum"], ["readback", "checksum"]])
+def test_parts_that_were_changed_on_their_way_are_found(layers: list[str]) -> None:
     whole = weights(w=(4, 2), b=(4,))
-    with trainer(whole, 2, verify=verify, timeout=20.0) as senders:
+    with trainer(whole, 2, layers=layers, timeout=20.0) as senders:
         model = like(whole)
         with Receiver(address_of(senders), model) as receiver:
             assert send_all(senders, [receiver]) == [1]
@@ -66,7 +62,7 @@ def test_parts_that_were_changed_on_their_way_are_found(
 
 def test_a_model_that_holds_other_bits_than_were_written_is_bad_for_every_rank() -> None:
     whole = weights(w=(4, 2))
-    with trainer(whole, 2, verify="readback", timeout=20.0) as senders:
+    with trainer(whole, 2, layers=["readback"], timeout=20.0) as senders:
         model = like(whole)
         with Receiver(address_of(senders), model) as receiver:
             pending = [sender.send_async() for sender in senders]
@@ -80,7 +76,6 @@ def test_a_model_that_holds_other_bits_than_were_written_is_bad_for_every_rank()
 
 
 def test_ranks_that_verify_differently_do_not_join() -> None:
-    modes: tuple[Literal["checksum"] | None, ...] = (None, "checksum")
     addresses = [
         Sender(
             "thread",
@@ -88,11 +83,11 @@ def test_ranks_that_verify_differently_do_not_join() -> None:
             num_workers=1,
             ranks=Ranks(rank, 2),
             regions={"w": ((2 * rank, 2 * rank + 2),)},
-            verify=verify,
+            layers=layers,
         ).address(0)
-        for rank, verify in enumerate(modes)
+        for rank, layers in enumerate(((), ("checksum",)))
     ]
-    with pytest.raises(AddressError, match="ranks 0 and 1 differ in verify: None and 'checksum'"):
+    with pytest.raises(AddressError, match="ranks 0 and 1 differ in checksums: False and True"):
         join_addresses(addresses)
 
 

@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 from sync_core import registry
 from sync_core.errors import AddressError, NotAPluginError, OptionError, PayloadError
@@ -26,9 +26,6 @@ _TOKEN = re.compile("[0-9a-f]{32}")
 _SECRET = re.compile("[0-9a-f]{16}")
 #: A longer text is refused before it is parsed.
 _MAX_CHARACTERS = 200_000_000
-
-#: The kinds of verification; see `sync_core.Sender`.
-Verify = Literal["checksum", "readback"]
 
 
 class IndirectEndpoint(ABC):
@@ -72,7 +69,6 @@ class Address:
         zero_copy: whether the receiver's parameters become views of what arrives.
         partial: whether updates may lack some of the model's tensors.
         cast: whether what arrives is cast to the dtypes of the receiver's model.
-        verify: what is proved of every update; see `Sender`.
         timeout: the default deadline of blocking calls, in seconds.
         layout: the layout that the receiver's model must have, but for ``cast``: that of the
             trainer's model as the layers have changed it that no receiver undoes.
@@ -91,7 +87,6 @@ class Address:
     zero_copy: bool
     partial: bool
     cast: bool
-    verify: Verify | None
     timeout: float
     layout: Layout = field(repr=False)
     source_layout: Layout = field(repr=False)
@@ -126,6 +121,7 @@ class Address:
             held=held,
             layout=self.layout,
             source_layout=self.source_layout,
+            strategy=self.strategy,
         )
 
     def to_json(self) -> str:
@@ -398,6 +394,5 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "zero_copy": _is_flag,
     "partial": _is_flag,
     "cast": _is_flag,
-    "verify": lambda value: value is None or value in get_args(Verify),
     "timeout": lambda value: type(value) in (int, float) and 0 < value < math.inf,
 }

@@ -247,7 +247,7 @@ class ApplyError(WorkerError):
 class CorruptionError(ApplyError):
     """Weights changed on their way: a checksum did not match; the worker keeps the version it had.
 
-    Only raised where the sender was given ``verify=``.
+    Only raised where a layer such as ``"checksum"`` compares.
     """
 
     failure = "corruption"
@@ -257,7 +257,7 @@ class ReadbackError(WorkerError):
     """The worker's model does not hold what was sent, though it was written: it is known bad.
 
     Its version does not count as committed, and the next send writes it again. Only raised where
-    the sender was given ``verify="readback"``, or a layer leaves out tensors that the worker does
+    the sender has the layer ``"readback"``, or a layer leaves out tensors that the worker does
     not hold as the sender does.
     """
 

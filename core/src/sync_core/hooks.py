@@ -18,6 +18,7 @@ from sync_core.transports.transport import Notice, unheard
 
 if TYPE_CHECKING:
     from sync_core.address import Address
+    from sync_core.models.extract import Strategy
     from sync_core.transports.transport import ReceiverTransport, SenderTransport
     from sync_core.weights.layout import Layout
     from sync_core.weights.payload import Update
@@ -130,6 +131,8 @@ SCHEME_CAPABILITIES = MappingProxyType(
 LAYER_CAPABILITIES = MappingProxyType(
     {
         "cast": "floating-point tensors may travel in another dtype than the worker's model has",
+        "checksums": "it proves that updates arrive unchanged; of a version that travels in parts, "
+        "each part is proved instead",
         "partial": "updates may lack tensors that the workers have already: see Update.base",
         "held": "with ``partial``: workers have those from the start, which a digest proves",
         "regions": "tensors are renamed, fused and cut, and nothing else: its ``region_sources()`` "
@@ -312,6 +315,7 @@ class ApplyContext:
         layout: for a layer, the layout that its `prepare_weights` was given: what it has to
             restore.
         source_layout: the layout of the trainer's model, before any layer changed it.
+        strategy: how the model is read and written; see `sync_core.Sender`.
     """
 
     model_id: str
@@ -323,6 +327,7 @@ class ApplyContext:
     held: int = 0
     layout: Layout | None = None
     source_layout: Layout | None = None
+    strategy: Strategy = "tensordict"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +340,7 @@ class BindContext:
         worker_id: (receiver) the worker.
         layout: (receiver) the layout that the layer was given in `prepare_weights`.
         source_layout: (receiver) the layout of the trainer's model.
+        capabilities: those of the scheme.
     """
 
     side: Literal["sender", "receiver"]
@@ -342,6 +348,7 @@ class BindContext:
     worker_id: int = -1
     layout: Layout | None = None
     source_layout: Layout | None = None
+    capabilities: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

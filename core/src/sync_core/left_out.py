@@ -26,7 +26,7 @@ from sync_core.models.extract import Strategy
 from sync_core.models.finder import finder
 from sync_core.models.multi_model import modules_in
 from sync_core.models.sampling import samples
-from sync_core.verify import bytes_of
+from sync_core.weights.checksums import bytes_of
 from sync_core.weights.layout import Layout, place_of
 from sync_core.weights.payload import Update
 

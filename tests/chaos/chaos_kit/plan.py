@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from chaos_kit.cases import Case
 from chaos_kit.subjects import SUBJECTS, Subject
@@ -78,9 +78,9 @@ class Plan:
         return tuple(r.name for r in self.rounds if r.worker_ids)
 
     @property
-    def verify(self) -> Literal["checksum"] | None:
-        """The sender's option, where a fault needs it."""
-        return next((r.trial.verify for r in self.rounds if r.trial.verify), None)
+    def proofs(self) -> list[str]:
+        """The layers without which a fault would not be noticed."""
+        return ["checksum"] if any(r.trial.verified for r in self.rounds) else []
 
     @property
     def faults(self) -> Sequence[Fault]:

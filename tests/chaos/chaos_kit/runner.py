@@ -91,9 +91,8 @@ class _Run:
             self._scheme,
             self._model,
             num_workers=WORKERS,
-            layers=plan.layers,
+            layers=[*plan.layers, *plan.proofs],
             zero_copy=plan.mode == "zero_copy",
-            verify=plan.verify,
             timeout=plan.subject.timeout,
             **plan.subject.options,
         )

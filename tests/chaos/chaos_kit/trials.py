@@ -39,7 +39,7 @@ class Trial:
         raises: what receiving raises in the workers that are hurt.
         lenient: whether it may be without effect, or else fail in any way that is reported.
         squeeze: the side that has no descriptors left during the send.
-        verify: the sender's option, without which the fault is not noticed.
+        verified: whether only checksums notice the fault.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -55,7 +55,7 @@ class Trial:
     raises: tuple[type[Exception], ...] = (InjectedFaultError,)
     lenient: bool = False
     squeeze: Literal["nobody", "trainer", "workers"] = "nobody"
-    verify: Literal["checksum"] | None = None
+    verified: bool = False
 
     def faults_for(self, version: int, worker_ids: tuple[int, ...], deadline: float) -> list[Fault]:
         """The faults on the way of a version to some workers, of a sender with a deadline."""
@@ -135,7 +135,7 @@ TRIALS: Mapping[str, Trial] = MappingProxyType(
         ),
         "corrupt the version": Trial(
             faults=_at("staged", "corrupt"),
-            verify="checksum",
+            verified=True,
             error=CorruptionError,
             fate="old",
             raises=(CorruptionError,),

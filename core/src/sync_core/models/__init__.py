@@ -6,6 +6,7 @@ from sync_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from sync_core.models.binding import Binding, consolidate
+    from sync_core.models.extra_state import is_extra_state
     from sync_core.models.extract import named_tensors
     from sync_core.models.match import check_match
     from sync_core.models.paths import resolve
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
     from sync_core.receiving.multi_model import receive_together
     from sync_core.shards.plan import Region
     from sync_core.shards.request import RegionSource
+    from sync_core.weights.layout import place_of
 
 
 _MODULES = {
     "sync_core.models.binding": ("Binding", "consolidate"),
+    "sync_core.models.extra_state": ("is_extra_state",),
     "sync_core.models.extract": ("named_tensors",),
     "sync_core.models.match": ("check_match",),
     "sync_core.models.paths": ("resolve",),
@@ -26,6 +29,7 @@ _MODULES = {
     "sync_core.receiving.multi_model": ("receive_together",),
     "sync_core.shards.plan": ("Region",),
     "sync_core.shards.request": ("RegionSource",),
+    "sync_core.weights.layout": ("place_of",),
 }
 
 __all__ = [
@@ -35,7 +39,9 @@ __all__ = [
     "TensorState",
     "check_match",
     "consolidate",
+    "is_extra_state",
     "named_tensors",
+    "place_of",
     "plain_name",
     "receive_together",
     "resolve",

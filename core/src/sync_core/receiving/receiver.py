@@ -63,7 +63,7 @@ class Receiver(CollectorReference):
             for workers that pass weights on, and acknowledge them once they have arrived.
         load: the worker's own way of loading, such as an engine's ``load_weights``: a function of
             an iterable of names and tensors, which are good only during the call. It is called
-            once a version is staged whole, has passed ``verify``, and layers have undone what
+            once a version is staged whole, and layers have checked it and undone what
             they do. ``model`` may be left out then, and is not compared with the sender's. Should
             the function raise, the model may hold parts of the version: the sender counts the
             worker as bad, and sends it a whole version next.

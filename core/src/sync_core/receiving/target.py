@@ -64,7 +64,7 @@ class Target:
         self.partial = address.partial and not self._same_object
         self._defaults = Defaults(address.strategy, consolidate=consolidate, load=load)
         layers = [
-            _bound(address, given, layout)
+            _bound(address, backend, given, layout)
             for given, layout in zip(address.layers, address.layouts, strict=True)
         ]
         self.stack = Stack(self._defaults, backend, _with_checks(address, backend, layers))
@@ -211,7 +211,7 @@ class Target:
         return self._found
 
 
-def _bound(address: Address, given: Any, layout: Layout) -> Plugin:
+def _bound(address: Address, backend: Plugin, given: Any, layout: Layout) -> Plugin:
     """Return the layer for one worker, which is given the layout that it has to restore."""
     context = BindContext(
         side="receiver",
@@ -219,12 +219,13 @@ def _bound(address: Address, given: Any, layout: Layout) -> Plugin:
         worker_id=address.worker_id,
         layout=layout,
         source_layout=address.source_layout,
+        capabilities=backend.capabilities,
     )
     return with_layout(bind(registry.find(registry.LAYERS, given), context), layout)
 
 
 def _with_checks(address: Address, backend: Plugin, layers: list[Plugin]) -> tuple[Plugin, ...]:
-    """Return the layers with those of the core: what is left out, and checksums."""
+    """Return the layers with the proof of what is left out."""
     used = tuple(layers)
     partial = address.partial and "same_object" not in backend.capabilities
     if partial:
@@ -232,8 +233,4 @@ def _with_checks(address: Address, backend: Plugin, layers: list[Plugin]) -> tup
 
         proof = Plugin(registry.LAYERS, "left out", LeftOut(address.strategy))
         used = (with_layout(proof, address.layout), *used)
-    if address.verify is not None:
-        from sync_core.verify import with_verification
-
-        used = with_verification(address.verify, backend, used, address.strategy)
     return used

@@ -29,6 +29,7 @@ _RESTART = "on_failure=Restart(group, on_restart), with: from sync_plugin_std im
 _MOVED = {
     "group": _RESTART,
     "on_restart": _RESTART,
+    "verify": 'layers=["checksum"], and "readback" before it to read workers\' models, too',
     "status": "StatusServer(sender).address, with: from sync_tools import StatusServer",
 }
 
@@ -42,7 +43,6 @@ def composed(
     ranks: Ranks | None,
     regions: Regions | None,
     strategy: Strategy,
-    verified: bool,
     others: Mapping[str, Any],
 ) -> tuple[Any, Sequence[Any], Collect | None]:
     """Return a sender's scheme, its layers, and what reads a model that is spread over ranks.
@@ -53,14 +53,13 @@ def composed(
         ranks: see `sync_core.Sender`, here and for all others.
         regions: see there.
         strategy: see there.
-        verified: whether ``verify`` was given.
         others: arguments that cannot be given together with ``ranks``.
     """
     if ranks is not None or regions is not None:
         from sync_core.shards.sender import check_alone, sharded
 
         check_alone({**others, "on_failure": _is_policy(others["on_failure"])})
-        return sharded(scheme, ranks, regions, layers, verified=verified)
+        return sharded(scheme, ranks, regions, layers)
     return scheme, layers, partial(gathered, strategy=strategy) if others["gather"] else None
 
 

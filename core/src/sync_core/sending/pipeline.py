@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sync_core import registry
 from sync_core._util import Stopwatch, release_with
-from sync_core.address import Address, Verify
+from sync_core.address import Address
 from sync_core.checks import check_layers
 from sync_core.errors import ModelError, OptionError, SyncError, TransportError
 from sync_core.hooks import HOOKS, BindContext, SendContext, TransportContext, implemented
@@ -192,7 +192,6 @@ class Terms:
     strategy: Strategy
     zero_copy: bool
     partial: bool
-    verify: Verify | None
     timeout: float
     cast: bool = False
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
@@ -215,7 +214,6 @@ class Terms:
             zero_copy=self.zero_copy,
             partial=self.partial,
             cast=self.cast,
-            verify=self.verify,
             timeout=self.timeout,
             **known,
         )
@@ -252,7 +250,8 @@ class Pipeline:
         found = [registry.find(registry.LAYERS, layer) for layer in terms.layers]
         #: The layers that are called with every report.
         self.reporters = [one.object for one in found if isinstance(one.object, Reporter)]
-        context = BindContext(side="sender", model_id=terms.model_id)
+        capabilities = self._backend.capabilities
+        context = BindContext(side="sender", model_id=terms.model_id, capabilities=capabilities)
         # A reporter without hooks is nothing to a stack.
         layers = [
             bind(layer, context) for layer in found if set(HOOKS) & {*implemented(layer.object)}
@@ -275,10 +274,6 @@ class Pipeline:
             )
             layers = [Plugin(registry.LAYERS, "left out", proof), *layers]
         used = tuple(layers)
-        if terms.verify is not None:
-            from sync_core.verify import with_verification
-
-            used = with_verification(terms.verify, self._backend, used, terms.strategy)
         #: Whether workers may get less than the whole model.
         self.partial = terms.partial and self.moves_nothing is None
         #: Whether the transport leaves out what workers have, so that updates must be whole.

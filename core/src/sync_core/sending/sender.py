@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 from torch import Tensor
 
 from sync_core._util import Stopwatch, release_with, uninterrupted
-from sync_core.address import Address, Verify
+from sync_core.address import Address
 from sync_core.checks import check_count, check_function, check_seconds, normalize, normalize_one
 from sync_core.errors import ClosedError, OptionError, PendingSendError
 from sync_core.models.extract import Strategy
@@ -90,10 +90,6 @@ class Sender(Updater):
             time that doubles, though it gets every version, until it has committed the newest; or
             a function of a `WorkerFailure`, or a `FailurePolicy`, which decides. ``Restart(group)``
             of ``sync_plugin_std`` restarts it.
-        verify: ``"checksum"``: checksums travel with the weights, and a worker applies nothing
-            that does not match them. ``"readback"``: also, after the commit, the worker reads its
-            model, and does not confirm a version of which the model holds other bits than were
-            written. Needs ``pip install "sync-core[verify]"``, here and there.
         on_report: called with the report at the end of every send, also where workers failed;
             what it raises is logged, and changes nothing.
         timeout: deadline of blocking calls, in seconds.
@@ -135,7 +131,6 @@ class Sender(Updater):
         ranks: Ranks | None = None,
         regions: Regions | None = None,
         on_failure: OnFailure = "raise",
-        verify: Verify | None = None,
         on_report: Callable[[SendReport], object] | None = None,
         timeout: float = 60.0,
         version: int = 0,
@@ -151,7 +146,6 @@ class Sender(Updater):
             ranks=ranks,
             regions=regions,
             strategy=strategy,
-            verified=verify is not None,
             others={
                 "gather": gather,
                 "partial": partial,
@@ -172,7 +166,6 @@ class Sender(Updater):
             strategy=strategy,
             zero_copy=zero_copy,
             partial=partial or only is not None,
-            verify=verify,
             timeout=timeout,
         )
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)

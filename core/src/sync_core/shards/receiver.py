@@ -152,9 +152,9 @@ def join_addresses(addresses: Sequence[Address]) -> Address:
             "strategy",
             "timeout",
             "cast",
-            "verify",
+            "checksums",
         ):
-            theirs, ours = getattr(address, field), getattr(first, field)
+            theirs, ours = _agreed(address, field), _agreed(first, field)
             if theirs != ours:
                 raise AddressError(
                     f"the addresses of ranks {_rank(first)} and {_rank(address)} differ in "
@@ -174,6 +174,10 @@ def join_addresses(addresses: Sequence[Address]) -> Address:
 def _holding(address: Address) -> Holding:
     holding: Holding = address.endpoint.holding
     return holding
+
+
+def _agreed(address: Address, field: str) -> object:
+    return _holding(address).verified if field == "checksums" else getattr(address, field)
 
 
 def _rank(address: Address) -> int:
@@ -231,8 +235,8 @@ def join(address: Address, model: Any, regions: Regions | None) -> tuple[Address
     for rank_address, request in zip(
         address.scheme.addresses, map(Request.of, requests), strict=True
     ):
-        verified = address.verify is not None
-        layout = request.layout(_holding(rank_address).tensors, verified=verified)
+        holding = _holding(rank_address)
+        layout = request.layout(holding.tensors, verified=holding.verified)
         sources.append(RankSource(rank_address, request, layout))
     places = [{piece: i for i, piece in enumerate(s.request.regions)} for s in sources]
     layout = Layout.of_kinds(kinds)
@@ -380,7 +384,7 @@ class _RankReceiver:
         self.rank = _rank(address)
         #: The position of the version in a payload: after the parts, before the checksums.
         self._version_at = source.layout.index[SHARD_VERSION]
-        self._is_verified = address.verify is not None
+        self._is_verified = _holding(address).verified
         backend, stack = inner_stack(address.scheme.inner)
         own = address.transport_context(
             backend.name, context.timeout, background=context.background

@@ -16,7 +16,7 @@ from torch import Tensor
 from sync_core.errors import LayoutMismatchError, PayloadError
 from sync_core.shards.local import Ranks
 from sync_core.shards.plan import Region, intersect, shape_of, size_of, write_region
-from sync_core.verify import checksum, from_tensor, to_tensor
+from sync_core.weights.checksums import checksum, sums_from_tensor, sums_to_tensor
 from sync_core.weights.layout import CHECKSUMS, SHARD_VERSION, Layout
 
 # A worker's answer has to fit into the buffer of a socket, with what else it says.
@@ -70,12 +70,14 @@ class Holding:
         aliases: the names of tied tensors, each with the name of the tensor that is held.
         made_of: the tensors that workers have instead, by name, and the regions that each is made
             of; None where workers have the trainer's tensors.
+        verified: whether checksums travel with the parts.
     """
 
     ranks: Ranks
     tensors: tuple[HeldTensor, ...]
     aliases: tuple[tuple[str, str], ...] = ()
     made_of: Mapping[str, tuple[RegionSource, ...]] | None = None
+    verified: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +175,12 @@ class Request:
 
 def seal(tensors: Sequence[Tensor]) -> Tensor:
     """The checksums of a payload's tensors, one of each, as the tensor in which they travel."""
-    return to_tensor([checksum([tensor]) for tensor in tensors])
+    return sums_to_tensor([checksum([tensor]) for tensor in tensors])
 
 
 def broken(layout: Layout, tensors: Sequence[Tensor]) -> list[str]:
     """The names of the tensors of a payload that do not match their checksums."""
     *sealed, sums = tensors
     found = [checksum([tensor]) for tensor in sealed]
-    pairs = zip(layout.names, found, from_tensor(sums), strict=False)
+    pairs = zip(layout.names, found, sums_from_tensor(sums), strict=False)
     return [name for name, mine, theirs in pairs if mine != theirs]

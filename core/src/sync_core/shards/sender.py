@@ -77,12 +77,14 @@ def split_layers(layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the layers that work on whole tensors by their regions alone, and the others."""
     check_layers(layers)
     found = [(layer, registry.find(registry.LAYERS, layer)) for layer in layers]
-    regrouping = [p.object for _, p in found if _regroups(p)]
-    return regrouping, [layer for layer, p in found if not _regroups(p)]
+    regrouping = [p.object for _, p in found if _declares(p, "regions")]
+    return regrouping, [
+        layer for layer, p in found if not (_declares(p, "regions") or _declares(p, "checksums"))
+    ]
 
 
-def _regroups(layer: Plugin) -> bool:
-    return "regions" in getattr(layer.object, "capabilities", ())
+def _declares(layer: Plugin, capability: str) -> bool:
+    return capability in getattr(layer.object, "capabilities", ())
 
 
 def sharded(
@@ -90,8 +92,6 @@ def sharded(
     ranks: Ranks | None,
     regions: Regions | None,
     layers: Sequence[Any],
-    *,
-    verified: bool,
 ) -> tuple[ShardedScheme, list[Any], Callable[[Any], dict[str, Tensor]]]:
     """Return what a rank's sender is made of: see the argument ``ranks`` of `sync_core.Sender`.
 
@@ -105,6 +105,9 @@ def sharded(
         raise OptionError(f"ranks is {ranks!r}; on each rank, give ranks=Ranks(rank, size)")
     shards = LocalShards(regions)
     regrouping, others = split_layers(layers)
+    verified = any(
+        _declares(registry.find(registry.LAYERS, layer), "checksums") for layer in layers
+    )
     composed = ShardedScheme(
         scheme,
         ranks,
@@ -139,7 +142,7 @@ class ShardedScheme(ComposedScheme):
         shards: reads the rank's shards; None in a process that has only the address.
         layers: those that rename, fuse and cut tensors; see the capability ``regions`` of layers.
         others: the sender's other layers, which must leave names and shapes as they are.
-        verified: whether checksums travel with the parts; see ``verify`` of `Sender`.
+        verified: whether checksums travel with the parts; the layer ``checksum``.
 
     Raises:
         OptionError: with the other scheme nothing travels.
@@ -189,7 +192,10 @@ class ShardedScheme(ComposedScheme):
             raise OptionError(
                 "ranks= needs workers that connect by addresses; give num_workers, not workers"
             )
-        holding = _holding(context.layout, self._shards, self.ranks, self._layers, self._others)
+        holding = replace(
+            _holding(context.layout, self._shards, self.ranks, self._layers, self._others),
+            verified=self._verified,
+        )
         return ShardedSender(
             context,
             self.name,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sync_core.transports.point_to_point import PointToPointTransport
     from sync_core.transports.transport import Notice, unheard
     from sync_core.weights.block import Block
+    from sync_core.weights.checksums import checksum, sums_from_tensor, sums_to_tensor
     from sync_core.weights.copying import copy, in_two_threads
     from sync_core.weights.layout import ALIGNMENT, RESERVED_PREFIX
 
@@ -41,6 +42,7 @@ _MODULES = {
     "sync_core.transports.point_to_point": ("PointToPointTransport",),
     "sync_core.transports.transport": ("Notice", "unheard"),
     "sync_core.weights.block": ("Block",),
+    "sync_core.weights.checksums": ("checksum", "sums_from_tensor", "sums_to_tensor"),
     "sync_core.weights.copying": ("copy", "in_two_threads"),
     "sync_core.weights.layout": ("ALIGNMENT", "RESERVED_PREFIX"),
 }
@@ -61,9 +63,12 @@ __all__ = [
     "HandedTransport",
     "Notice",
     "PointToPointTransport",
+    "checksum",
     "copy",
     "in_two_threads",
     "release_with",
+    "sums_from_tensor",
+    "sums_to_tensor",
     "unheard",
     "uninterrupted",
 ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sync_plugin_std.adapters import Lora
     from sync_plugin_std.cast import BFloat16, Float16
+    from sync_plugin_std.checksums import Checksum, Readback
     from sync_plugin_std.compression import Zstd
     from sync_plugin_std.float8 import Float8Blocks
     from sync_plugin_std.getter import from_getter
@@ -31,12 +32,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BFloat16",
+    "Checksum",
     "Float8Blocks",
     "Float16",
     "Fuse",
     "Interval",
     "Lora",
     "Metrics",
+    "Readback",
     "Record",
     "Rename",
     "Restart",
@@ -65,6 +68,8 @@ __all__ = [
 # The module of each name, and its name there. They are imported when they are first used: a scheme
 # needs none of the layers.
 _PLACES = {
+    "Checksum": ("checksums", "Checksum"),
+    "Readback": ("checksums", "Readback"),
     "BFloat16": ("cast", "BFloat16"),
     "Float8Blocks": ("float8", "Float8Blocks"),
     "Float16": ("cast", "Float16"),

@@ -70,11 +70,13 @@ class ValueCases(SchemeCases):
             assert workers.send(weights).updated == (0,), REPORT
             assert workers.fingerprints() == [fingerprints(weights)], VALUES
 
-    @pytest.mark.parametrize("verify", ["checksum", "readback"])
-    def test_what_is_verified_arrives(self, start: Start, verify: str, zero_copy: bool) -> None:
-        pytest.importorskip("xxhash", reason="verify= needs sync-core[verify]")
+    @pytest.mark.parametrize("layers", [["checksum"], ["readback"]])
+    def test_what_is_verified_arrives(
+        self, start: Start, layers: list[str], zero_copy: bool
+    ) -> None:
+        pytest.importorskip("xxhash", reason="checksums need sync-core[verify]")
         make = partial(specimens, 0)
-        workers = start(specimens(1), 1, make=make, zero_copy=zero_copy, verify=verify)
+        workers = start(specimens(1), 1, make=make, zero_copy=zero_copy, layers=layers)
         for weights in (specimens(1), specimens(2)):
             assert workers.send(weights).updated == (0,), REPORT
             assert workers.fingerprints() == [fingerprints(weights)], VALUES

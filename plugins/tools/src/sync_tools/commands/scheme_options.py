@@ -11,7 +11,7 @@ from typing import Any
 from sync_core.hooks import read_option
 
 # Of the sender's arguments, those that a command leaves to its user.
-_ALLOWED = {"options", "timeout", "verify"}
+_ALLOWED = {"options", "timeout"}
 
 
 def parse_scheme_options(rest: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:

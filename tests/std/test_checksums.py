@@ -1,4 +1,4 @@
-"""`verify=`: one flipped bit is found, wherever it flips, and named."""
+"""The layers `checksum` and `readback`: one flipped bit is found, wherever it flips, and named."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sync_core import (
     Answer,
-    ApplyContext,
     CorruptionError,
+    Layout,
     OptionError,
     Payload,
     ReadbackError,
@@ -26,13 +26,12 @@ from sync_core import (
     SendError,
     SenderTransport,
     TransportContext,
-    Update,
     WorkerError,
     hookimpl,
 )
-from sync_core.transports import PointToPointTransport
-from sync_core.verify import buckets, checksum
-from sync_core.weights.layout import Layout
+from sync_core.errors import RequirementError
+from sync_core.transports import PointToPointTransport, checksum
+from sync_plugin_std.checksums import buckets
 from sync_plugin_std.local import Publisher
 
 DTYPES = [
@@ -52,6 +51,9 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
+
+READBACK = ["readback", "checksum"]
+PROOFS = [["checksum"], READBACK, ["checksum", "readback"]]
 
 Wire = Callable[[bytearray], None]
 
@@ -161,11 +163,11 @@ def of_every_dtype(fill: int) -> dict[str, Tensor]:
     return named | {"empty": torch.zeros(0, 3), "scalar": torch.tensor(float(fill))}
 
 
-@pytest.mark.parametrize("verify", ["checksum", "readback"])
-def test_all_dtypes_arrive_bit_for_bit_nan_and_all(verify: Any) -> None:
+@pytest.mark.parametrize("proof", PROOFS)
+def test_all_dtypes_arrive_bit_for_bit_nan_and_all(proof: Any) -> None:
     # Bytes of ones are NaN in every floating-point dtype, or what comes nearest to it.
     scheme, model, copy = Wires(), of_every_dtype(255), of_every_dtype(0)
-    with Sender(scheme, model, num_workers=1, verify=verify) as sender:
+    with Sender(scheme, model, num_workers=1, layers=proof) as sender:
         connect(scheme, sender, copy)
         assert sender.send().updated == (0,)
     for name, tensor in model.items():
@@ -176,10 +178,10 @@ def three_buckets() -> dict[str, Tensor]:
     return {"first": torch.ones(3), "second": torch.ones(1 << 20), "third": torch.ones(5)}
 
 
-@pytest.mark.parametrize("verify", ["checksum", "readback"])
-def test_one_bit_that_flips_on_the_wire_is_found_and_named(verify: Any) -> None:
+@pytest.mark.parametrize("proof", PROOFS)
+def test_one_bit_that_flips_on_the_wire_is_found_and_named(proof: Any) -> None:
     scheme, model, copy = Wires(), three_buckets(), three_buckets()
-    with Sender(scheme, model, num_workers=1, verify=verify) as sender:
+    with Sender(scheme, model, num_workers=1, layers=proof) as sender:
         receiver = connect(scheme, sender, copy)
         assert sender.send().updated == (0,)
         model["first"].fill_(2)
@@ -200,7 +202,7 @@ def test_one_bit_that_flips_on_the_wire_is_found_and_named(verify: Any) -> None:
 
 def test_a_bit_that_flips_in_the_checksums_is_found_too() -> None:
     scheme, model = Wires(), three_buckets()
-    with Sender(scheme, model, num_workers=1, verify="checksum") as sender:
+    with Sender(scheme, model, num_workers=1, layers=["checksum"]) as sender:
         connect(scheme, sender, three_buckets())
         scheme.wire = flip("__sync__.extra.checksum.sums")
         with pytest.raises(SendError, match="bucket 1 of 3"):
@@ -211,7 +213,7 @@ def test_a_bit_that_flips_in_the_checksums_is_found_too() -> None:
 @pytest.mark.parametrize("scheme", ["thread", "shm", "mp"])
 def test_a_bit_that_flips_in_a_slot(scheme: str, zero_copy: bool) -> None:
     model, copy = nn.Linear(3, 2), nn.Linear(3, 2)
-    with Sender(scheme, model, num_workers=1, zero_copy=zero_copy, verify="checksum") as sender:
+    with Sender(scheme, model, num_workers=1, zero_copy=zero_copy, layers=["checksum"]) as sender:
         receiver = Receiver(sender.address(0), copy)
         pending = sender.send_async()
         receiver.receive()
@@ -238,7 +240,7 @@ def test_a_bit_that_flips_in_a_slot(scheme: str, zero_copy: bool) -> None:
 
 def test_a_model_that_holds_other_bits_than_were_written_is_known_bad() -> None:
     model, copy = nn.Linear(3, 2), nn.Linear(3, 2)
-    with Sender("thread", model, num_workers=1, verify="readback") as sender:
+    with Sender("thread", model, num_workers=1, layers=READBACK) as sender:
         receiver = Receiver(sender.address(0), copy)
         pending = sender.send_async()
         with flipping_copies(), pytest.raises(ReadbackError, match=r"written in 'weight'; it is"):
@@ -262,7 +264,7 @@ def test_a_module_that_changes_what_it_loads_is_read_back() -> None:
                 self.bias.add_(1)
 
     model = nn.Linear(3, 2)
-    with Sender("thread", model, num_workers=1, strategy="state_dict", verify="readback") as sender:
+    with Sender("thread", model, num_workers=1, strategy="state_dict", layers=READBACK) as sender:
         receiver = Receiver(sender.address(0), Rounds(3, 2))
         pending = sender.send_async()
         with pytest.raises(ReadbackError, match="'bias'"):
@@ -276,21 +278,21 @@ def test_a_model_that_shares_no_memory_where_the_sender_s_does() -> None:
     model = {"a": shared, "b": shared}
     copy = {"a": torch.zeros(2), "b": torch.zeros(2)}
     scheme = Wires()
-    with Sender(scheme, model, num_workers=1, verify="readback") as sender:
+    with Sender(scheme, model, num_workers=1, layers=READBACK) as sender:
         connect(scheme, sender, copy)
         assert sender.send().updated == (0,)
     assert copy["b"].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("verify", ["checksum", "readback"])
+@pytest.mark.parametrize("proof", PROOFS)
 @pytest.mark.parametrize("zero_copy", [False, True])
 @pytest.mark.parametrize("layers", [[], ["bf16"]])
-def test_layers_and_zero_copy(layers: list[str], zero_copy: bool, verify: Any) -> None:
+def test_layers_and_zero_copy(layers: list[str], zero_copy: bool, proof: Any) -> None:
     linear, copied = nn.Linear(3, 2), nn.Linear(3, 2)
     model = nn.Sequential(linear, nn.BatchNorm1d(2))
     copy = nn.Sequential(copied, nn.BatchNorm1d(2))
     with Sender(
-        "thread", model, num_workers=1, layers=layers, zero_copy=zero_copy, verify=verify
+        "thread", model, num_workers=1, layers=[*layers, *proof], zero_copy=zero_copy
     ) as sender:
         receiver = Receiver(sender.address(0), copy)
         for version in (1, 2, 3):
@@ -307,7 +309,7 @@ def test_a_failed_readback_leaves_no_model_in_memory_that_is_lent_to_nobody() ->
     model, copy = nn.Linear(3, 2), nn.Linear(3, 2)
     copy.register_buffer("steps", torch.zeros(1))
     model.register_buffer("steps", torch.zeros(1))
-    with Sender("thread", model, num_workers=1, zero_copy=True, verify="readback") as sender:
+    with Sender("thread", model, num_workers=1, zero_copy=True, layers=READBACK) as sender:
         receiver = Receiver(sender.address(0), copy)
         pending = sender.send_async()
         # A buffer is copied, and not pointed at what arrived.
@@ -321,11 +323,11 @@ def test_a_failed_readback_leaves_no_model_in_memory_that_is_lent_to_nobody() ->
         assert copy.weight.untyped_storage().data_ptr() not in memory
 
 
-@pytest.mark.parametrize("verify", ["checksum", "readback"])
-def test_partial_updates_and_several_models(verify: Any) -> None:
+@pytest.mark.parametrize("proof", PROOFS)
+def test_partial_updates_and_several_models(proof: Any) -> None:
     models = {"actor": nn.Linear(3, 2), "critic": nn.Linear(3, 1)}
     copies = {"actor": nn.Linear(3, 2), "critic": nn.Linear(3, 1)}
-    with Sender("thread", models, num_workers=1, partial=True, verify=verify) as sender:
+    with Sender("thread", models, num_workers=1, partial=True, layers=proof) as sender:
         receiver = Receiver(sender.address(0), copies)
         pending = sender.send_async()
         receiver.receive()
@@ -345,7 +347,7 @@ def test_extra_state_is_the_module_s_own_affair() -> None:
         def set_extra_state(self, state: Any) -> None:
             assert state.tolist() == [1, 1]
 
-    with Sender("thread", Counts(2, 2), num_workers=1, verify="readback") as sender:
+    with Sender("thread", Counts(2, 2), num_workers=1, layers=READBACK) as sender:
         receiver = Receiver(sender.address(0), Counts(2, 2))
         pending = sender.send_async()
         receiver.receive()
@@ -354,7 +356,7 @@ def test_extra_state_is_the_module_s_own_affair() -> None:
 
 def test_nothing_is_verified_where_nothing_travels() -> None:
     model = nn.Linear(2, 2)
-    with Sender("none", model, num_workers=1, verify="readback") as sender:
+    with Sender("none", model, num_workers=1, layers=READBACK) as sender:
         receiver = Receiver(sender.address(0), model)
         assert sender.send().updated == (0,)
         with torch.no_grad():
@@ -362,24 +364,18 @@ def test_nothing_is_verified_where_nothing_travels() -> None:
         assert receiver.receive() == 1
 
 
-def test_what_cannot_be_verified_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    class LoadsItself(Wires):
-        @hookimpl
-        def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> bool:
-            return True
-
-    with pytest.raises(OptionError, match="'LoadsItself' loads weights itself"):
-        Sender(LoadsItself(), nn.Linear(1, 1), num_workers=1, verify="readback")
-    with pytest.raises(OptionError, match="verify must be 'checksum', 'readback' or None"):
-        Sender("thread", nn.Linear(1, 1), num_workers=1, verify="crc")  # type: ignore[arg-type]
+def test_a_former_argument_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"verify": "checksum"}
+    with pytest.raises(OptionError, match=r'no argument \'verify\'; type layers=\["checksum"\]'):
+        Sender("thread", nn.Linear(1, 1), num_workers=1, **options)
     monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(OptionError, match=r'pip install "sync-core\[verify\]"'):
-        Sender("thread", nn.Linear(1, 1), num_workers=1, verify="checksum")
+    with pytest.raises(RequirementError, match=r'pip install "sync-core\[verify\]"'):
+        Sender("thread", nn.Linear(1, 1), num_workers=1, layers=["checksum"])
 
 
 def test_what_comes_without_checksums_is_refused() -> None:
     scheme, model = Wires(), {"w": torch.ones(2)}
-    with Sender(scheme, model, num_workers=1, verify="checksum") as sender:
+    with Sender(scheme, model, num_workers=1, layers=["checksum"]) as sender:
         receiver = connect(scheme, sender, {"w": torch.zeros(2)})
         layout = Layout.of(model)
         scheme.receivers[0].payload = Payload(1, layout, (model["w"],))
