@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,9 +33,9 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_core.errors import AddressError
+from sync_testing import eventually, interrupted
 from sync_testing.faults import stop
 from sync_testing.schemes.pool import Workers
-from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -318,6 +321,51 @@ class TestWorkers:
                     pending.wait(0)
             assert eventually(lambda: world.values("left") == world.values("middle") == {71.0}, 10)
             assert sender.send(linear(72.0)).updated == (0, 1)
+
+
+class TestInterrupts:
+    """Ctrl-C at moments of calls, spread over them."""
+
+    def test_the_next_send_works(self, world: World) -> None:
+        with to("left", "middle", timeout=10.0) as sender:
+
+            def send(moment: int | None) -> int:
+                with interrupted(moment) as moments:
+                    sender.send()
+                return moments.count
+
+            count = max(send(None) for _ in range(3))
+            for moment in range(0, count, max(1, count // 60)):
+                send(moment)
+                assert sender.send().updated == (0, 1), f"after an interrupt at {moment}"
+
+    @pytest.mark.parametrize("sends", [True, False], ids=["close", "make and close"])
+    def test_nothing_is_left(self, world: World, *, sends: bool) -> None:
+        before = set(threading.enumerate())
+
+        def make_and_close(moment: int | None) -> int:
+            with ExitStack() as stack:
+                moments = None if sends else stack.enter_context(interrupted(moment))
+                sender = to("left", timeout=10.0)
+                if sends:
+                    sender.send()
+                    moments = stack.enter_context(interrupted(moment))
+                sender.close()
+            if sends:
+                sender.close()
+            assert moments is not None
+            return moments.count
+
+        count = make_and_close(None)
+        for moment in range(0, count, max(1, count // 25)):
+            make_and_close(moment)
+        gc.collect()
+        assert eventually(lambda: not _new_threads(before)), _new_threads(before)
+
+
+def _new_threads(before: set[threading.Thread]) -> list[str]:
+    new = set(threading.enumerate()) - before
+    return [thread.name for thread in new if thread.name.startswith("sync")]
 
 
 class TestEnd:

@@ -13,6 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from sync_core._util import uninterrupted
 from sync_core.errors import AddressError, WorkerError, WorkerLostError
 from sync_core.transports.transport import Delivery, Notice, ReceiverTransport, SenderTransport
 
@@ -339,15 +340,17 @@ class CallingTransport(SenderTransport):
     def _call(self, worker: CalledWorker) -> None:
         version = worker.wanted
         assert version is not None
-        worker.busy = True
-        try:
-            request = self._request(worker, version[0])
-            worker.addressed = request.address is not None
-            future = self.call(worker, request, version[1])
-        except Exception as error:
-            future = Future()
-            future.set_exception(error)
-        future.add_done_callback(partial(self._returned, worker, version))
+        # Ctrl-C in between would leave the worker busy for ever.
+        with uninterrupted():
+            worker.busy = True
+            try:
+                request = self._request(worker, version[0])
+                worker.addressed = request.address is not None
+                future = self.call(worker, request, version[1])
+            except Exception as error:
+                future = Future()
+                future.set_exception(error)
+            future.add_done_callback(partial(self._returned, worker, version))
 
     def _returned(
         self, worker: CalledWorker, version: _Version, future: Future[DeliveryOutcome]
