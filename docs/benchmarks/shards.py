@@ -27,7 +27,7 @@ from torch import Tensor, distributed, multiprocessing, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from sync_core import Ranks, Receiver, Sender, join_addresses
+from sync_core import Ranks, Receiver, Sender, gathered, join_addresses
 from sync_core.models import Region
 from sync_core.shards.local import shards_of
 
@@ -110,7 +110,7 @@ def trainer(rank: int, arguments: Arguments, pipes: Any, results: Any, group: An
         )
     else:
         count = 0 if rank else WORKERS
-        sender = Sender(kind, model, num_workers=count, gather=True, **_OPTIONS[scheme])
+        sender = Sender(kind, gathered(model), num_workers=count, **_OPTIONS[scheme])
     with sender:
         pipes.put((rank, [sender.address(i) for i in sender.all_worker_ids()]))
         seconds, nbytes, peak = [], 0, 0

@@ -192,7 +192,6 @@ class Doubling:
             "make a sender of the tensors that change: Sender(…, {name",
         ),
         ({"only": "trainable"}, "make a sender of the trainable tensors: Sender(…, {name: tensor"),
-        ({"gather": True}, "leave out gather="),
         ({"workers": [1]}, "type num_workers=… instead"),
         ({"context": object()}, "leave out context="),
         (

@@ -146,7 +146,6 @@ def test_a_tied_parameter_is_trained_if_it_is_under_one_of_its_names() -> None:
     ("options", "message"),
     [
         ({"only": "frozen"}, "only must be 'trainable' or None, got 'frozen'"),
-        ({"only": "trainable", "gather": True}, "does not know which gathered tensors"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from sync_core import LayoutMismatchError, ModelError, Receiver, Sender, Update
-from sync_core.models import Binding
+from sync_core import (
+    LayoutMismatchError,
+    ModelError,
+    OptionError,
+    Receiver,
+    SendContext,
+    Sender,
+    Update,
+    gathered,
+    hookimpl,
+)
+from sync_core.models import Binding, ComputedWeights, named_tensors
 from sync_core.models.extract import Strategy
 
 pytestmark = [
@@ -119,10 +129,10 @@ def test_what_is_sharded_says_what_to_type() -> None:
         flat = FullyShardedDataParallel(nn.Linear(4, 2), device_id=torch.device("cpu"))
         sharded = nn.Sequential(nn.Linear(4, 2))
         fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (1,)))  # type: ignore[attr-defined]
-        for model, remedy in ((flat, "FULL_STATE_DICT"), (sharded, "gather=True")):
+        for model, remedy in ((flat, "FULL_STATE_DICT"), (sharded, r"gathered\(model\)")):
             with pytest.raises(ModelError, match=remedy):
                 Sender("thread", model, num_workers=1)
-        with pytest.raises(ModelError, match="gather=True"):
+        with pytest.raises(ModelError, match=r"gathered\(model\)"):
             Sender("thread", sharded.state_dict(), num_workers=1)
         with Sender("thread", nn.Sequential(nn.Linear(4, 2)), num_workers=1) as sender:
             for target in (sharded, sharded.state_dict()):
@@ -139,10 +149,46 @@ def test_a_gathered_checkpoint_leaves_out_what_a_checkpoint_does() -> None:
         names = sender.address(0).layout.names
     with process_group():
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))  # type: ignore[attr-defined]
-        with Sender("thread", model, num_workers=1, strategy="checkpoint", gather=True) as sender:
+        whole = gathered(model)
+        with Sender("thread", whole, num_workers=1, strategy="checkpoint") as sender:
             assert sender.address(0).layout.names == names == ("0.weight", "0.bias")
-        with Sender("thread", model, num_workers=1, gather=True) as sender:
+        with Sender("thread", whole, num_workers=1) as sender:
             assert "frequencies" in sender.address(0).layout.names
+
+
+def test_gather_is_a_function_now() -> None:
+    with pytest.raises(OptionError, match=r"no argument 'gather'; type .*gathered\(model\)"):
+        Sender("thread", nn.Linear(1, 1), num_workers=1, gather=True)
+
+
+def test_weights_that_are_computed_at_every_send() -> None:
+    class Counted(ComputedWeights):
+        count = 0.0
+
+        def read(self, strategy: Strategy) -> dict[str, Tensor]:
+            self.count += 1.0
+            return {
+                name: tensor + self.count
+                for name, tensor in named_tensors(self.model, strategy).items()
+            }
+
+    seen: list[Any] = []
+
+    class Watch:
+        @hookimpl(wrapper=True)
+        def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
+            seen.append(context.model)
+            return (yield)
+
+    model, copy = nn.Linear(1, 1), nn.Linear(1, 1)
+    with Sender("thread", Counted(model), num_workers=1, layers=[Watch()]) as sender:
+        receiver = Receiver(sender.address(0), copy)
+        for added in (2.0, 3.0):
+            pending = sender.send_async()
+            receiver.receive()
+            pending.wait()
+            assert torch.equal(copy.weight, model.weight + added)
+        assert seen == [model] * 3
 
 
 def test_what_has_no_values_says_what_to_type() -> None:
@@ -155,7 +201,7 @@ import sys, torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from sync_core import Receiver, Sender
+from sync_core import Receiver, Sender, gathered
 
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -163,7 +209,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
 whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
-with Sender("thread", model, num_workers=1 if rank == 0 else 0, gather=True) as sender:
+with Sender("thread", gathered(model), num_workers=1 if rank == 0 else 0) as sender:
     copy = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
     receiver = Receiver(sender.address(0), copy) if rank == 0 else None
     for version in (1, 2):

@@ -223,7 +223,7 @@ def test_shards_cost_what_each_rank_and_each_worker_carries() -> None:
     more = sharded(4, 16, 128)
     assert more.seconds - copies.seconds == pytest.approx(4 * 25 * 8 / 400, rel=0.02)
     gathered = estimate_of(
-        'Sender("dist", …, gather=True)',
+        'Sender("dist", gathered(model), …)',
         Job(nbytes=1e11, gbit=400.0, ranks=64, worker_ranks=16, workers=16),
     )
     assert gathered.seconds > 10 * one.most_seconds

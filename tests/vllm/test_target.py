@@ -17,7 +17,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from sync_core import Address, OptionError, Ranks, Receiver, Sender, SendError, SyncError
+from sync_core import (
+    Address,
+    OptionError,
+    Ranks,
+    Receiver,
+    Sender,
+    SendError,
+    SyncError,
+    gathered,
+)
 from sync_plugin_std import lora
 from sync_plugin_vllm import VllmTarget
 
@@ -312,10 +321,9 @@ def test_a_sharded_trainer_gathers_what_engines_load(
         engine.model = Wrapped()
     with Sender(
         "shm",
-        model,
+        gathered(model),
         num_workers=target.num_workers,
         strategy="checkpoint",
-        gather=True,
         layers=layers,
     ) as sender:
         target.connect(sender)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         TransportContext,
         hookimpl,
     )
+    from sync_core.models.extract import gathered
     from sync_core.receiving.receiver import Receiver
     from sync_core.report import Reporter, SendReport, WorkerResult
     from sync_core.sending.failure_policy import FailurePolicy, WorkerFailure
@@ -92,6 +93,7 @@ _MODULES = {
         "TransportContext",
         "hookimpl",
     ),
+    "sync_core.models.extract": ("gathered",),
     "sync_core.receiving.receiver": ("Receiver",),
     "sync_core.report": ("Reporter", "SendReport", "WorkerResult"),
     "sync_core.sending.failure_policy": ("FailurePolicy", "WorkerFailure"),
@@ -168,6 +170,7 @@ __all__ = [
     "WorkerTimeoutError",
     "__version__",
     "gather_reports",
+    "gathered",
     "hookimpl",
     "join_addresses",
 ]

@@ -7,7 +7,7 @@ from sync_core.lazy import lazy_names
 if TYPE_CHECKING:
     from sync_core.models.binding import Binding, consolidate
     from sync_core.models.extra_state import is_extra_state
-    from sync_core.models.extract import named_tensors
+    from sync_core.models.extract import ComputedWeights, named_tensors
     from sync_core.models.match import check_match
     from sync_core.models.paths import resolve
     from sync_core.models.sampling import TensorState, states
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "sync_core.models.binding": ("Binding", "consolidate"),
     "sync_core.models.extra_state": ("is_extra_state",),
-    "sync_core.models.extract": ("named_tensors",),
+    "sync_core.models.extract": ("ComputedWeights", "named_tensors"),
     "sync_core.models.match": ("check_match",),
     "sync_core.models.paths": ("resolve",),
     "sync_core.models.sampling": ("TensorState", "states"),
@@ -34,6 +34,7 @@ _MODULES = {
 
 __all__ = [
     "Binding",
+    "ComputedWeights",
     "Region",
     "RegionSource",
     "TensorState",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import unwrap
@@ -208,20 +209,66 @@ def extra_tensors(module: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def gathered(weights: Any, strategy: Strategy) -> dict[str, Tensor]:
-    """The tensors of ``weights`` under dotted names, those that are spread over ranks whole.
+class ComputedWeights(ABC):
+    """Weights that a sender computes at every send, such as `sync_core.gathered`.
 
-    A collective of all ranks. Modules are read by their `state_dict`, since the parameters of a
-    module under FSDP2 are whole or not, as its last forward left them.
+    Args:
+        model: the model that they come from, which layers get as `SendContext.model`; None for
+            none.
+
+    Example:
+        >>> class Halved(ComputedWeights):
+        ...     def read(self, strategy):
+        ...         named = named_tensors(self.model, strategy)
+        ...         return {name: tensor / 2 for name, tensor in named.items()}
+        >>> Halved(torch.nn.Linear(2, 1)).read("tensordict")["weight"].shape
+        torch.Size([1, 2])
     """
-    named = named_tensors(weights, "state_dict")
-    if strategy == "checkpoint" and isinstance(weights, nn.Module):
-        left_out = non_persistent_buffers(weights)
-        named = {name: tensor for name, tensor in named.items() if name not in left_out}
-    return {
-        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        for name, tensor in named.items()
-    }
+
+    def __init__(self, model: Any = None) -> None:
+        self.model = model
+
+    @abstractmethod
+    def read(self, strategy: Strategy) -> Mapping[str, Tensor]:
+        """Return the tensors of this version, by name; called by each send, and once before all.
+
+        Args:
+            strategy: how modules are read; see `Strategy`.
+        """
+
+
+class _Gathered(ComputedWeights):
+    """The tensors of a model, those that are spread over ranks whole."""
+
+    def read(self, strategy: Strategy) -> Mapping[str, Tensor]:
+        # A module under FSDP2 has whole parameters or parts of them, as its last forward left
+        # them; its state_dict always has parts.
+        model = self.model
+        named = named_tensors(model, "state_dict")
+        if strategy == "checkpoint" and isinstance(model, nn.Module):
+            left_out = non_persistent_buffers(model)
+            named = {name: tensor for name, tensor in named.items() if name not in left_out}
+        return {
+            name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            for name, tensor in named.items()
+        }
+
+
+def gathered(model: Any) -> ComputedWeights:
+    """Weights whose tensors that are spread over ranks are gathered at every send.
+
+    Those are `DTensor`: FSDP2, tensor parallel. Every rank makes a sender of them and calls `send`:
+    the one whose workers are updated, and the others with ``num_workers=0``. It costs each rank the
+    memory of the whole model while it sends, and one all-gather of it.
+
+    Args:
+        model: a module, a TensorDict, a state_dict, or a mapping from names to these.
+
+    Example:
+        >>> Sender("none", gathered(torch.nn.Linear(2, 1)), num_workers=1).send().updated
+        (0,)
+    """
+    return _Gathered(model)
 
 
 def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

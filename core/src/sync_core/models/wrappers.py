@@ -68,8 +68,8 @@ def check_flat(module: nn.Module) -> None:
     if any(isinstance(submodule, flat) for submodule in module.modules()):
         raise ModelError(
             "the module is wrapped by FullyShardedDataParallel (FSDP1), which replaces its "
-            "parameters by flat ones; shard it with torch.distributed.fsdp.fully_shard and give "
-            "Sender(…, gather=True), or send a full state_dict: "
+            "parameters by flat ones; shard it with torch.distributed.fsdp.fully_shard and type "
+            "Sender(scheme, gathered(model)), or send a full state_dict: "
             "FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
         )
 
@@ -80,8 +80,8 @@ def check_sharded(module: nn.Module) -> None:
     if any(isinstance(submodule, sharded) for submodule in module.modules()):
         raise ModelError(
             "the module is sharded by fully_shard (FSDP2), so that this rank has parts of its "
-            "tensors; to send it, give Sender(…, gather=True) on every rank, which gathers it at "
-            "each send; for a worker with such a model, give the sender ranks=Ranks(rank, size)"
+            "tensors; to send it, type Sender(scheme, gathered(model)) on every rank; for a worker "
+            "with such a model, give the sender ranks=Ranks(rank, size)"
         )
 
 

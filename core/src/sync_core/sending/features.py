@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from sync_core import registry
 from sync_core.errors import OptionError, PluginError
-from sync_core.models.extract import Strategy, gathered
+from sync_core.models.extract import Strategy
 from sync_core.wrapping import SEPARATOR
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ _ALIKE = 0.6
 # Former arguments of a sender, and what to type now.
 _RESTART = "on_failure=Restart(group, on_restart), with: from sync_plugin_std import Restart"
 _MOVED = {
+    "gather": "Sender(scheme, gathered(model)), with: from sync_core import gathered",
     "group": _RESTART,
     "on_restart": _RESTART,
     "verify": 'layers=["checksum"], and "readback" before it to read workers\' models, too',
@@ -42,7 +42,6 @@ def composed(
     *,
     ranks: Ranks | None,
     regions: Regions | None,
-    strategy: Strategy,
     others: Mapping[str, Any],
 ) -> tuple[Any, Sequence[Any], Collect | None]:
     """Return a sender's scheme, its layers, and what reads a model that is spread over ranks.
@@ -52,7 +51,6 @@ def composed(
         layers: the user's.
         ranks: see `sync_core.Sender`, here and for all others.
         regions: see there.
-        strategy: see there.
         others: arguments that cannot be given together with ``ranks``.
     """
     if ranks is not None or regions is not None:
@@ -60,7 +58,7 @@ def composed(
 
         check_alone({**others, "on_failure": _is_policy(others["on_failure"])})
         return sharded(scheme, ranks, regions, layers)
-    return scheme, layers, partial(gathered, strategy=strategy) if others["gather"] else None
+    return scheme, layers, None
 
 
 def _is_policy(on_failure: object) -> bool:
@@ -117,13 +115,13 @@ def _wraps(scheme: str) -> bool:
     return True
 
 
-def trainable_only(only: object, strategy: Strategy, *, gather: bool) -> TrainableOnly | None:
+def trainable_only(only: object, strategy: Strategy) -> TrainableOnly | None:
     """Return what selects the parameters that are trained; None where all are sent."""
     if only is None:
         return None
     from sync_core.sending.partial import TrainableOnly
 
-    return TrainableOnly.of(only, strategy, gather=gather)
+    return TrainableOnly.of(only, strategy)
 
 
 def partial_updates(

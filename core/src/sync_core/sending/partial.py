@@ -144,18 +144,16 @@ class TrainableOnly:
         self._sent: dict[str, TensorState] = {}
 
     @classmethod
-    def of(cls, only: object, strategy: Strategy, *, gather: bool) -> Self | None:
+    def of(cls, only: object, strategy: Strategy) -> Self | None:
         """Return the selection that the argument ``only`` of `Sender` asks for; None for None.
 
         Raises:
-            OptionError: it is something else, or cannot be combined with ``gather``.
+            OptionError: it is something else.
         """
         if only is None:
             return None
         if only != "trainable":
             raise OptionError(f"only must be 'trainable' or None, got {only!r}")
-        if gather:
-            raise OptionError("only='trainable' does not know which gathered tensors are trained")
         return cls(strategy)
 
     def select(self, update: Update, model: Any) -> Update:

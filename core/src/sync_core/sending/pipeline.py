@@ -25,7 +25,7 @@ from sync_core.layers import (
     travels,
 )
 from sync_core.models.binding import Binding
-from sync_core.models.extract import Strategy, check_strategy, named_tensors
+from sync_core.models.extract import ComputedWeights, Strategy, check_strategy, named_tensors
 from sync_core.models.match import conform
 from sync_core.models.multi_model import look_up, names_of, refers, same
 from sync_core.models.shared_model_check import check_same
@@ -146,6 +146,9 @@ class Source:
                 raise ModelError(f"{weights!r} is looked up in a context: Sender(…, context=…)")
             weights = look_up(weights, self._context)
         self.found = weights if own or _holds_modules(weights) else None
+        if isinstance(weights, ComputedWeights):
+            self.found = weights.model
+            return self._lay_out(dict(weights.read(self._strategy)))
         if self._collect is not None:
             return self._lay_out(self._collect(weights))
         if own:

@@ -51,7 +51,8 @@ class Sender(Updater):
         model: what is sent when `send` is given nothing: a module, a TensorDict, a state_dict,
             a string such as ``"env.transform[0]"``, looked up in ``context`` at every send, or
             a mapping from names to such models, which are one version: all committed, or none.
-            None means ``model_id`` in ``context``, or a model registered later. Names of tensors
+            None means ``model_id`` in ``context``, or a model registered later. `gathered` and
+            other `sync_core.models.ComputedWeights` are computed at every send. Names of tensors
             are without the prefixes of `torch.compile`, `DistributedDataParallel` and
             `DataParallel`, here and in the workers, so that a wrapped model fits a plain one.
         num_workers: how many workers there are; their ids are ``0 … num_workers - 1``.
@@ -64,10 +65,6 @@ class Sender(Updater):
         strategy: how a module is read and written: ``"tensordict"``, its parameters and buffers;
             ``"state_dict"``, with the hooks of its `state_dict`; ``"checkpoint"``, its parameters
             and persistent buffers, under the names that checkpoints and engines have.
-        gather: gather tensors that are spread over ranks (`DTensor`: FSDP2, tensor parallel) at
-            every send. Every rank makes a sender of the model and calls `send`: the one whose
-            workers are updated, and the others with ``num_workers=0``. It costs each rank the
-            memory of the whole model while it sends, and one all-gather of it.
         ranks: the place of this process among those that hold the model together. Each rank makes
             a sender and sends the parts that it holds, without a collective; each worker takes
             what it needs from all: see `join_addresses`. Modules are read by their `state_dict`.
@@ -127,7 +124,6 @@ class Sender(Updater):
         zero_copy: bool = False,
         partial: bool = False,
         only: Literal["trainable"] | None = None,
-        gather: bool = False,
         ranks: Ranks | None = None,
         regions: Regions | None = None,
         on_failure: OnFailure = "raise",
@@ -145,9 +141,7 @@ class Sender(Updater):
             layers,
             ranks=ranks,
             regions=regions,
-            strategy=strategy,
             others={
-                "gather": gather,
                 "partial": partial,
                 "only": only,
                 "zero_copy": zero_copy,
@@ -156,7 +150,7 @@ class Sender(Updater):
                 "context": context,
             },
         )
-        selection = features.trainable_only(only, strategy, gather=gather)
+        selection = features.trainable_only(only, strategy)
         self.model_id = model_id
         self._terms = Terms(
             scheme=scheme,

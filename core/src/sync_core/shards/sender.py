@@ -58,7 +58,6 @@ _KEPT_CAPABILITIES = frozenset(
 _KEPT = 64
 # The arguments of a sender that have no clear meaning with ``ranks=``, and what to type instead.
 _NOT_WITH_RANKS = {
-    "gather": "every rank sends its parts as they are; leave out gather=",
     "partial": "ranks might leave out different tensors, so every version is whole; leave out "
     "partial=, and make a sender of the tensors that change: Sender(…, {name: tensor, …}, "
     "model_id='adapter', ranks=…)",

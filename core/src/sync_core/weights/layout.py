@@ -415,7 +415,8 @@ def _remedy(tensor: Tensor) -> str:
     """Return what to type instead of sending a tensor that spans several."""
     if hasattr(tensor, "full_tensor"):
         return (
-            "to send it, give Sender(…, gather=True) on every rank, or send tensor.full_tensor(); "
+            "to send it, type Sender(scheme, gathered(model)) on every rank, or send "
+            "tensor.full_tensor(); "
             "for a worker with such a model, give the sender ranks=Ranks(rank, size)"
         )
     if type(tensor).__module__.partition(".")[0] == "torchao":

@@ -305,7 +305,7 @@ def shards(job: Job) -> Iterator[Estimate]:
     gathered = (job.ranks - 1) * share * 8 / job.gbit
     others = job.start + gathered + job.gigabytes * MEASURED.copy + job.gigabytes * MEASURED.copy
     yield Estimate(
-        'Sender("dist", …, gather=True)',
+        'Sender("dist", gathered(model), …)',
         others + job.workers * job.transfer,
         others + job.workers * job.stream,
         job.gigabytes * (1 + _VERSIONS),
