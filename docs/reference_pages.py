@@ -27,8 +27,13 @@ import sync_plugin_torchrl  # noqa: F401 - found by its name, as the next
 import sync_plugin_trl  # noqa: F401
 from sync_collector.bench import command as bench_collector
 from sync_core import errors, registry
-from sync_core.hooks import HOOKS, LAYER_CAPABILITIES, SCHEME_CAPABILITIES, WORKER_CAPABILITIES
-from sync_core.transports import Finding
+from sync_core.hooks import (
+    HOOKS,
+    LAYER_CAPABILITIES,
+    SCHEME_CAPABILITIES,
+    WORKER_CAPABILITIES,
+    Finding,
+)
 from sync_core.wrapping import WrappingScheme
 from sync_tools import SenderView, WorkerView
 from sync_tools.commands.doctor import Diagnosis
@@ -97,7 +102,7 @@ def write(folder: Path) -> None:
 #: The pages for users: a name, a title, and what is on it.
 _USER_PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "sender": ("Sender", ("Sender", "SendGroup", "PendingSend")),
-    "receiver": ("Receiver", ("Receiver", "Address")),
+    "receiver": ("Receiver", ("Receiver", "Address", "receive_together")),
     "reports": ("Reports", ("SendReport", "WorkerResult", "Reporter")),
     "membership": (
         "States of workers",
@@ -114,8 +119,6 @@ _KIT_PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
             "PointToPointTransport",
             "CallingTransport",
             "CalledWorker",
-            "CalledReceiver",
-            "CalledReceivers",
             "DeliveryRequest",
             "DeliveryOutcome",
             "HandedTransport",
@@ -344,7 +347,14 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 
 
 _WEIGHTS = ("Update", "Payload", "Layout", "TensorSpec")
-_ENDPOINTS = ("SenderTransport", "ReceiverTransport", "Delivery", "Answer")
+_ENDPOINTS = (
+    "SenderTransport",
+    "ReceiverTransport",
+    "Delivery",
+    "Answer",
+    "CalledReceiver",
+    "CalledReceivers",
+)
 
 
 def _index(title: str, about: str, names: Iterable[str]) -> str:

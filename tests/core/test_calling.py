@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sync_core import (
+    CalledReceivers,
     Layout,
     OptionError,
     Payload,
@@ -27,7 +28,6 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.transports import (
-    CalledReceivers,
     CalledWorker,
     CallingTransport,
     DeliveryOutcome,

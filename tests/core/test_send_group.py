@@ -24,8 +24,8 @@ from sync_core import (
     UnknownWorkerError,
     WorkerError,
     WorkerTimeoutError,
+    receive_together,
 )
-from sync_core.models import receive_together
 from sync_plugin_std import Interval
 
 

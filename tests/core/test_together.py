@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sync_core import PendingSend, Receiver, Sender, SendError, SyncError
-from sync_core.receiving.multi_model import receive_together
+from sync_core import PendingSend, Receiver, Sender, SendError, SyncError, receive_together
 
 
 class Refusing(nn.Linear):

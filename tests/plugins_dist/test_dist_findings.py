@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sync_core import OptionError
-from sync_core.transports import Finding, FindingsContext
+from sync_core.hooks import Finding, FindingsContext
 from sync_plugin_dist import findings
 from sync_plugin_dist.rpc_scheme import RpcScheme
 from sync_plugin_dist.scheme import DistScheme

@@ -176,7 +176,7 @@ def test_a_plugin_that_hangs(install: Install, monkeypatch: pytest.MonkeyPatch) 
 
 
 FINDING = """
-from sync_core.transports import Finding
+from sync_core.hooks import Finding
 from sync_plugin_std.none import NoneScheme
 
 class Scheme(NoneScheme):

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
         hookimpl,
     )
     from sync_core.models.extract import gathered
+    from sync_core.receiving.called import CalledReceiver, CalledReceivers
+    from sync_core.receiving.multi_model import receive_together
     from sync_core.receiving.receiver import Receiver
     from sync_core.report import Reporter, SendReport, WorkerResult
     from sync_core.sending.failure_policy import FailurePolicy, WorkerFailure
@@ -94,6 +96,8 @@ _MODULES = {
         "hookimpl",
     ),
     "sync_core.models.extract": ("gathered",),
+    "sync_core.receiving.called": ("CalledReceiver", "CalledReceivers"),
+    "sync_core.receiving.multi_model": ("receive_together",),
     "sync_core.receiving.receiver": ("Receiver",),
     "sync_core.report": ("Reporter", "SendReport", "WorkerResult"),
     "sync_core.sending.failure_policy": ("FailurePolicy", "WorkerFailure"),
@@ -124,6 +128,8 @@ __all__ = [
     "ApplyContext",
     "ApplyError",
     "BindContext",
+    "CalledReceiver",
+    "CalledReceivers",
     "CapacityError",
     "ClosedError",
     "CorruptionError",
@@ -173,6 +179,7 @@ __all__ = [
     "gathered",
     "hookimpl",
     "join_addresses",
+    "receive_together",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES, _KITS)

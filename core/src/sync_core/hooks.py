@@ -28,6 +28,8 @@ __all__ = [
     "LAYER_CAPABILITIES",
     "SCHEME_CAPABILITIES",
     "WORKER_CAPABILITIES",
+    "Finding",
+    "FindingsContext",
     "implemented",
     "read_option",
 ]

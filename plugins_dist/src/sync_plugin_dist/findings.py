@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from sync_core.transports import Finding
+from sync_core.hooks import Finding
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.protocol import listen
 

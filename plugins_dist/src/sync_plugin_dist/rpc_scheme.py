@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sync_core import ReceiverTransport, SenderTransport, TransportContext, hookimpl
-from sync_core.transports import Finding, FindingsContext
+from sync_core.hooks import Finding, FindingsContext
 from sync_plugin_dist import findings
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.receiver import create_receiver

@@ -15,6 +15,8 @@ from torch.distributed import rpc
 
 from sync_core import (
     Address,
+    CalledReceiver,
+    CalledReceivers,
     Delivery,
     ModelPathError,
     OptionError,
@@ -26,8 +28,6 @@ from sync_core import (
     WorkerLostError,
 )
 from sync_core.transports import (
-    CalledReceiver,
-    CalledReceivers,
     CalledWorker,
     CallingTransport,
     DeliveryOutcome,

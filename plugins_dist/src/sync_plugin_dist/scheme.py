@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sync_core import ReceiverTransport, SenderTransport, TransportContext, hookimpl
-from sync_core.transports import Finding, FindingsContext
+from sync_core.hooks import Finding, FindingsContext
 from sync_plugin_dist import findings
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.protocol import Endpoint

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import ray
 
-from sync_core.transports import Finding
+from sync_core.hooks import Finding
 
 _ADDRESS = "RAY_ADDRESS"
 _GIVEN = "ray_init_config: address"

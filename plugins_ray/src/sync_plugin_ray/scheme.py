@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sync_core import OptionError, ReceiverTransport, SenderTransport, TransportContext, hookimpl
-from sync_core.transports import Finding, FindingsContext, HandedTransport
+from sync_core.hooks import Finding, FindingsContext
+from sync_core.transports import HandedTransport
 from sync_plugin_ray import findings
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.mailbox import MailboxEndpoint

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from sync_core.models.paths import resolve
     from sync_core.models.sampling import TensorState, states
     from sync_core.models.wrappers import plain_name
-    from sync_core.receiving.multi_model import receive_together
     from sync_core.shards.plan import Region
     from sync_core.shards.request import RegionSource
     from sync_core.weights.layout import place_of
@@ -26,7 +25,6 @@ _MODULES = {
     "sync_core.models.paths": ("resolve",),
     "sync_core.models.sampling": ("TensorState", "states"),
     "sync_core.models.wrappers": ("plain_name",),
-    "sync_core.receiving.multi_model": ("receive_together",),
     "sync_core.shards.plan": ("Region",),
     "sync_core.shards.request": ("RegionSource",),
     "sync_core.weights.layout": ("place_of",),
@@ -44,7 +42,6 @@ __all__ = [
     "named_tensors",
     "place_of",
     "plain_name",
-    "receive_together",
     "resolve",
     "states",
 ]

@@ -28,7 +28,7 @@ class SendGroup:
         senders: by name. The mapping is read at every send, so that senders may be added to it.
 
     Example:
-        >>> from sync_core.models import receive_together
+        >>> from sync_core import receive_together
         >>> models = {"actor": torch.nn.Linear(4, 2), "critic": torch.nn.Linear(4, 1)}
         >>> copies = {"actor": torch.nn.Linear(4, 2), "critic": torch.nn.Linear(4, 1)}
         >>> group = SendGroup({n: Sender("thread", m, num_workers=1) for n, m in models.items()})

@@ -9,8 +9,6 @@ from sync_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from sync_core._util import release_with, uninterrupted
-    from sync_core.hooks import Finding, FindingsContext
-    from sync_core.receiving.called import CalledReceiver, CalledReceivers
     from sync_core.transports.background import BackgroundReceiver
     from sync_core.transports.calling import (
         CalledWorker,
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "sync_core._util": ("release_with", "uninterrupted"),
-    "sync_core.hooks": ("Finding", "FindingsContext"),
-    "sync_core.receiving.called": ("CalledReceiver", "CalledReceivers"),
     "sync_core.transports.background": ("BackgroundReceiver",),
     "sync_core.transports.calling": (
         "CalledWorker",
@@ -52,14 +48,10 @@ __all__ = [
     "RESERVED_PREFIX",
     "BackgroundReceiver",
     "Block",
-    "CalledReceiver",
-    "CalledReceivers",
     "CalledWorker",
     "CallingTransport",
     "DeliveryOutcome",
     "DeliveryRequest",
-    "Finding",
-    "FindingsContext",
     "HandedTransport",
     "Notice",
     "PointToPointTransport",

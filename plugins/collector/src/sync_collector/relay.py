@@ -17,9 +17,17 @@ from sync_collector.collector_worker import CollectorWorker
 from sync_collector.model_weights import ModelWeights
 from sync_collector.schemes import POLICY, check_name
 from sync_collector.worker_pool import WorkerPool
-from sync_core import Address, ClosedError, ModelError, Receiver, SenderLostError, Update
+from sync_core import (
+    Address,
+    ClosedError,
+    ModelError,
+    Receiver,
+    SenderLostError,
+    Update,
+    receive_together,
+)
 from sync_core.checks import check_mapping
-from sync_core.models import Binding, named_tensors, receive_together
+from sync_core.models import Binding, named_tensors
 from sync_core.transports import release_with
 
 # How long a thread waits for a version before it waits again, in seconds; closing ends the wait.

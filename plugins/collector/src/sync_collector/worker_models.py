@@ -13,8 +13,16 @@ from torch import Tensor, nn
 
 from sync_collector.policies import module_of
 from sync_collector.schemes import POLICY
-from sync_core import Address, Layout, OptionError, Receiver, SenderLostError, Update
-from sync_core.models import Binding, check_match, named_tensors, receive_together, resolve
+from sync_core import (
+    Address,
+    Layout,
+    OptionError,
+    Receiver,
+    SenderLostError,
+    Update,
+    receive_together,
+)
+from sync_core.models import Binding, check_match, named_tensors, resolve
 
 # A worker gives at most one part in so many of its time to looking for weights. That takes 5 µs in
 # shared memory, where a step takes 160, and a millisecond or more if it means to ask a process.

@@ -28,8 +28,7 @@ from sync_core import (
     registry,
 )
 from sync_core.errors import AddressError
-from sync_core.hooks import SCHEME_CAPABILITIES
-from sync_core.transports import Finding, FindingsContext
+from sync_core.hooks import SCHEME_CAPABILITIES, Finding, FindingsContext
 from sync_testing.expectations import NOTHING_SENT, RECEIVED, REPORT, VALUES
 from sync_testing.loopback import Loopback
 from sync_testing.negated import Negated
