@@ -145,7 +145,7 @@ def test_several_that_do_not_start_at_zero(categorical: bool, action: list[int])
 
 @pytest.mark.parametrize("action", [[0.3, 0.7], [0, 0], [1, 1], [1, 0, 0], 1, [2, 1]], ids=str)
 def test_an_action_that_is_not_one_hot_is_an_error(action: Any) -> None:
-    env = GymEnv("CartPole-v1")
+    env = GymEnv("CartPole-v1", categorical=False)
     with pytest.raises(TypeError, match="one-hot"):
         env.step(env.reset().set("action", torch.tensor(action)))
 

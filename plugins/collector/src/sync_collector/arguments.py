@@ -12,8 +12,7 @@ import torch
 
 from sync_collector.collector_worker import WorkerSpecs
 from sync_collector.delivery import Output, ReplayBuffer
-from sync_collector.envs.adapt import EnvOptions
-from sync_collector.envs.gym import InfoKeys
+from sync_collector.envs.gym import EnvOptions
 from sync_collector.options import (
     BatchOptions,
     WorkerOptions,
@@ -115,7 +114,7 @@ class Arguments:
         frames_per_batch: int,
         total_frames: int,
         sync: bool,
-        info_keys: InfoKeys,
+        env_options: EnvOptions,
         replay_buffer: ReplayBuffer | None,
         on_worker_failure: OnWorkerFailure,
         log_to: Any,
@@ -180,7 +179,7 @@ class Arguments:
             share_policy=shared,
             seed=int(torch.randint(2**31, ()).item()),
             one_thread="torch_threads" not in (worker_options or {}),
-            env_options=EnvOptions(info_keys=info_keys),
+            env_options=env_options,
             options=options_of_workers(base, num_workers, named.common, named.own, named.own_name),
         )
         specs.check_policy()

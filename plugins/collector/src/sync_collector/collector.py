@@ -15,7 +15,7 @@ from sync_collector.auto_update import AutoUpdate, StaleWatch
 from sync_collector.background import BackgroundCollection
 from sync_collector.batch_requests import BatchRequests, RandomFrames
 from sync_collector.delivery import LET_END, BatchDelivery, CollectorStats, ReplayBuffer
-from sync_collector.envs.gym import InfoKeys
+from sync_collector.envs.gym import EnvOptions, InfoKeys
 from sync_collector.evaluation import Evaluation, Evaluator
 from sync_collector.model_weights import ModelWeights
 from sync_collector.options import BatchOptions, WorkerOptions
@@ -88,6 +88,11 @@ class Collector(TorchRLNames):
         sync: whether a batch is made by all workers.
         info_keys: entries of Gymnasium's ``info`` to record, at the root and under ``"next"`` as
             observations are: names, or a mapping to dtypes; see `sync_collector.envs.GymEnv`.
+        categorical: whether discrete actions and observations of Gymnasium are indices. By default
+            actions may be one-hot vectors or indices, as the policy gives them, and random ones
+            and observations are one-hot.
+        action_mask: the entry of the observation, or of ``info``, that has 1 for each action that
+            is allowed; random actions keep to it.
         replay_buffer: has ``extend``, which gets what each worker makes. None is yielded then.
         batch: what batches have in them: `BatchOptions`.
         per_worker: how workers make batches: `WorkerOptions`, or a list with one for each.
@@ -139,6 +144,8 @@ class Collector(TorchRLNames):
         total_frames: int = -1,
         sync: bool = False,
         info_keys: InfoKeys = (),
+        categorical: bool | None = None,
+        action_mask: str | None = None,
         replay_buffer: ReplayBuffer | None = None,
         batch: BatchOptions | None = None,
         per_worker: WorkerOptions | Sequence[WorkerOptions] | None = None,
@@ -166,7 +173,9 @@ class Collector(TorchRLNames):
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
             sync=sync,
-            info_keys=info_keys,
+            env_options=EnvOptions(
+                info_keys=info_keys, categorical=categorical, action_mask=action_mask
+            ),
             replay_buffer=replay_buffer,
             on_worker_failure=on_worker_failure,
             log_to=log_to,

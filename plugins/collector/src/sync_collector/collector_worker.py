@@ -16,7 +16,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sync_collector.envs.adapt import EnvOptions, as_env, stack_envs
+from sync_collector.envs.adapt import as_env, stack_envs
+from sync_collector.envs.gym import EnvOptions
 from sync_collector.envs.protocol import Env, closed_on_error
 from sync_collector.options import check_acts
 from sync_collector.policies import called_module, check_takes_something, is_lazy

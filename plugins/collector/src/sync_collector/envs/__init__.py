@@ -1,9 +1,9 @@
 """Environments: what a collector asks of one, adapters of other libraries, and one to test with."""
 
-from sync_collector.envs.adapt import EnvironmentAdapter, EnvOptions
+from sync_collector.envs.adapt import EnvironmentAdapter
 from sync_collector.envs.arrays import ArrayEnv, ArraySpec, ArrayStep
 from sync_collector.envs.counting import CountingEnv
-from sync_collector.envs.gym import GymEnv
+from sync_collector.envs.gym import EnvOptions, GymEnv
 from sync_collector.envs.protocol import Env
 
 __all__ = [

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from sync_collector.envs.arrays import (
     put_row,
     speaks_arrays,
 )
-from sync_collector.envs.gym import GymEnv, InfoKeys
+from sync_collector.envs.gym import EnvOptions, GymEnv
 from sync_collector.envs.normal import Conventions
 from sync_collector.envs.protocol import (
     Env,
@@ -177,17 +176,6 @@ class _TensorDictStack(_Members):
 ADAPTERS = "sync.environments"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvOptions:
-    """What a collector asks of the environments that it adapts.
-
-    Args:
-        info_keys: entries of ``info`` to record beside observations; see `GymEnv`.
-    """
-
-    info_keys: InfoKeys = ()
-
-
 class EnvironmentAdapter(ABC):
     """Makes an `Env` of an environment of another library.
 
@@ -232,18 +220,21 @@ class _Gymnasium(EnvironmentAdapter):
     def adapt(self, made: Any, options: EnvOptions) -> Env:
         _check_steps(made)
         if not hasattr(made, "single_action_space"):
-            return GymEnv(lambda: made, info_keys=options.info_keys)
+            env: Env = GymEnv(lambda: made, **options.given())
+            return env
         # It imports gymnasium, which is needed for such an environment only.
         from sync_collector.envs.vector import VectorGymEnv, resettable
 
-        return VectorGymEnv(resettable(made), info_keys=options.info_keys)
+        return VectorGymEnv(resettable(made), **options.given())
 
+
+_NONE = EnvOptions()
 
 #: The adapter of Gymnasium's environments.
 GYMNASIUM = _Gymnasium()
 
 
-def as_env(made: Any, options: EnvOptions = EnvOptions()) -> Env:
+def as_env(made: Any, options: EnvOptions = _NONE) -> Env:
     """The object itself if it is an `Env`, else what an adapter makes of it.
 
     An `Env` has a ``batch_size``, as TorchRL's ``EnvBase`` or a class of the user's own has. The
@@ -264,13 +255,16 @@ def as_env(made: Any, options: EnvOptions = EnvOptions()) -> Env:
     """
     if isinstance(getattr(made, "batch_size", None), torch.Size):
         # First: environments that wrap another may pass on its spaces too.
-        if options.info_keys:
-            raise TypeError(
-                f"info_keys is for environments of Gymnasium, and create_env_fn made a "
-                f"{type(made).__name__}; give it to GymEnv(…, info_keys=…), or to what reads "
-                "the info of your environment"
-            )
         _check_steps(made)
+        if given := options.given():
+            configure: Callable[[EnvOptions], object] | None = optional(made, "configure")
+            if configure is None:
+                raise TypeError(
+                    f"{', '.join(given)} is for environments of Gymnasium, and create_env_fn made "
+                    f"a {type(made).__name__} without configure(options); let what makes the "
+                    "environment do the same"
+                )
+            configure(options)
         env: Env = made
     else:
         env = _adapted(made, options)

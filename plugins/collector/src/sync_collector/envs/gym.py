@@ -6,7 +6,7 @@ import inspect
 import pickle
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -132,6 +132,41 @@ def _column(
     return column
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvOptions:
+    """What a collector asks of the environments that it adapts; see `GymEnv`.
+
+    Args:
+        info_keys: entries of ``info`` to record beside observations.
+        categorical: whether discrete values are indices; None for what the policy gives.
+        action_mask: the entry of the observation or of ``info`` that has the allowed actions.
+    """
+
+    info_keys: InfoKeys = ()
+    categorical: bool | None = None
+    action_mask: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given, by name."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if value not in (None, (), [], {})}
+
+    def joined(self, others: EnvOptions) -> EnvOptions:
+        """Return these options and others.
+
+        Raises:
+            ValueError: one has different values.
+        """
+        mine, theirs = self.given(), others.given()
+        for name in mine.keys() & theirs.keys():
+            if mine[name] != theirs[name]:
+                raise ValueError(
+                    f"the environment was made with {name}={mine[name]!r}, and the collector with "
+                    f"{theirs[name]!r}; leave out one of them"
+                )
+        return EnvOptions(**mine, **{n: v for n, v in theirs.items() if n not in mine})
+
+
 class GymEnv(ArrayEnv):
     """A Gymnasium environment, or several that are stepped together.
 
@@ -142,10 +177,13 @@ class GymEnv(ArrayEnv):
         env: the id of a registered environment, or a function that makes one.
         num_envs: how many are stepped together, one after the other, as a batch of this shape;
             None for a single one without a batch dimension.
-        categorical: give and take discrete values as int64 indices; else as int64 one-hot vectors.
+        categorical: give and take discrete values as int64 indices, or as int64 one-hot vectors. By
+            default, actions may be either: the policy's first one decides; the rest is one-hot.
         info_keys: entries of ``info`` to record beside observations, such as ``["x_position"]``:
             float32 numbers, NaN where there is none; a mapping gives each its dtype or
             `ArraySpec`, and a tuple is a path: ``("episode", "r")``.
+        action_mask: the entry of the observation, or of ``info``, that has 1 for each action that
+            is allowed and else 0; random actions keep to it. Only for Discrete actions.
         **make_options: given to ``gymnasium.make`` with the id.
 
     Raises:
@@ -165,14 +203,12 @@ class GymEnv(ArrayEnv):
         env: str | Callable[[], Any],
         *,
         num_envs: int | None = None,
-        categorical: bool = False,
+        categorical: bool | None = None,
         info_keys: InfoKeys = (),
+        action_mask: str | None = None,
         **make_options: Any,
     ) -> None:
         make = _maker(env, make_options)
-        # Not before it is known that gymnasium is there.
-        from sync_collector.envs.spaces import ObservationCodec, codec
-
         if num_envs is not None and num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}; give 1 or more, or None for a single one")
         self._envs = [make() for _ in range(1 if num_envs is None else num_envs)]
@@ -186,12 +222,38 @@ class GymEnv(ArrayEnv):
                 "vector environment itself to the collector (create_env_fn=lambda: "
                 "gymnasium.make_vec(…, vectorization_mode='sync')), or GymEnv an id and num_envs"
             )
-        self._action = codec(first.action_space, categorical=categorical)
-        observation = ObservationCodec(first.observation_space, categorical=categorical)
+        self._options = EnvOptions(
+            categorical=categorical, info_keys=info_keys, action_mask=action_mask
+        )
+        self._set_up()
+
+    def configure(self, options: EnvOptions) -> None:
+        """Take what a collector asks for; what was given when this was made stays.
+
+        Raises:
+            ValueError: an option was given here too, with another value.
+        """
+        self._options = self._options.joined(options)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        # Not before it is known that gymnasium is there.
+        from sync_collector.envs.spaces import ObservationCodec, action_codec, check_maskable
+
+        options, first = self._options, self._envs[0]
+        self._action = action_codec(first.action_space, categorical=options.categorical)
+        observation = ObservationCodec(
+            first.observation_space, categorical=bool(options.categorical)
+        )
         self._encode = observation.encode
-        self._infos = InfoReader(info_keys, list(observation.specs)) if info_keys else None
+        keys = options.info_keys
+        self._infos = InfoReader(keys, list(observation.specs)) if keys else None
         extra = {} if self._infos is None else self._infos.specs
         self.array_specs = {**observation.specs, **extra}
+        if options.action_mask is not None:
+            check_maskable(first.action_space)
+        # The allowed actions of each environment, where they are masked.
+        self._masks: list[Any] = [None] * len(self._envs)
 
     @property
     def envs(self) -> tuple[Any, ...]:
@@ -201,29 +263,33 @@ class GymEnv(ArrayEnv):
     def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
         """Begin an episode, for a batch where the mask says."""
         if self._single:
-            return self._begun(self._envs[0])
+            return self._begun(0)
         rows = self._new_rows()
-        for i, env in enumerate(self._envs):
+        for i in range(len(self._envs)):
             if mask is None or mask[i]:
-                put_row(rows, i, self._begun(env))
+                put_row(rows, i, self._begun(i))
         return rows
 
     def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
         """Act in each environment."""
         if self._single:
-            return self._stepped(self._envs[0], action)
+            return self._stepped(0, action)
         rows = self._new_rows()
         rewards = np.empty(len(self._envs), np.float32)
         terminated, truncated = np.empty((2, len(self._envs)), np.bool_)
-        for i, env in enumerate(self._envs):
-            made = self._stepped(env, action[i])
+        for i in range(len(self._envs)):
+            made = self._stepped(i, action[i])
             observation, rewards[i], terminated[i], truncated[i] = made
             put_row(rows, i, observation)
         return rows, rewards, terminated, truncated
 
     def sample_action(self) -> np.ndarray[Any, Any]:
         """A random action of each environment's own stream; `set_seed` seeds it."""
-        samples = [self._action.encode(env.action_space.sample()) for env in self._envs]
+        drawn = (
+            env.action_space.sample() if mask is None else env.action_space.sample(mask)
+            for env, mask in zip(self._envs, self._masks, strict=True)
+        )
+        samples = [self._action.encode(action) for action in drawn]
         return np.array(samples[0] if self._single else samples, dtype=self._action.spec.dtype)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -256,7 +322,7 @@ class GymEnv(ArrayEnv):
         if any(map(_is_made_anew, self._envs)):
             return None
         try:
-            return pickle.dumps(self._envs)
+            return pickle.dumps((self._envs, self._masks))
         except Exception:
             # Objects that hold a lock or a pointer raise their own exceptions.
             return None
@@ -265,7 +331,7 @@ class GymEnv(ArrayEnv):
         """Go on with the environments that were pickled."""
         for env in self._envs:
             close_env(env)
-        self._envs = pickle.loads(state)
+        self._envs, self._masks = pickle.loads(state)
 
     def close(self) -> None:
         """Close the environments inside."""
@@ -273,13 +339,15 @@ class GymEnv(ArrayEnv):
         for env in self._envs:
             close_env(env)
 
-    def _begun(self, env: Any) -> Arrays:
+    def _begun(self, i: int) -> Arrays:
+        env = self._envs[i]
         made = env.reset()
         if not isinstance(made, tuple) or len(made) != 2:
             raise _of_another_interface(env, "reset", "the observation and a dict")
-        return self._observed(made[0], made[1])
+        return self._observed(i, made[0], made[1])
 
-    def _stepped(self, env: Any, action: np.ndarray[Any, Any]) -> ArrayStep:
+    def _stepped(self, i: int, action: np.ndarray[Any, Any]) -> ArrayStep:
+        env = self._envs[i]
         made = env.step(self._action.decode(action))
         if not isinstance(made, tuple) or len(made) != 5:
             wanted = "observation, reward, terminated, truncated and a dict"
@@ -289,9 +357,13 @@ class GymEnv(ArrayEnv):
             terminated = _flag(terminated, env, "terminated")
         if truncated is not True and truncated is not False:
             truncated = _flag(truncated, env, "truncated")
-        return self._observed(observation, info), _scalar(reward, env), terminated, truncated
+        return self._observed(i, observation, info), _scalar(reward, env), terminated, truncated
 
-    def _observed(self, observation: Any, info: Any) -> Arrays:
+    def _observed(self, i: int, observation: Any, info: Any) -> Arrays:
+        if self._options.action_mask is not None:
+            from sync_collector.envs.spaces import mask_of
+
+            self._masks[i] = mask_of(self._options.action_mask, observation, info)
         encoded = self._encode(observation)
         return encoded if self._infos is None else {**encoded, **self._infos.read(info)}
 

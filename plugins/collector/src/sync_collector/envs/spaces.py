@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from itertools import pairwise
 from operator import getitem
@@ -173,12 +173,66 @@ class OneHots(Codec):
         return np.array([codec.decode(piece) for codec, piece in pairs], dtype=self._dtype)
 
 
+class Inferred(Codec):
+    """Discrete actions as the policy gives them: one-hot vectors or indices.
+
+    Dtype and shape of an action tell which. Random actions are one-hot until the policy has given
+    an index.
+
+    Args:
+        one_hot: the codec of one-hot vectors.
+        index: the codec of indices.
+    """
+
+    def __init__(self, one_hot: Codec, index: Codec) -> None:
+        self._used, self._index = one_hot, index
+        self._has_sampled = False
+        self.spec = one_hot.spec
+
+    def encode(self, value: Any) -> Any:
+        self._has_sampled = True
+        return self._used.encode(value)
+
+    def decode(self, array: Array) -> Any:
+        if array.shape != self.spec.shape and self._used is not self._index:
+            self._look_for_index(array)
+        return self._used.decode(array)
+
+    def _look_for_index(self, array: Array) -> None:
+        alone = self._index.spec.shape == () and array.shape == (1,)
+        if array.dtype.kind not in "iu" or not (alone or array.shape == self._index.spec.shape):
+            return
+        if self._has_sampled:
+            raise TypeError(
+                "the policy gives actions as indices, and random actions were made as one-hot "
+                "vectors; type Collector(…, categorical=True), or GymEnv(…, categorical=True)"
+            )
+        self._used = self._index
+
+
 class _Part:
     def __init__(self, n: int, start: int) -> None:
         self.n, self.start = n, start
 
     def __str__(self) -> str:
         return f"Discrete({self.n}, start={self.start})"
+
+
+def action_codec(space: Any, *, categorical: bool | None) -> Codec:
+    """The codec of an action space.
+
+    Args:
+        space: a Gymnasium space.
+        categorical: whether discrete actions are indices; None for what the policy gives.
+
+    Raises:
+        TypeError: a kind of space that has none.
+    """
+    is_discrete = isinstance(space, spaces.Discrete)
+    is_vector = isinstance(space, spaces.MultiDiscrete) and len(space.shape) == 1
+    if categorical is not None or not (is_discrete or is_vector):
+        return codec(space, categorical=bool(categorical))
+    return Inferred(codec(space, categorical=False), codec(space, categorical=True))
 
 
 def codec(space: Any, *, categorical: bool) -> Codec:
@@ -279,6 +333,34 @@ _FIT_OBSERVATION = (
     "let what changes the observations declare their space: "
     "gymnasium.wrappers.TransformObservation(env, function, space)"
 )
+
+
+def mask_of(key: str, observation: Any, info: Any) -> Array:
+    """Return the allowed actions, which an environment gives with an observation.
+
+    Args:
+        key: the name of the mask in the observation, or else in ``info``.
+        observation: of a Dict space, where it has the mask.
+        info: the mapping that came with it.
+
+    Raises:
+        TypeError: neither has it.
+    """
+    for given in (observation, info):
+        if isinstance(given, Mapping) and key in given:
+            return np.asarray(as_numpy(given[key])).astype(np.int8)
+    raise TypeError(
+        f"action_mask={key!r} is neither in the observation nor in info; give the name of the "
+        "entry that has 1 for each action that is allowed, and else 0"
+    )
+
+
+def check_maskable(space: Any) -> None:
+    """Raise `TypeError` unless random actions of a space can be masked."""
+    if not isinstance(space, spaces.Discrete):
+        raise TypeError(f"action_mask= is for Discrete actions, and the space is {space}")
+
+
 _BINARY = frozenset((0, 1))
 _FIT_BINARY = "let the policy give 0 and 1, such as (logits > 0).to(torch.int8), or sample them"
 _FIT_INTEGER = "let the policy round its actions, and keep them within the space"
@@ -322,6 +404,6 @@ def _outside(what: str, value: str, space: Any, advice: str) -> TypeError:
 def _not_one_hot(values: Any, size: int) -> TypeError:
     return TypeError(
         f"an action must be one-hot, {size} numbers with a single 1, not {values}; let the policy "
-        "choose (torch.nn.functional.one_hot(logits.argmax(-1), n), or sample), or give GymEnv "
-        "categorical=True if it gives indices"
+        "choose (torch.nn.functional.one_hot(logits.argmax(-1), n), or sample), or return an index "
+        "as an integer"
     )

@@ -19,8 +19,20 @@ from gymnasium.vector import (
 from gymnasium.wrappers.vector import NormalizeObservation
 
 from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, as_numpy, put_row
-from sync_collector.envs.gym import InfoKeys, InfoReader, next_seed, wrong_flag, wrong_reward
-from sync_collector.envs.spaces import ObservationCodec, codec
+from sync_collector.envs.gym import (
+    EnvOptions,
+    InfoKeys,
+    InfoReader,
+    next_seed,
+    wrong_flag,
+    wrong_reward,
+)
+from sync_collector.envs.spaces import (
+    ObservationCodec,
+    action_codec,
+    check_maskable,
+    mask_of,
+)
 
 
 class VectorGymEnv(ArrayEnv):
@@ -33,6 +45,7 @@ class VectorGymEnv(ArrayEnv):
         env: the vector environment.
         categorical: see `GymEnv`.
         info_keys: see `GymEnv`.
+        action_mask: see `GymEnv`.
 
     Raises:
         TypeError: it would reset with the next step and cannot be set to do so earlier, or cannot
@@ -49,8 +62,9 @@ class VectorGymEnv(ArrayEnv):
         self,
         env: VectorEnv[Any, Any, Any],
         *,
-        categorical: bool = False,
+        categorical: bool | None = None,
         info_keys: InfoKeys = (),
+        action_mask: str | None = None,
     ) -> None:
         self._env = env
         self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
@@ -71,16 +85,35 @@ class VectorGymEnv(ArrayEnv):
             )
         self.batch_size = torch.Size((env.num_envs,))
         self.is_closed = False
-        self._action = codec(env.single_action_space, categorical=categorical)
-        self._codec = ObservationCodec(env.single_observation_space, categorical=categorical)
-        self._infos = InfoReader(info_keys, list(self._codec.specs)) if info_keys else None
-        extra = {} if self._infos is None else self._infos.specs
-        self.array_specs = {**self._codec.specs, **extra}
+        self._options = EnvOptions(
+            categorical=categorical, info_keys=info_keys, action_mask=action_mask
+        )
+        self._set_up()
         # The observations after the last step, where it has reset what had ended, and where.
         self._fresh: Arrays = {}
         self._is_fresh = np.zeros(env.num_envs, np.bool_)
         # The device of actions where the environment gives tensors; None where it gives arrays.
         self._device: torch.device | None = None
+
+    def configure(self, options: EnvOptions) -> None:
+        """Take what a collector asks for; see `GymEnv.configure`."""
+        self._options = self._options.joined(options)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        options, env = self._options, self._env
+        self._action = action_codec(env.single_action_space, categorical=options.categorical)
+        self._codec = ObservationCodec(
+            env.single_observation_space, categorical=bool(options.categorical)
+        )
+        keys = options.info_keys
+        self._infos = InfoReader(keys, list(self._codec.specs)) if keys else None
+        extra = {} if self._infos is None else self._infos.specs
+        self.array_specs = {**self._codec.specs, **extra}
+        if options.action_mask is not None:
+            check_maskable(env.single_action_space)
+        # The allowed actions of each environment, where they are masked.
+        self._masks: np.ndarray[Any, Any] | None = None
 
     def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
         """Begin an episode where the mask says, if the vector environment has not done so."""
@@ -121,12 +154,17 @@ class VectorGymEnv(ArrayEnv):
 
     def sample_action(self) -> np.ndarray[Any, Any]:
         """A random action of the vector environment's own stream; `set_seed` seeds it."""
-        samples = self._action.encode_batch(self._env.action_space.sample())
+        if self._masks is None:
+            drawn = self._env.action_space.sample()
+        else:
+            drawn = [self._env.single_action_space.sample(mask) for mask in self._masks]
+        samples = self._action.encode_batch(drawn)
         return np.array(samples, dtype=self._action.spec.dtype)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed by a reset; see `GymEnv.set_seed`."""
         self._env.action_space.seed(seed)
+        self._env.single_action_space.seed(seed)
         seeds = [seed]
         for _ in range(self._env.num_envs):
             seeds.append(seed if static_seed else next_seed(seeds[-1]))
@@ -142,10 +180,23 @@ class VectorGymEnv(ArrayEnv):
         self._env.close()
 
     def _observed(self, observation: Any, infos: Any) -> Arrays:
-        encoded: Arrays = self._codec.encode_batch(self._arrays(observation))
+        observation = self._arrays(observation)
+        if self._options.action_mask is not None:
+            self._masks = self._masks_of(self._options.action_mask, observation, infos)
+        encoded: Arrays = self._codec.encode_batch(observation)
         if self._infos is None:
             return encoded
         return {**encoded, **self._infos.read_batch(infos, self._env.num_envs)}
+
+    def _masks_of(self, key: str, observation: Any, infos: Any) -> np.ndarray[Any, Any]:
+        if isinstance(infos, list):
+            return np.stack([mask_of(key, None, info) for info in infos])
+        masks = mask_of(key, observation, infos)
+        # Infos of a vector environment tell which environments gave one.
+        given = infos.get(f"_{key}")
+        if given is None or self._masks is None:
+            return masks
+        return np.where(np.asarray(given)[:, None], masks, self._masks)
 
     def _arrays(self, observation: Any) -> Any:
         """Return observations as arrays; an environment that gives tensors takes them too."""
