@@ -1,4 +1,4 @@
-"""Interrupts, finalizers, clocks and weak references."""
+"""Interrupts, finalizers and clocks."""
 
 from __future__ import annotations
 
@@ -193,27 +193,3 @@ def clock_id() -> str | None:
     kind = time.get_clock_info("perf_counter").implementation
     # A digest, since a host's boot id is confidential.
     return hashlib.sha256(f"{boot} {namespace} {kind}".encode()).hexdigest()[:16]
-
-
-class CollectorReference:
-    """A weak reference to one collector; a base class of senders and receivers."""
-
-    _collector: weakref.ref[Any] | None = None
-
-    @property
-    def collector(self) -> Any:
-        """The collector that was registered; None before that, and after it was collected."""
-        return None if self._collector is None else self._collector()
-
-    def register_collector(self, collector: Any) -> None:
-        """Keep a weak reference to the collector whose workers are updated.
-
-        Raises:
-            RuntimeError: a collector was registered before.
-        """
-        if self._collector is not None:
-            raise RuntimeError(
-                f"this {type(self).__name__} has a collector already, and serves one only; "
-                f"make another {type(self).__name__} for another collector"
-            )
-        self._collector = weakref.ref(collector)

@@ -131,24 +131,5 @@ def look_up(model: Any, context: Any, before: Any = None) -> Any:
     return before if same(before, found) else found
 
 
-def either(weights: Any, weights_dict: Mapping[str, Any] | None) -> Any:
-    """Return the models to send, given in one of two ways.
-
-    Raises:
-        ValueError: both were given.
-        ModelError: ``weights_dict`` is not a mapping.
-    """
-    if weights_dict is None:
-        return weights
-    if weights is not None:
-        raise ValueError("weights and weights_dict were both given; leave one of them out")
-    if not isinstance(weights_dict, Mapping):
-        raise ModelError(
-            f"weights_dict is a {type(weights_dict).__name__}; "
-            'write it like {"policy": policy, "critic": critic}'
-        )
-    return weights_dict
-
-
 def _is_plain_mapping(model: Any) -> bool:
     return isinstance(model, Mapping) and not is_tensordict(model)

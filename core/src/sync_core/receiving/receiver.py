@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from torch import Tensor
 
 from sync_core import registry
-from sync_core._util import CollectorReference, clock_id
+from sync_core._util import clock_id
 from sync_core.address import Address, IndirectEndpoint
 from sync_core.checks import check_count, check_function, check_seconds
 from sync_core.errors import (
@@ -30,6 +30,7 @@ from sync_core.receiving.target import Target
 from sync_core.registry import Plugin
 from sync_core.stack import Defaults, Load, Stack
 from sync_core.transports.transport import Answer, ReceiverTransport
+from sync_core.updater import Updated
 from sync_core.weights.copying import outside_inference_mode
 from sync_core.weights.extras import check_base, of_user
 from sync_core.weights.payload import Payload
@@ -44,7 +45,7 @@ _IS_CLOSED = "the receiver is closed"
 _JOINING = 5.0
 
 
-class Receiver(CollectorReference):
+class Receiver(Updated):
     """Receives the weights of one model in one worker.
 
     Args:
@@ -354,15 +355,6 @@ class Receiver(CollectorReference):
             LayoutMismatchError: they do not fit the model; nothing was written.
         """
         self._target.write_by_hand(weights, self._transport.prepare(weights))
-
-    def update_weights(self, weights: Any = None) -> int | None:
-        """Commit the weights given, or what the sender has; see `apply_weights` and `receive`."""
-        if weights is None:
-            return self.receive()
-        self.apply_weights(weights)
-        return self._version
-
-    __call__ = update_weights
 
     def on_arrival(self, callback: Callable[[], object]) -> bool:
         """Have a function called whenever a version may have come, from now on.

@@ -18,7 +18,6 @@ from sync_core.address import Address
 from sync_core.checks import check_count, check_function, check_seconds, normalize, normalize_one
 from sync_core.errors import ClosedError, OptionError, PendingSendError
 from sync_core.models.extract import Strategy
-from sync_core.models.multi_model import either
 from sync_core.models.paths import resolve
 from sync_core.models.shared_model_check import register_owner
 from sync_core.report import SendReport
@@ -26,11 +25,11 @@ from sync_core.sending import features
 from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
 from sync_core.sending.pipeline import Pipeline, Source, Terms
-from sync_core.sending.updater import Updater
 from sync_core.sending.worker_ids import as_id, check_handle, count_workers
 from sync_core.sending.worker_state import WorkerStatus
 from sync_core.stack import PushCounter
 from sync_core.transports.transport import SenderTransport
+from sync_core.updater import Updater, either
 from sync_core.weights.extras import Kinds, checked, kinds_of
 from sync_core.weights.payload import Update
 
@@ -528,11 +527,8 @@ class Sender(Updater):
         if weights is None and self._partial is not None:
             self._partial.check(update)
 
-    def snapshot(self) -> Mapping[str, Tensor]:
-        """A copy of the model's weights as they are now, in the CPU's memory."""
-        update = self._source.read()
-        copies = [tensor.detach().to("cpu", copy=True) for tensor in update.tensors]
-        return dict(Update(update.layout, copies).items())
+    def _read(self) -> Update:
+        return self._source.read()
 
     def wait_async(self, timeout: float | None = None) -> SendReport:
         """Wait for the pending send; see `PendingSend.wait`.
