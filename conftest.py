@@ -187,7 +187,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "ray" if _over_ray(nodeid) else nodeid.split("::", maxsplit=1)[0]
+            if _over_ray(nodeid):
+                return "ray"
+            # Long, and with nothing that the tests of a file share but fixtures.
+            parts = 2 if nodeid.startswith("tests/kit/") else 1
+            return "::".join(nodeid.split("::")[:parts])
 
     return Scheduling(config, log)
 
@@ -198,4 +202,4 @@ def _digest(seed: str, name: str) -> bytes:
 
 
 def _over_ray(nodeid: str) -> bool:
-    return nodeid.startswith("tests/plugins_ray/")
+    return nodeid.startswith(("tests/plugins_ray/", "tests/kit/test_ray"))

@@ -3,10 +3,7 @@
     pip install cryptography
     export SYNC_KEY=$(python -c "import secrets; print(secrets.token_hex(32))")
 
-Every version is sealed with AES-256 in Galois/counter mode (NIST SP 800-38D,
-https://doi.org/10.6028/NIST.SP.800-38D), by the package `cryptography`. A version that was changed
-on its way, or is given another number, is refused. The page docs/authors/write-a-wrapping-scheme.md
-goes through this file.
+AES-256-GCM seals every version and its number. See docs/authors/write-a-wrapping-scheme.md.
 """
 
 from __future__ import annotations
@@ -45,8 +42,7 @@ class Encrypted(WrappingScheme):
 
     Args:
         inner: the scheme that carries what is encrypted.
-        variable: the environment variable that has the key at both ends, 64 hexadecimal digits. The
-            key is in no address.
+        variable: the environment variable that has the key at both ends, 64 hexadecimal digits.
     """
 
     wrapper: ClassVar[str] = "encrypted"
@@ -57,13 +53,11 @@ class Encrypted(WrappingScheme):
     variable: str = "SYNC_KEY"
 
     def create_sender(self, context: TransportContext) -> SenderTransport:
-        """Make the sender's side."""
         assert context.layout is not None
         inner = self.inner_sender(context, layout=_sealed(context.layout.nbytes))
         return EncryptingSender(inner, self._cipher())
 
     def create_receiver(self, context: TransportContext) -> ReceiverTransport:
-        """Make a receiver's side."""
         cipher = self._cipher()
         layout = None if context.layout is None else _sealed(context.layout.nbytes)
         inner = self.inner_receiver(context, layout=layout)
@@ -73,10 +67,9 @@ class Encrypted(WrappingScheme):
         try:
             return AESGCM(bytes.fromhex(os.environ[self.variable]))
         except (KeyError, ValueError) as error:
-            raise OptionError(
-                f"{self.name} needs a key at both ends; type: export {self.variable}=$(python -c "
-                "'import secrets; print(secrets.token_hex(32))')"
-            ) from error
+            make = "python -c 'import secrets; print(secrets.token_hex(32))'"
+            told = f"{self.name} needs a key at both ends; type: export {self.variable}=$({make})"
+            raise OptionError(told) from error
 
 
 class EncryptingSender(WrappingSender):
@@ -88,10 +81,10 @@ class EncryptingSender(WrappingSender):
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
         """Encrypt the payload and send it under the same number."""
-        nonce = secrets.token_bytes(_NONCE_NBYTES)
-        data = nonce + self._cipher.encrypt(nonce, payload.to_bytes(), _number(payload.version))
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        sealed = replace(payload, layout=_sealed(payload.nbytes), source=(tensor,))
+        nonce, number = secrets.token_bytes(_NONCE_NBYTES), payload.version.to_bytes(8, "big")
+        data = nonce + self._cipher.encrypt(nonce, payload.to_bytes(), number)
+        source = (torch.frombuffer(bytearray(data), dtype=torch.uint8),)
+        sealed = replace(payload, layout=_sealed(payload.nbytes), source=source)
         return self.transport.send(sealed, worker_ids)
 
 
@@ -112,7 +105,7 @@ class DecryptingReceiver(WrappingReceiver):
         payload.release()
         nonce, sealed = data[:_NONCE_NBYTES], data[_NONCE_NBYTES:]
         try:
-            content = self._cipher.decrypt(nonce, sealed, _number(payload.version))
+            content = self._cipher.decrypt(nonce, sealed, payload.version.to_bytes(8, "big"))
         except InvalidTag as cause:
             error = CorruptionError(self._worker_id, f"version {payload.version} does not decrypt")
             self.transport.acknowledge(Answer.refusal(payload.version, error))
@@ -120,11 +113,7 @@ class DecryptingReceiver(WrappingReceiver):
         return Payload.unpack(Block.of_bytes(content), payload.version, since=payload.known_at)
 
 
-def _number(version: int) -> bytes:
-    return version.to_bytes(8, "big")
-
-
 @lru_cache(maxsize=16)
 def _sealed(nbytes: int) -> Layout:
-    size = _NONCE_NBYTES + nbytes + _TAG_NBYTES
-    return Layout.of({"encrypted": torch.empty(size, dtype=torch.uint8)})
+    sealed = torch.empty(_NONCE_NBYTES + nbytes + _TAG_NBYTES, dtype=torch.uint8)
+    return Layout.of({"encrypted": sealed})

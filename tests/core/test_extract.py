@@ -17,7 +17,6 @@ from torch import nn
 from sync_core import ModelError, ModelPathError, Receiver, Sender, Update
 from sync_core.errors import PayloadError
 from sync_core.models import Binding, named_tensors, resolve
-from sync_core.models.extra_state import flatten, rebuild
 
 
 class WithBuffers(nn.Module):
@@ -72,17 +71,21 @@ def test_extra_state_as_json_comes_back_as_it_was() -> None:
         torch.ones(2),
         float("-inf"),
     ]
-    named = dict(flatten("_extra_state", state))
-    assert repr(rebuild("_extra_state", None, named)) == repr(state)
-    longer = dict(flatten("_extra_state", {**state[1], "text": "x" * 1000}))
+    target = WithExtraState([0, {}, torch.zeros(2), 0.0])
+    Binding(target).write(Binding(WithExtraState(state)).read())
+    assert repr(target.state) == repr(state)
+    longer = named_tensors(WithExtraState({**state[1], "text": "x" * 1000}))
     assert longer["_extra_state.__json__"].shape == (2048,)
 
 
 @pytest.mark.parametrize("text", [b"[", b'{"tensor": 3}', b'{"code": "x"}', b"[" * 100_000])
 def test_extra_state_that_is_no_json_of_ours_is_refused(text: bytes) -> None:
-    named = {"_extra_state.__json__": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    json = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    sent = Update.of({"weight": torch.zeros(2), "_extra_state.__json__": json})
+    target = WithExtraState(3)
     with pytest.raises(PayloadError, match="'_extra_state' arrived as JSON that is not a state"):
-        rebuild("_extra_state", 3, named)
+        Binding(target).write(sent)
+    assert target.weight.eq(1).all()
 
 
 def test_extra_state_that_a_state_dict_cannot_take_is_an_error() -> None:

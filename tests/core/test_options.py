@@ -9,8 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pytest
 
-from sync_core import OptionError
-from sync_core.hooks import parse_options
+from sync_core import OptionError, TransportContext
 
 
 class Client(Protocol):
@@ -34,6 +33,13 @@ class Options:
     client: Client | None = None
 
 
+def parse(given: dict[str, Any]) -> Options:
+    context = TransportContext(
+        side="sender", scheme="some", model_id="policy", token="", timeout=1.0, options=given
+    )
+    return context.parse_options(Options)
+
+
 GIVEN: list[dict[str, Any]] = [
     {"slots": 4, "poll": 1},
     {"slots": np.int64(4), "poll": np.float32(0.5)},
@@ -45,7 +51,7 @@ GIVEN: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("given", GIVEN)
 def test_what_fits(given: dict[str, Any]) -> None:
-    made = parse_options(Options, given, "scheme 'some'")
+    made = parse(given)
     assert {name: getattr(made, name) for name in given} == given
 
 
@@ -65,4 +71,4 @@ def test_what_fits(given: dict[str, Any]) -> None:
 )
 def test_what_does_not(given: dict[str, Any], declared: str) -> None:
     with pytest.raises(OptionError, match=rf"^scheme 'some' takes {declared}$"):
-        parse_options(Options, given, "scheme 'some'")
+        parse(given)

@@ -7,13 +7,12 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from sync_core import PendingSendError, Receiver, Sender, SendError, SendReport
-from sync_core.sending.failure_policy import Remedy
 from sync_testing import eventually, interrupted
 
 pytestmark = pytest.mark.timeout(60)
@@ -42,7 +41,7 @@ def test_several_threads_wait_for_one_send() -> None:
 def test_who_waits_gets_the_report_as_it_ended() -> None:
     judging, judged = threading.Event(), threading.Event()
 
-    def judge(failure: object) -> Remedy:
+    def judge(failure: object) -> Literal["drop"]:
         del failure
         judging.set()
         judged.wait(10)
@@ -77,7 +76,7 @@ def test_a_send_that_was_abandoned_does_not_end_the_next_one() -> None:
             second.abandon()
 
 
-def drop_it(failure: object) -> Remedy:
+def drop_it(failure: object) -> Literal["drop"]:
     del failure
     return "drop"
 

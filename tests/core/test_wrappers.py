@@ -26,7 +26,6 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.models import Binding, ComputedWeights, named_tensors
-from sync_core.models.extract import Strategy
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -34,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
 ]
 
-STRATEGIES: list[Strategy] = ["tensordict", "state_dict"]
+STRATEGIES: list[Any] = ["tensordict", "state_dict"]
 
 
 def net() -> nn.Module:
@@ -72,7 +71,7 @@ WRAPPINGS: list[Callable[[nn.Module], nn.Module]] = [
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("wrap", WRAPPINGS)
-def test_a_wrapped_model_fits_a_plain_one(wrap: Any, strategy: Strategy) -> None:
+def test_a_wrapped_model_fits_a_plain_one(wrap: Any, strategy: Any) -> None:
     with process_group():
         wrapped = wrap(net())
         plain = nn.Sequential(nn.ReLU(), net()) if isinstance(wrapped, nn.Sequential) else net()
@@ -103,7 +102,7 @@ def test_a_state_dict_of_a_wrapped_model_says_what_to_give(wrap: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_activation_checkpointing_changes_no_names(strategy: Strategy) -> None:
+def test_activation_checkpointing_changes_no_names(strategy: Any) -> None:
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
     model = nn.Sequential(wrappers.checkpoint_wrapper(net()), nn.Linear(3, 1))
@@ -165,7 +164,7 @@ def test_weights_that_are_computed_at_every_send() -> None:
     class Counted(ComputedWeights):
         count = 0.0
 
-        def read(self, strategy: Strategy) -> dict[str, Tensor]:
+        def read(self, strategy: Any) -> dict[str, Tensor]:
             self.count += 1.0
             return {
                 name: tensor + self.count

@@ -1,4 +1,4 @@
-"""Chains of schemes do what every scheme does."""
+"""Chains of schemes do what every scheme does; `tests/kit/test_compositions.py` has all others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from sync_testing import SchemeConformance
 
 class TestIncrementsInChunks(SchemeConformance):
     scheme = "increments::chunked::shm"
-
-
-class TestIncrementsOverAStore(SchemeConformance):
-    scheme = "increments::file"
 
 
 @pytest.mark.parametrize(

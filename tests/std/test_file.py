@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 from sync_core import OptionError, Payload, Receiver, Sender, SendError, Update
-from sync_plugin_std.stores import parts
 from sync_testing import SchemeConformance
 
 
@@ -91,36 +90,31 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_are_the_bytes_of_a_packed_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_LARGE", 0)
+def test_a_large_version_is_written_as_the_bytes_of_its_payload(tmp_path: Path) -> None:
     whole = torch.arange(60, dtype=torch.float32).reshape(6, 10)
-    update = Update.of(
-        {
-            "transposed": whole.t(),
-            "column": whole[:, 1].requires_grad_(),
-            "conjugate": torch.complex(whole, -whole).conj(),
-            "negative": torch.complex(whole, whole).conj().imag,
-            "scalar": torch.tensor(True),
-            "empty": torch.empty(0, 3, dtype=torch.bfloat16),
-            "tied": whole,
-            "to this": whole,
-            "bytes": torch.arange(7, dtype=torch.uint8),
-        }
-    )
-    payload = Payload(1, update.layout, update.source)
-    assert b"".join(parts.parts_of(payload)) == payload.to_bytes()
-    packed = Payload.from_bytes(payload.to_bytes(), version=1)
-    assert b"".join(parts.parts_of(packed)) == payload.to_bytes()
-
-
-def test_a_large_version_is_written_and_read_whole(tmp_path: Path) -> None:
-    source, target = torch.nn.Linear(1500, 1501), torch.nn.Linear(1500, 1501)
+    weights = {
+        # Smaller versions are packed before they are written.
+        "large": torch.arange(1_500_000.0).view(1000, 1500),
+        "transposed": whole.t(),
+        "column": whole[:, 1].requires_grad_(),
+        "conjugate": torch.complex(whole, -whole).conj(),
+        "negative": torch.complex(whole, whole).conj().imag,
+        "scalar": torch.tensor(True),
+        "empty": torch.empty(0, 3, dtype=torch.bfloat16),
+        "tied": whole,
+        "to this": whole,
+        "bytes": torch.arange(7, dtype=torch.uint8),
+    }
+    target = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     with (
-        Sender("file", source, num_workers=1, directory=str(tmp_path)) as sender,
+        Sender("file", weights, num_workers=1, directory=str(tmp_path)) as sender,
         Receiver(sender.address(0), target) as receiver,
     ):
         pending = sender.send_async()
         assert receiver.receive() == 1
         assert pending.wait().updated == (0,)
-        assert torch.equal(target.weight, source.weight)
-        assert torch.equal(load_file(next(tmp_path.glob("*/*1.safetensors")))["bias"], source.bias)
+        assert all(torch.equal(target[name], tensor) for name, tensor in weights.items())
+        update = Update.of(weights)
+        written = next(tmp_path.glob("*/*1.safetensors")).read_bytes()
+    assert written == Payload(1, update.layout, update.source).to_bytes()
+    assert torch.equal(load(written)["bytes"], weights["bytes"])

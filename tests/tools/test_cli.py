@@ -11,8 +11,8 @@ import pytest
 from rich.text import Text
 
 import sync_core
-from sync_tools.commands import listing
-from sync_tools.main import main
+from sync_core import registry
+from sync_tools.main import GROUP, main
 
 
 def test_list_shows_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +41,10 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_list_with_nothing_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(listing, "entry_points_of", lambda group: [])
+    found = registry.entry_points_of
+    monkeypatch.setattr(
+        registry, "entry_points_of", lambda group: found(group) if group == GROUP else []
+    )
     assert main(["list"]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert "schemes: none is installed; to install some, type:" in lines

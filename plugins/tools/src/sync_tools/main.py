@@ -12,7 +12,7 @@ from sync_core import __version__, registry
 from sync_core.errors import PluginImportError, SyncError
 from sync_tools.command import Command
 
-__all__ = ["main", "make_parser"]
+__all__ = ["GROUP", "main", "make_parser"]
 
 #: The entry point group of commands.
 GROUP = "sync.commands"

@@ -17,7 +17,7 @@ from rich.table import Table
 from sync_core import WorkerGroup, registry
 from sync_core.errors import PluginError, RequirementError
 from sync_core.hooks import HOOKS, implemented
-from sync_core.registry import core_requirement, entry_points_of, owner_of
+from sync_core.registry import core_requirement, owner_of
 from sync_core.wrapping import WrappingScheme
 
 _TITLES = {
@@ -86,7 +86,7 @@ def listed() -> list[Listed]:
     return [
         _listed(group, title, entry)
         for group, title in (_TITLES | _OTHERS).items()
-        for entry in entry_points_of(group)
+        for entry in registry.entry_points_of(group)
     ]
 
 

@@ -1,0 +1,52 @@
+"""Every chain of our wrapping schemes over our schemes passes the suite, wherever `keeps` allows.
+
+One of them, `increments::chunked::shm`, runs with every change: `tests/scale/test_chains.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sync_core import OptionError, registry
+from sync_plugin_scale import Chunked, Increments
+from sync_testing import SchemeConformance
+
+pytestmark = pytest.mark.timeout(180)
+
+#: Those of `ray` are in `test_ray_compositions.py`, which starts one.
+INNER = ("thread", "shm", "mp", "dist", "file")
+
+
+def chains(inner: str) -> dict[str, Any]:
+    """The chains over a scheme; chunks are so small that large models have hundreds."""
+    return {
+        "Increments": Increments(inner),
+        "Chunked": Chunked(inner, mb=0.1),
+        "IncrementsInChunks": Increments(Chunked(inner, mb=0.1)),
+    }
+
+
+def is_allowed(chain: Any) -> bool:
+    try:
+        registry.find(registry.SCHEMES, chain)
+    except OptionError:
+        return False
+    return True
+
+
+ALLOWED = {
+    f"Test{name}Over{inner.capitalize()}": chain
+    for inner in INNER
+    for name, chain in chains(inner).items()
+    if is_allowed(chain)
+}
+for test, chain in ALLOWED.items():
+    body = {"__module__": __name__, "scheme": chain}
+    globals()[test] = type(test, (SchemeConformance,), body)
+
+
+def test_an_increment_is_refused_where_nothing_leaves_the_process() -> None:
+    made = {f"Test{name}Over{inner.capitalize()}" for inner in INNER for name in chains(inner)}
+    assert made - ALLOWED.keys() == {"TestIncrementsOverThread", "TestIncrementsInChunksOverThread"}
