@@ -263,6 +263,30 @@ def test_processes_need_a_cluster() -> None:
         assert collector.update_policy_weights_().updated == (0,)
 
 
+class WithCritic(Scale):
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.critic = filled(value)
+
+
+def test_schemes_of_the_page_for_users_of_torchrl() -> None:
+    policy = WithCritic(1.0)
+    with Collector(
+        long_episodes,
+        policy,
+        weight_sync_schemes={"policy": "ray", "policy.critic": "shm"},
+        workers=LentGroup,
+        frames_per_batch=2,
+        sync=True,
+    ) as collector:
+        policy.set(3.0)
+        policy.critic.weight.data.fill_(4.0)
+        assert collector.update_policy_weights_().updated == (0,)
+        assert next(collector)["action"].flatten().tolist() == [3.0, 3.0]
+        (state,) = collector.cascade_execute("policy.state_dict")
+        assert state["critic.weight"].unique().tolist() == [4.0]
+
+
 class Transform:
     """An actor of the user's, which holds a model that environments call."""
 
