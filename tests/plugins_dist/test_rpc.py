@@ -299,6 +299,23 @@ class TestWorkers:
             assert eventually(lambda: world.values("left") == {44.0}, 10)
             assert sender.send(linear(45.0)).updated == (0, 1)
 
+    @pytest.mark.parametrize("silent", [0, 1])
+    def test_an_answer_counts_while_another_worker_is_silent(
+        self, world: World, silent: int
+    ) -> None:
+        with to("left", "middle") as sender, ThreadPoolExecutor(1) as threads:
+            sender.send()
+            process = world.processes[("left", "middle")[silent]]
+            stop(process.pid)
+            try:
+                pending = sender.send_async(linear(2.0))
+                waiting = threads.submit(pending.wait)
+                assert pending.deliveries[1 - silent].wait(20.0)
+                assert not waiting.done()
+            finally:
+                process.send_signal(signal.SIGCONT)
+            assert waiting.result(30).updated == (0, 1)
+
     def test_a_worker_whose_call_has_timed_out(self, world: World) -> None:
         with to("left", value=51.0, timeout=1.0) as sender:
             sender.send(timeout=10)

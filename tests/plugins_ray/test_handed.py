@@ -174,6 +174,25 @@ def test_who_is_told_of_a_version_commits_it_at_once(pool: list[Any], size: int)
         assert ray.get(pool[0].forget.remote())
 
 
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_commit_at_once_counts_while_another_worker_is_silent(
+    pool: list[Any], silent: int
+) -> None:
+    with (
+        Sender("ray", weights(0.0), num_workers=2, timeout=60.0) as sender,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        for i, worker in enumerate(pool):
+            ray.get(worker.connect.remote(sender.address(i)))
+        ray.get(pool[1 - silent].attend.remote())
+        pending = sender.send_async(weights(1))
+        waiting = threads.submit(pending.wait)
+        assert pending.deliveries[1 - silent].wait(30.0)
+        assert not waiting.done()
+        assert ray.get(pool[silent].receive.remote(20)) == (1, {1.0})
+        assert waiting.result(60).updated == (0, 1)
+
+
 def test_what_cannot_be_committed_at_once_is_told(pool: list[Any]) -> None:
     with Sender("ray", weights(0.0), num_workers=1) as sender:
         ray.get(pool[0].connect.remote(sender.address(0)))

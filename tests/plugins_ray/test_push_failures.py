@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -100,6 +101,25 @@ def test_an_actor_in_a_long_call_is_late_and_catches_up(actors: list[Any], tmp_p
         ray.get(busy)
         assert eventually(lambda: policy_of(actors[0]) == {3.0}, 30)
         assert sender.send(linear(4.0)).updated == (0, 1)
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_an_answer_counts_while_an_actor_is_silent(
+    actors: list[Any], silent: int, tmp_path: Path
+) -> None:
+    with (
+        Sender("ray", linear(1.0), workers=actors, timeout=60.0) as sender,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        sender.send()
+        busy = actors[silent].wait_for.remote(tmp_path / "release")
+        pending = sender.send_async(linear(2.0))
+        waiting = threads.submit(pending.wait)
+        assert pending.deliveries[1 - silent].wait(30.0)
+        assert not waiting.done()
+        (tmp_path / "release").touch()
+        ray.get(busy)
+        assert waiting.result(60).updated == (0, 1)
 
 
 def test_a_restarted_actor_gets_the_version_before_it_counts(
