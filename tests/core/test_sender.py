@@ -302,7 +302,7 @@ def test_a_scheme_that_moves_nothing_takes_no_other_weights() -> None:
     with sync_core.Sender("none", model, num_workers=1) as sender:
         for weights in (model, model.state_dict(), copy.deepcopy(model)):
             assert sender.send(weights).updated == (0,)
-        with pytest.raises(ModelError, match=r"'weight' is not what .*'none' .* moves nothing"):
+        with pytest.raises(ModelError, match=r"'weight' is not what .*'none' moves nothing"):
             sender.send(other)
         assert sender.version == 3
         model.load_state_dict(other.state_dict())
@@ -312,7 +312,7 @@ def test_a_scheme_that_moves_nothing_takes_no_other_weights() -> None:
 def test_a_scheme_that_moves_nothing_has_no_use_for_another_model() -> None:
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     context = {"policy": model}
-    message = r"'weight' is not what .* model has, .*'none' .* moves nothing: .* scheme='thread'"
+    message = r"'weight' is not what .* model has, .*'none' moves nothing: .* scheme='thread'"
     with sync_core.Sender("none", "['policy']", num_workers=1, context=context) as sender:
         sender.send()
         for own in (model, model.state_dict(), "['policy']"):
@@ -322,6 +322,14 @@ def test_a_scheme_that_moves_nothing_has_no_use_for_another_model() -> None:
             with pytest.raises(ModelError, match=message):
                 receiver.receive()
             assert receiver.version == 0
+
+
+def test_a_scheme_that_moves_nothing_knows_tied_tensors() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    with sync_core.Sender("none", model, num_workers=1, layers=["bf16"]) as sender:
+        sender.send()
+        assert Receiver(sender.address(0), copy.deepcopy(model)).receive() == 1
 
 
 @pytest.mark.parametrize("worker_id", [True, -1, 1.5, "1"])

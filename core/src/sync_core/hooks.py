@@ -17,6 +17,8 @@ from sync_core.errors import AddressError, OptionError, UnknownHookError
 from sync_core.transports.transport import Notice, unheard
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sync_core.address import Address
     from sync_core.models.extract import Strategy
     from sync_core.transports.transport import ReceiverTransport, SenderTransport
@@ -292,6 +294,8 @@ class SendContext:
             is given weights by hand.
         acknowledged: for each of these workers, the version that its model has completely; 0 for
             none.
+        own: where `Sender.send` was given weights, and the sender has a model: returns the tensors
+            of that model, by name. None otherwise.
     """
 
     model_id: str
@@ -299,6 +303,7 @@ class SendContext:
     worker_ids: tuple[int, ...]
     model: Any = None
     acknowledged: Mapping[int, int] = field(default_factory=dict)
+    own: Callable[[], Mapping[str, Tensor]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,15 +339,19 @@ class ApplyContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BindContext:
-    """The argument of a layer's ``bind``.
+    """The argument of ``bind``, by which a layer or a scheme makes the object for one end.
+
+    The hooks of that object share its state. A scheme inside of another one is not bound.
 
     Args:
-        side: the end that the layer is for.
+        side: the end that the object is for.
         model_id: the name of the model.
         worker_id: (receiver) the worker.
-        layout: (receiver) the layout that the layer was given in `prepare_weights`.
+        layout: (receiver) the layout that a layer was given in `prepare_weights`; for a scheme, the
+            one that travels.
         source_layout: (receiver) the layout of the trainer's model.
         capabilities: those of the scheme.
+        strategy: how modules are read; see `sync_core.Sender`.
     """
 
     side: Literal["sender", "receiver"]
@@ -351,6 +360,7 @@ class BindContext:
     layout: Layout | None = None
     source_layout: Layout | None = None
     capabilities: frozenset[str] = frozenset()
+    strategy: Literal["tensordict", "state_dict", "checkpoint"] = "tensordict"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

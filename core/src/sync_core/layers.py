@@ -54,10 +54,10 @@ def in_order(layers: Iterable[Plugin]) -> list[Plugin]:
 
 
 def bind(layer: Plugin, context: BindContext) -> Plugin:
-    """The layer's object for one end of one worker, as its ``bind`` makes it, if it has one.
+    """The object of a layer, or of a scheme, for one end, as its ``bind`` makes it, if it has one.
 
     Raises:
-        NotAPluginError: ``bind`` returned something without the layer's hooks.
+        NotAPluginError: ``bind`` returned something without the plugin's hooks.
     """
     make: Callable[[BindContext], object] | None = getattr(layer.object, "bind", None)
     if make is None:
@@ -67,7 +67,7 @@ def bind(layer: Plugin, context: BindContext) -> Plugin:
     if lacking:
         raise NotAPluginError(
             f"{layer.describe()}: bind() returned a {type(made).__name__}, which lacks the hook "
-            f"{lacking[0]}; return an object that has the layer's hooks"
+            f"{lacking[0]}; return an object that has the plugin's hooks"
         )
     return replace(layer, object=made)
 

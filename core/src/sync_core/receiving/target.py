@@ -18,7 +18,6 @@ from sync_core.models.commit import drop_derived_weights
 from sync_core.models.extract import named_tensors
 from sync_core.models.match import check_match
 from sync_core.models.multi_model import look_up, refers, same
-from sync_core.models.shared_model_check import check_own
 from sync_core.receiving.exclusive import Lease, vacate
 from sync_core.registry import Plugin
 from sync_core.stack import Defaults, Load, Stack
@@ -48,8 +47,8 @@ class Target:
         load: Load | None,
         consolidate: bool,
     ) -> None:
+        backend = bind(backend, _context(address, backend, address.layout))
         self._address = address
-        self._backend = backend
         self._context = context
         self._load = load
         #: Whether the last version was loaded, even if a layer raised afterwards.
@@ -119,8 +118,6 @@ class Target:
         address, update = self._address, detached(payload)
         self.extras = update.extras
         model = self._resolve()
-        if self._same_object:
-            check_own(model, address.token, address.strategy, self._backend.describe())
         try:
             # Tensors that a layer makes in inference mode could not be trained.
             outside_inference_mode(
@@ -213,15 +210,20 @@ class Target:
 
 def _bound(address: Address, backend: Plugin, given: Any, layout: Layout) -> Plugin:
     """Return the layer for one worker, which is given the layout that it has to restore."""
-    context = BindContext(
+    context = _context(address, backend, layout)
+    return with_layout(bind(registry.find(registry.LAYERS, given), context), layout)
+
+
+def _context(address: Address, backend: Plugin, layout: Layout) -> BindContext:
+    return BindContext(
         side="receiver",
         model_id=address.model_id,
         worker_id=address.worker_id,
         layout=layout,
         source_layout=address.source_layout,
         capabilities=backend.capabilities,
+        strategy=address.strategy,
     )
-    return with_layout(bind(registry.find(registry.LAYERS, given), context), layout)
 
 
 def _with_checks(address: Address, backend: Plugin, layers: list[Plugin]) -> tuple[Plugin, ...]:

@@ -28,7 +28,6 @@ from sync_core.models.binding import Binding
 from sync_core.models.extract import ComputedWeights, Strategy, check_strategy, named_tensors
 from sync_core.models.match import conform
 from sync_core.models.multi_model import look_up, names_of, refers, same
-from sync_core.models.shared_model_check import check_same
 from sync_core.models.tensor_layout import KnownLayout, check_memory, travelling
 from sync_core.registry import Plugin
 from sync_core.report import Reporter
@@ -53,8 +52,6 @@ class Source:
         strategy: how a module is read.
         partial: whether weights given by hand may lack some of the model's tensors.
         collect: reads a model that is spread over ranks; None for models that are not.
-        moves_nothing: how to name the scheme in a message, if workers act with the model itself:
-            weights given by hand must be those that it has.
     """
 
     def __init__(
@@ -64,17 +61,17 @@ class Source:
         *,
         partial: bool,
         collect: Callable[[Any], dict[str, Tensor]] | None = None,
-        moves_nothing: str | None = None,
     ) -> None:
         self.model: Any = None
         self.layout: Layout | None = None
         #: The object from which weights were read last; None for tensors given by hand.
         self.found: Any = None
+        #: Whether the weights read last were given in place of the model's.
+        self.by_hand = False
         self._context = context
         self._strategy = strategy
         self._partial = partial
         self._collect = collect
-        self._moves_nothing = moves_nothing
         self._own: Binding | None = None
         self._given: Binding | None = None
         self._known: KnownLayout | None = None
@@ -90,6 +87,7 @@ class Source:
             ModelPathError: a string reference leads nowhere.
             LayoutMismatchError: a name, dtype or shape differs from the layout.
         """
+        self.by_hand = not (weights is None or self.model is None or weights is self.model)
         own = self._own
         if weights is None and own is not None and own.model is self.model:
             # The same object as before: neither a reference, nor several models.
@@ -117,16 +115,6 @@ class Source:
                 update = conform(
                     dict(update.items()), self.layout, partial=self._partial, own=is_own
                 )
-        if self._moves_nothing is None or weights is None or weights is self.model:
-            return update
-        if self.model is not None:
-            check_same(
-                update.items(),
-                dict(self._read(self.model).items()),
-                f"{self._moves_nothing} moves nothing: workers act with that model itself; load "
-                "the weights into it (model.load_state_dict(…)) and send nothing else, or use "
-                "scheme='thread'",
-            )
         return update
 
     def own_tensors(self) -> Mapping[str, Tensor]:
@@ -247,14 +235,19 @@ class Pipeline:
     """
 
     def __init__(self, terms: Terms) -> None:
-        self._backend = registry.find(registry.SCHEMES, terms.scheme)
+        scheme = registry.find(registry.SCHEMES, terms.scheme)
+        context = BindContext(
+            side="sender",
+            model_id=terms.model_id,
+            capabilities=scheme.capabilities,
+            strategy=terms.strategy,
+        )
+        self._backend = bind(scheme, context)
         if terms.zero_copy and "zero_copy" not in self._backend.capabilities:
             raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
         found = [registry.find(registry.LAYERS, layer) for layer in terms.layers]
         #: The layers that are called with every report.
         self.reporters = [one.object for one in found if isinstance(one.object, Reporter)]
-        capabilities = self._backend.capabilities
-        context = BindContext(side="sender", model_id=terms.model_id, capabilities=capabilities)
         # A reporter without hooks is nothing to a stack.
         layers = [
             bind(layer, context) for layer in found if set(HOOKS) & {*implemented(layer.object)}
@@ -387,7 +380,7 @@ class Pipeline:
         update: Update,
         version: int,
         worker_ids: tuple[int, ...],
-        model: Any,
+        source: Source,
         acknowledged: Callable[[], Mapping[int, int]],
     ) -> Update:
         """The update as the layers make it."""
@@ -395,8 +388,9 @@ class Pipeline:
             model_id=self._terms.model_id,
             version=version,
             worker_ids=worker_ids,
-            model=model,
+            model=source.found,
             acknowledged=acknowledged(),
+            own=source.own_tensors if source.by_hand else None,
         )
         prepared = self.stack.prepare_weights(update, context)
         if prepared is not update:

@@ -19,7 +19,6 @@ from sync_core.checks import check_count, check_function, check_seconds, normali
 from sync_core.errors import ClosedError, OptionError, PendingSendError
 from sync_core.models.extract import Strategy
 from sync_core.models.paths import resolve
-from sync_core.models.shared_model_check import register_owner
 from sync_core.report import SendReport
 from sync_core.sending import features
 from sync_core.sending.membership import Membership, MembershipEvent
@@ -177,10 +176,7 @@ class Sender(Updater):
             strategy,
             partial=partial,
             collect=collect,
-            moves_nothing=self._pipeline.moves_nothing,
         )
-        if self._pipeline.moves_nothing is not None:
-            register_owner(self._terms.token, self._source)
         self._partial = features.partial_updates(self._pipeline, self._source, selection)
         self._cadence = PushCounter(self._pipeline.stack, model_id)
         self._version = check_count(version, "version", least=0)
@@ -494,7 +490,7 @@ class Sender(Updater):
                     update,
                     version,
                     due,
-                    self._source.found,
+                    self._source,
                     bind(self._members.acknowledged, due),
                 )
             self._version = version
