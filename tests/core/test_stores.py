@@ -24,7 +24,7 @@ from sync_core import (
     WorkerLostError,
     hookimpl,
 )
-from sync_core.errors import HookResultError
+from sync_core.errors import HookResultError, PayloadError
 from sync_plugin_std.stores import Store, StoreOptions, store_transport
 from sync_testing import eventually
 
@@ -216,3 +216,27 @@ def test_a_store_that_gives_no_bytes_is_named(sender: Sender, memory: Memory) ->
 def test_options_that_make_no_sense(memory: Memory, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Sender(MemoryScheme(memory), {"w": torch.ones(1)}, num_workers=1, **options)
+
+
+def test_what_is_longer_than_agreed_is_not_fetched(
+    sender: Sender, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[int] = []
+    get, kept = memory.get, memory.kept
+
+    def note(name: str) -> Any:
+        data = get(name)
+        fetched.append(len(data or b""))
+        return data
+
+    with join(sender, 0) as receiver:
+        pending = sender.send_async()
+        memory.kept[memory.path("policy-00000001.safetensors")] += bytes(100)
+        memory.kept[memory.path("sender.json").replace("sender", "worker-1")] = bytes(1 << 25)
+        monkeypatch.setattr(memory, "size", lambda name: len(kept[name]) if name in kept else None)
+        monkeypatch.setattr(memory, "get", note)
+        with pytest.raises(PayloadError, match=r"bytes, and .* are there"):
+            receiver.receive()
+        with pytest.raises(SendError, match=r"bytes, and .* are there"):
+            pending.wait(0.5)
+    assert max(fetched) < 10_000

@@ -24,10 +24,8 @@ from sync_core import (
 from sync_core.transports import uninterrupted
 from sync_plugin_std.left_files import remove_left
 from sync_plugin_std.stores import Store, StoreOptions, store_transport
-from sync_plugin_std.stores.store import NotAFileError
+from sync_plugin_std.stores.store import LONGEST_RECORD, NotAFileError
 
-# The longest record, in bytes; a worker's error and the names of 100,000 workers have room.
-_LONGEST_RECORD = 1 << 24
 # Opens a file that only its user may read.
 _open_private = partial(os.open, mode=0o600)
 
@@ -109,10 +107,10 @@ class DirectoryStore(Store):
         """Return the bytes of a record; None for what is not a file, or too long for a record."""
         try:
             with self._open(name) as file:
-                data = file.read(_LONGEST_RECORD + 1)
+                data = file.read(LONGEST_RECORD + 1)
         except (FileNotFoundError, NotAFileError):
             return None
-        return data if len(data) <= _LONGEST_RECORD else None
+        return data if len(data) <= LONGEST_RECORD else None
 
     def get_into(self, name: str, allocate: Callable[[int], memoryview]) -> bool:
         """Read a file into memory, without a copy between."""

@@ -19,6 +19,8 @@ from sync_core import OptionError
 from sync_core.errors import HookResultError, PayloadError
 from sync_core.transports import Block
 
+#: The longest record, in bytes; a worker's error and the names of 100,000 workers have room.
+LONGEST_RECORD = 1 << 24
 # How long the end of a pulse waits for a call of the store, in seconds.
 _CLOSING = 10.0
 
@@ -59,6 +61,15 @@ class Store(ABC):
     def get(self, name: str) -> bytes | None:
         """All the bytes that were put last under a name; None where there are none."""
 
+    def size(self, name: str) -> int | None:
+        """Return how many bytes are kept under a name; None where none are, or it is not known.
+
+        Asked before `get`, so that a peer which puts more there than was agreed costs no memory. A
+        store that can tell a size at less than the cost of the bytes overrides this.
+        """
+        del name
+        return None
+
     def put_parts(self, name: str, parts: Iterable[memoryview]) -> None:
         """Keep bytes that are given in parts, which are good until this returns.
 
@@ -75,11 +86,17 @@ class Store(ABC):
             name: the name.
             allocate: makes the memory for a number of bytes; called once at most.
         """
+        size = self.size(name)
+        memory = None if size is None else allocate(size)
         data = self.get(name)
         if data is None:
             return False
         check_bytes(self, name, data)
-        allocate(len(data))[:] = data
+        if memory is None:
+            memory = allocate(len(data))
+        if len(data) != len(memory):
+            raise PayloadError(f"{name} had {size} bytes, and then {len(data)}")
+        memory[:] = data
         return True
 
     @abstractmethod
@@ -239,6 +256,8 @@ class Records:
         self.delete(self._version(version))
 
     def _get(self, name: str) -> bytes | None:
+        if (self._store.size(self._path(name)) or 0) > LONGEST_RECORD:
+            return None
         data = self._store.get(self._path(name))
         if data is not None:
             check_bytes(self._store, self._path(name), data)
