@@ -41,7 +41,7 @@ class WorkerFailure:
     Args:
         worker_id: the worker.
         version: the version.
-        error: why it does not have that.
+        error: why the worker does not have the version.
         status: the worker's status; ``status.failures`` counts this failure.
         address: a function that returns an address for the worker, or for one in its place.
     """
@@ -123,7 +123,7 @@ class FailureHandler:
         drop: Callable[[int], None],
         address: Callable[[int], Address],
     ) -> SendReport:
-        """Do something about every worker that failed; the report says what."""
+        """Act on each worker that failed, and return the report with what was done."""
         workers = dict(report.workers)
         for worker_id, result in report.failed.items():
             if isinstance(result.error, TransportError):

@@ -84,7 +84,7 @@ class Announcer(Generic[Event]):
             self._events.put(event)
 
     def close(self) -> None:
-        """Tell what has been announced, and nothing more."""
+        """Deliver the events announced so far, and no later ones."""
         with self._lock:
             self._closed, self.heard = True, False
             thread = self._thread
@@ -111,7 +111,7 @@ class _Entry(Generic[Event]):
 
 @dataclass(frozen=True, slots=True)
 class MembershipEvent:
-    """A worker has come into another state.
+    """A worker has changed its state.
 
     Args:
         worker_id: the worker.
@@ -202,7 +202,7 @@ class Membership:
             self._announce(worker_id, None, worker, "it was added")
 
     def remove(self, worker_id: int) -> None:
-        """There is one less."""
+        """Remove a worker."""
         with self._lock:
             self._since.pop(worker_id, None)
             self._announce(worker_id, self._workers.pop(worker_id), None, "it was removed")
@@ -210,7 +210,7 @@ class Membership:
     def sent(
         self, version: int, deliveries: Mapping[int, Delivery]
     ) -> dict[int, Literal["quarantine", "restart"]]:
-        """A version is on its way; the workers not to be waited for, and why."""
+        """Note that a version is on its way; return the workers not to wait for, and the reason."""
         unwaited: dict[int, Literal["quarantine", "restart"]] = {}
         reached_all = True
         seats: dict[int, int] = {}
@@ -248,7 +248,7 @@ class Membership:
             }
 
     def notify(self, worker_id: int, notice: Notice) -> None:
-        """The transport knows something; see `Notice`."""
+        """Note what the transport knows about a worker; see `Notice`."""
         with self._lock:
             worker = self._workers.get(worker_id)
             if worker is None:
@@ -263,7 +263,7 @@ class Membership:
                 self._put(worker_id, lost(worker, error), notice.reason)
 
     def quarantine(self, worker_id: int, seat: int) -> bool:
-        """Let no send wait for the worker for a time; False where it is there no longer."""
+        """Put a worker into quarantine; return False if it was removed."""
         with self._lock:
             worker = self._seated(worker_id, seat)
             if worker is not None:
@@ -272,7 +272,7 @@ class Membership:
             return worker is not None
 
     def restart(self, worker_id: int, seat: int) -> bool:
-        """Another takes the worker's place; False where it is there no longer."""
+        """Note that a worker is being restarted; return False if it was removed."""
         with self._lock:
             worker = self._seated(worker_id, seat)
             if worker is not None:
@@ -280,14 +280,14 @@ class Membership:
             return worker is not None
 
     def restarted(self, worker_id: int, seat: int) -> None:
-        """The other was started."""
+        """Note that a worker was restarted."""
         with self._lock:
             worker = self._seated(worker_id, seat)
             if worker is not None:
                 self._put(worker_id, restarted(worker), "another was started in its place")
 
     def not_restarted(self, worker_id: int, seat: int, error: WorkerError) -> None:
-        """The other could not be started; that is tried again after the quarantine."""
+        """Put a worker that could not be restarted into quarantine, to be restarted afterwards."""
         with self._lock:
             worker = self._seated(worker_id, seat)
             if worker is not None:
@@ -308,7 +308,7 @@ class Membership:
         return worker_id in self._workers
 
     def _seated(self, worker_id: int, seat: int) -> WorkerStatus | None:
-        """The worker, unless it was removed and another has its id."""
+        """Return the worker, unless it was removed and another has its id."""
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.seat == seat else None
 

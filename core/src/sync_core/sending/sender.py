@@ -280,7 +280,7 @@ class Sender(Updater):
                 locks; what it raises is logged.
 
         Returns:
-            What ends that when it is called.
+            A function that ends the subscription.
         """
         check_function(callback, "callback")
         return self._members.subscribe(callback)

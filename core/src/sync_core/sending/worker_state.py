@@ -20,21 +20,21 @@ _LONGEST_QUARANTINE = 16
 class WorkerState(StrEnum):
     """The states of a worker."""
 
-    #: It was added, and has not been heard of.
+    #: The worker was added, and has not connected yet.
     CONNECTING = "connecting"
-    #: It has committed the newest version meant for it.
+    #: The worker has committed the newest version meant for it.
     CURRENT = "current"
-    #: It lives, and has not committed the newest version meant for it.
+    #: The worker lives, and has not committed the newest version meant for it.
     BEHIND = "behind"
-    #: Its model may hold parts of a version, or other bits than were written.
+    #: The worker's model may hold parts of a version, or other bits than were written.
     BAD = "bad"
     #: A send has ended before the worker answered.
     SUSPECT = "suspect"
-    #: The transport has found it gone.
+    #: The transport has found the worker gone.
     LOST = "lost"
-    #: It has failed, and sends do not wait for it for some time.
+    #: The worker has failed, and sends do not wait for it for some time.
     QUARANTINED = "quarantined"
-    #: Another is being started in its place, for which sends do not wait.
+    #: The worker is being restarted, and sends do not wait for it.
     RESTARTING = "restarting"
 
 
@@ -77,7 +77,7 @@ def waited_for(worker: WorkerStatus, now: float) -> bool:
 
 
 def sent(worker: WorkerStatus, version: int, now: float) -> WorkerStatus:
-    """A version goes out to the worker; one in quarantine may be tried by that."""
+    """Return the state after a version was sent; one in quarantine may be tried by it."""
     state = WorkerState.BEHIND if worker.state is WorkerState.CURRENT else worker.state
     retry_at = worker.retry_at
     if retry_at and waited_for(worker, now):
@@ -97,7 +97,7 @@ def sent(worker: WorkerStatus, version: int, now: float) -> WorkerStatus:
 
 
 def connected(worker: WorkerStatus, now: float) -> WorkerStatus:
-    """A receiver has taken the worker's place; it has acknowledged nothing."""
+    """Return the state after a receiver has connected, which has acknowledged nothing."""
     if worker.state is WorkerState.QUARANTINED:
         return replace(worker, version=0, retry_at=now)
     state = WorkerState.BEHIND if worker.wanted else WorkerState.CURRENT
@@ -105,7 +105,7 @@ def connected(worker: WorkerStatus, now: float) -> WorkerStatus:
 
 
 def acknowledged(worker: WorkerStatus, version: int) -> WorkerStatus:
-    """The worker has committed a version, which counts for that version and no newer one."""
+    """Return the state after the worker has committed a version, and no newer one."""
     if worker.state is WorkerState.RESTARTING or not worker.version < version <= worker.wanted:
         return worker
     if version == worker.wanted:
@@ -124,7 +124,7 @@ def acknowledged(worker: WorkerStatus, version: int) -> WorkerStatus:
 
 
 def failed(worker: WorkerStatus, version: int, error: WorkerError) -> WorkerStatus:
-    """The worker did not get a version, or could not commit it."""
+    """Return the state after the worker did not get a version, or could not commit it."""
     if version != worker.wanted or worker.version == version:
         return worker
     state = WorkerState.BEHIND
@@ -144,13 +144,13 @@ def failed(worker: WorkerStatus, version: int, error: WorkerError) -> WorkerStat
 
 
 def lost(worker: WorkerStatus, error: WorkerError) -> WorkerStatus:
-    """The worker is gone, whether or not anything was sent to it."""
+    """Return the state after the worker was lost, whether or not a send is pending."""
     state = worker.state if worker.state in UNWAITED else WorkerState.LOST
     return replace(worker, state=state, error=error)
 
 
 def quarantined(worker: WorkerStatus, now: float, timeout: float) -> WorkerStatus:
-    """Sends stop waiting for the worker, twice as long each time that it fails again."""
+    """Return the state in quarantine, which lasts twice as long after each further failure."""
     if worker.version == worker.wanted:
         return replace(worker, returned=True)  # its answer has come meanwhile
     doubled = 2 ** min(max(0, worker.failures - 1), 30)
@@ -159,12 +159,12 @@ def quarantined(worker: WorkerStatus, now: float, timeout: float) -> WorkerStatu
 
 
 def restarting(worker: WorkerStatus) -> WorkerStatus:
-    """Another is being started in the worker's place."""
+    """Return the state while the worker is being restarted."""
     return replace(worker, state=WorkerState.RESTARTING)
 
 
 def restarted(worker: WorkerStatus) -> WorkerStatus:
-    """Another was started, which has no version yet."""
+    """Return the state after the worker was restarted, which has no version yet."""
     if worker.state is not WorkerState.RESTARTING:
         return worker  # it has connected already
     return replace(worker, state=WorkerState.CONNECTING, version=0)
