@@ -292,7 +292,15 @@ def installed(group: str) -> dict[str, Any]:
     """Load the plugins of this project and return them by name."""
     entries = {name: registry.entry_point(group, name) for name in registry.KNOWN[group]}
     loaded = {name: registry.load(group, entry) for name, entry in entries.items()}
-    return {n: found("shm") if wraps_another(found) else found for n, found in loaded.items()}
+    return {n: _example(found) if wraps_another(found) else found for n, found in loaded.items()}
+
+
+def _example(kind: Any) -> Any:
+    """Return a scheme that wraps another: the first of one rank, where it is for ranks."""
+    given = dataclasses.fields(kind)
+    missing = dataclasses.MISSING
+    needed = [f for f in given if f.default is missing is f.default_factory]
+    return kind("shm", *range(len(needed) - 1))
 
 
 def options_of(scheme: Any) -> type:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from sync_core import Address, Ranks, join_addresses
-from sync_core.shards.plan import Region, plan, size_of
-from sync_core.shards.receiver import join
-from sync_core.shards.request import HeldTensor, Holding, ShardEndpoint
-from sync_core.shards.sender import ShardedScheme
-from sync_core.weights.layout import Layout
+from sync_core import Address, Layout
+from sync_core.models import Region
+from sync_plugin_scale import Part, Sharded, join_addresses
+from sync_plugin_scale.shards.endpoint import HeldTensor, Holding, RankEndpoint, ShardEndpoint
+from sync_plugin_scale.shards.plan import plan, size_of
+from sync_plugin_scale.shards.receiver import join
 
 MATRICES = 400
 SHAPES = [(256 * (1 + i % 4), 64 * (1 + i // 4)) for i in range(8)]
@@ -62,13 +62,13 @@ def addresses(ranks: int) -> list[Address]:
         )
         found.append(
             Address(
-                scheme=ShardedScheme("thread", Ranks(rank, ranks)),
+                scheme=Sharded("thread", rank, ranks),
                 layers=(),
                 layouts=(),
                 options={},
                 worker_id=0,
                 model_id="policy",
-                endpoint=ShardEndpoint("nowhere", Holding(Ranks(rank, ranks), tensors)),
+                endpoint=ShardEndpoint((RankEndpoint("nowhere", Holding(rank, ranks, tensors)),)),
                 token="",
                 strategy="tensordict",
                 zero_copy=False,
@@ -110,7 +110,7 @@ def measure(ranks: int, workers: int) -> tuple[float, float, int]:
     }
 
     def join_all() -> None:
-        join(join_addresses(every), model, wanted)
+        join(join_addresses(every), Part(model, wanted))
 
     return time_of(plan, held, wanted), time_of(join_all), sum(map(len, parts.values()))
 

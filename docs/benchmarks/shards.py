@@ -2,9 +2,9 @@
 
     python docs/benchmarks/shards.py | python docs/benchmarks/page.py --record shards
 
-``sharded``: each rank sends its shards by ``Sender(…, ranks=Ranks(rank, 4))``. ``gathered``: every
-rank gathers the whole model, and the first sends it to both workers, which take their parts. In
-both, the clock runs from a barrier of the trainer's ranks until all of them have sent the version.
+``sharded``: each rank sends its shards by ``Sender(Sharded(scheme, rank, 4), …)``. ``gathered``:
+every rank gathers the whole model, and the first sends it to both workers, which take their parts.
+In both, the clock runs from a barrier of the trainer's ranks until all have sent the version.
 Every element is compared after the last send. Memory is the largest of the ranks' peaks, beyond
 what they had before the first send, divided by the size of a rank's shard; it is looked at during
 the first sends, which are not timed.
@@ -27,9 +27,10 @@ from torch import Tensor, distributed, multiprocessing, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from sync_core import Ranks, Receiver, Sender, gathered, join_addresses
+from sync_core import Receiver, Sender, gathered
 from sync_core.models import Region
-from sync_core.shards.local import shards_of
+from sync_plugin_scale import Part, Sharded, join_addresses
+from sync_plugin_scale.shards.local import shards_of
 
 TRAINERS, WORKERS = 4, 2
 WIDTH, INNER, LAYERS, WORDS = 1024, 2752, 8, 8000
@@ -106,7 +107,7 @@ def trainer(rank: int, arguments: Arguments, pipes: Any, results: Any, group: An
     memory = Memory()
     if way == "sharded":
         sender: Any = Sender(
-            kind, model, num_workers=WORKERS, ranks=Ranks(rank, TRAINERS), **_OPTIONS[scheme]
+            Sharded(kind, rank, TRAINERS), model, num_workers=WORKERS, **_OPTIONS[scheme]
         )
     else:
         count = 0 if rank else WORKERS
@@ -141,7 +142,7 @@ def worker(index: int, way: str, rounds: int, pipes: Any, results: Any) -> None:
     memory = Memory()
     if way == "sharded":
         joined = join_addresses([found[index] for found in addresses.values()])
-        receiver = Receiver(joined, mine, regions=regions)
+        receiver = Receiver(joined, Part(mine, regions))
     else:
         whole = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
         receiver = Receiver(addresses[0][index], whole)

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node=4 docs/examples/sharded_weights.py
 
 Ranks 0 and 1 train, ranks 2 and 3 are the workers. Each rank of the trainer sends the parts that
-it holds, each worker takes those that it needs. Needs ``pip install sync-plugin-dist``.
+it holds, each worker takes those that it needs. Needs
+``pip install sync-plugin-scale sync-plugin-dist``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sync_core
+from sync_plugin_scale import Sharded, gather_reports, join_addresses
 
 TRAINERS, WORKERS, VERSIONS = 2, 2, 3
 
@@ -37,9 +39,7 @@ def train(policy: nn.Module, mesh: DeviceMesh) -> None:
     """Be a rank of the trainer."""
     fully_shard(policy, mesh=mesh)
     rank, optimizer = mesh.get_local_rank(), torch.optim.SGD(policy.parameters(), lr=0.1)
-    with sync_core.Sender(
-        "dist", policy, num_workers=WORKERS, ranks=sync_core.Ranks(rank, TRAINERS)
-    ) as sender:
+    with sync_core.Sender(Sharded("dist", rank, TRAINERS), policy, num_workers=WORKERS) as sender:
         # Each worker needs an address of each rank; for workers of another job, write a file.
         own = [pickle.dumps(sender.address(i)) for i in range(WORKERS)]
         distributed.all_gather_object([None] * distributed.get_world_size(), own)
@@ -47,7 +47,7 @@ def train(policy: nn.Module, mesh: DeviceMesh) -> None:
             policy(torch.randn(8, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            report = sync_core.gather_reports(sender.send(), group=mesh.get_group())
+            report = gather_reports(sender.send(), group=mesh.get_group())
             output = norm_of_output(policy)
             if report is not None:  # on the first rank
                 print(f"version {report.version}: workers {report.updated}, output {output:.4f}")
@@ -60,7 +60,7 @@ def act(policy: nn.Module, mesh: DeviceMesh) -> None:
     distributed.all_gather_object(gathered, [])
     worker_id = mesh.get_local_rank()
     addresses = [pickle.loads(of_rank[worker_id]) for of_rank in gathered[:TRAINERS]]
-    with sync_core.Receiver(sync_core.join_addresses(addresses), policy) as receiver:
+    with sync_core.Receiver(join_addresses(addresses), policy) as receiver:
         try:
             while True:
                 receiver.receive()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sync_core import LayoutMismatchError, ModelError, Ranks, Receiver, Sender, SendError
+from sync_core import LayoutMismatchError, ModelError, Receiver, Sender, SendError
+from sync_plugin_scale import Sharded
 
 
 def net() -> nn.Sequential:
@@ -82,10 +83,10 @@ def test_a_changed_trainer_is_told_to_make_a_new_sender(change: Change, how: str
         deliver(sender, receiver)
 
 
-@pytest.mark.parametrize("options", [{"scheme": "increments::shm"}, {"ranks": Ranks(0, 1)}])
-def test_senders_that_pack_otherwise_say_the_same(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("scheme", ["increments::shm", Sharded("shm", 0, 1)])
+def test_senders_that_pack_otherwise_say_the_same(scheme: Any) -> None:
     model = net()
-    with Sender(model=model, num_workers=0, **{"scheme": "shm", **options}) as sender:
+    with Sender(scheme, model, num_workers=0) as sender:
         resize(model)
         with pytest.raises((LayoutMismatchError, ModelError), match=WAY_OUT):
             sender.send()

@@ -12,8 +12,6 @@ from torch import nn
 from sync_core import (
     Layout,
     ModelError,
-    OptionError,
-    Ranks,
     Receiver,
     Sender,
     Update,
@@ -93,9 +91,3 @@ def test_extras_come_through_schemes_that_wrap(scheme: str, tmp_path: Any) -> No
 def test_names_of_extras_are_reserved() -> None:
     with pytest.raises(ModelError, match="reserved"):
         Layout.of({f"{RESERVED_PREFIX}extra.step": torch.ones(1)})
-
-
-def test_ranks_send_no_extras() -> None:
-    sender = Sender("thread", {"w": torch.ones(2)}, num_workers=1, ranks=Ranks(0, 1))
-    with sender, pytest.raises(OptionError, match="no extras"):
-        sender.send(extras={"step": torch.tensor(1)})

@@ -12,13 +12,13 @@ from torch import nn
 from sync_core import (
     ClosedError,
     OptionError,
-    Ranks,
     Receiver,
     Sender,
     SenderLostError,
     SendError,
     WorkerState,
 )
+from sync_plugin_scale import Sharded
 from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
@@ -248,11 +248,11 @@ def test_senders_that_no_worker_can_join_later_say_so() -> None:
     with Sender("none", model, num_workers=1) as sender, pytest.raises(OptionError) as caught:
         sender.address()
     assert "serves no workers that come later" in str(caught.value)
-    ranks = Ranks(0, 1)
-    with Sender("thread", model, num_workers=1, ranks=ranks) as sender:
-        message = "with ranks=, give each worker its id"
-        with pytest.raises(OptionError, match=message):
-            sender.address()
+    with (
+        Sender(Sharded("thread", 0, 1), model, num_workers=1) as sender,
+        pytest.raises(OptionError, match="give the id of a worker"),
+    ):
+        sender.address()
 
 
 def test_a_trainer_that_counts_from_the_start_again_is_refused() -> None:

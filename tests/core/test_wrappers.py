@@ -135,7 +135,7 @@ def test_what_is_sharded_says_what_to_type() -> None:
             Sender("thread", sharded.state_dict(), num_workers=1)
         with Sender("thread", nn.Sequential(nn.Linear(4, 2)), num_workers=1) as sender:
             for target in (sharded, sharded.state_dict()):
-                with pytest.raises(ModelError, match=r"a worker .* give the sender ranks=Ranks\("):
+                with pytest.raises(ModelError, match=r"a worker .* type Sender\(Sharded\("):
                     Receiver(sender.address(0), target)
 
 

@@ -23,9 +23,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from sync_core import Ranks, Receiver, Sender, gather_reports, join_addresses
+from sync_core import Receiver, Sender
 from sync_core.models import Region
-from sync_core.shards import local
+from sync_plugin_scale import Part, Sharded, gather_reports, join_addresses
+from sync_plugin_scale.shards import local
 
 TRAINERS, WORKERS = 4, 3
 ROWS = (1, 3, 5, 7, 10)
@@ -156,7 +157,7 @@ def run_case(trainer: str, worker: str, scheme: str, shard_worker: Any, trainers
             with torch.no_grad():
                 model(torch.tensor([1]))
         sender = Sender(
-            scheme, model, num_workers=num_workers, ranks=Ranks(rank, size), timeout=TIMEOUT
+            Sharded(scheme, rank, size), model, num_workers=num_workers, timeout=TIMEOUT
         )
     mine = None if sender is None else [sender.address(i) for i in range(num_workers)]
     gathered: list[Any] = [None] * distributed.get_world_size()
@@ -180,7 +181,7 @@ def run_case(trainer: str, worker: str, scheme: str, shard_worker: Any, trainers
         index = rank - TRAINERS
         target, regions = worker_model(worker, index, shard_worker)
         address = join_addresses([addresses[index] for addresses in reversed(gathered[:size])])
-        with Receiver(address, target, regions=regions) as receiver:
+        with Receiver(address, Part(target, regions or {})) as receiver:
             expected = Net(seed=1)
             assert receiver.receive() == 3
             compared += check(target, regions, expected, f"{trainer} to {worker}")

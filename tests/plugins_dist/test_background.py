@@ -16,14 +16,13 @@ from sync_core import (
     Answer,
     ClosedError,
     Payload,
-    Ranks,
     Receiver,
     ReceiverTransport,
     Sender,
     SenderLostError,
-    join_addresses,
 )
 from sync_core.transports.background import BackgroundReceiver
+from sync_plugin_scale import Sharded
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -90,8 +89,8 @@ def test_a_version_joined_from_ranks_does_not_change_while_it_is_committed(schem
     policy, copy = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
     fill(policy, 1.0)
     with (
-        Sender(scheme, policy, num_workers=1, ranks=Ranks(0, 1)) as sender,
-        Receiver(join_addresses([sender.address(0)]), copy, background=True) as receiver,
+        Sender(Sharded(scheme, 0, 1), policy, num_workers=1) as sender,
+        Receiver(sender.address(0), copy, background=True) as receiver,
     ):
         for _ in range(2):
             pending = sender.send_async()

@@ -11,8 +11,9 @@ import torch
 from ray import cloudpickle
 from tests.plugins_ray.agents import Agent
 
-from sync_core import Payload, Ranks, Receiver, Sender, join_addresses
+from sync_core import Payload, Receiver, Sender
 from sync_plugin_ray.store import ObjectStore
+from sync_plugin_scale import Part, Sharded, join_addresses
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -30,7 +31,7 @@ def connect(agent: Agent, places: dict[int, tuple[Any, Bounds]]) -> None:
     agent.parts = {}
     for worker_id, (address, (first, last)) in places.items():
         model = {"w": torch.zeros(ROWS, last - first)}
-        receiver = Receiver(address, model, regions={"w": ((0, ROWS), (first, last))})
+        receiver = Receiver(address, Part(model, {"w": ((0, ROWS), (first, last))}))
         agent.parts[worker_id] = (receiver, model["w"])
 
 
@@ -54,11 +55,9 @@ def test_each_shard_is_put_once_for_all_workers_that_want_it(
     half = ROWS // RANKS
     senders = [
         Sender(
-            "ray",
+            Sharded("ray", rank, RANKS, {"w": ((rank * half, (rank + 1) * half), (0, COLUMNS))}),
             {"w": whole[rank * half : (rank + 1) * half]},
             num_workers=4,
-            ranks=Ranks(rank, RANKS),
-            regions={"w": ((rank * half, (rank + 1) * half), (0, COLUMNS))},
         )
         for rank in range(RANKS)
     ]

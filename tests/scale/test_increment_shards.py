@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sync_core import OptionError, Ranks, Receiver, Sender, SendReport, join_addresses
-from sync_plugin_scale import Increments
+from sync_core import OptionError, Receiver, Sender, SendReport
+from sync_plugin_scale import Increments, Part, Sharded, join_addresses
 from sync_plugin_std.thread import ThreadScheme
 
 pytestmark = pytest.mark.timeout(100)
@@ -35,15 +35,15 @@ def make_whole() -> dict[str, Tensor]:
     }
 
 
-def part(whole: dict[str, Tensor], first: int, last: int) -> dict[str, Any]:
-    """The arguments of an end that has some rows; its tensors are views of the whole."""
-    return {
-        "model": {name: tensor[first:last] for name, tensor in whole.items()},
-        "regions": {
+def part(whole: dict[str, Tensor], first: int, last: int) -> Part:
+    """Some rows, as views of the whole."""
+    return Part(
+        {name: tensor[first:last] for name, tensor in whole.items()},
+        {
             name: [(first, last, ROWS), *((0, n, n) for n in tensor.shape[1:])]
             for name, tensor in whole.items()
         },
-    }
+    )
 
 
 @contextmanager
@@ -52,11 +52,10 @@ def trainer(whole: dict[str, Tensor], workers: int, **options: Any) -> Iterator[
         yield [
             opened.enter_context(
                 Sender(
-                    Increments(Far()),
+                    Sharded(Increments(Far()), rank, RANKS),
+                    part(whole, rank * STEP, (rank + 1) * STEP),
                     num_workers=workers,
-                    ranks=Ranks(rank, RANKS),
                     timeout=30.0,
-                    **part(whole, rank * STEP, (rank + 1) * STEP),
                     **options,
                 )
             )
@@ -67,9 +66,9 @@ def trainer(whole: dict[str, Tensor], workers: int, **options: Any) -> Iterator[
 def connect(senders: Sequence[Sender], worker_id: int, rows: tuple[int, int]) -> Any:
     """A worker that holds some rows of zeros, and those rows."""
     copy = {name: torch.zeros_like(tensor) for name, tensor in make_whole().items()}
-    arguments = part(copy, *rows)
+    model = part(copy, *rows)
     address = join_addresses([sender.address(worker_id) for sender in senders])
-    return Receiver(address, **arguments), arguments["model"], rows
+    return Receiver(address, model), model.model, rows
 
 
 def send(senders: Sequence[Sender], workers: Sequence[Any]) -> list[SendReport]:
@@ -126,4 +125,4 @@ def test_random_changes_and_workers_that_come_back() -> None:
 
 def test_a_scheme_of_which_increments_are_of_no_use() -> None:
     with pytest.raises(OptionError, match=r"scheme 'thread' .* does not leave this process"):
-        Sender("increments::thread", num_workers=1, ranks=Ranks(0, 1), model=make_whole())
+        Sender(Sharded("increments::thread", 0, 1), make_whole(), num_workers=1)

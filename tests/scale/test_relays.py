@@ -14,15 +14,13 @@ from tests.scale.slow_links import SlowLinks
 from sync_core import (
     Address,
     OptionError,
-    Ranks,
     Receiver,
     Sender,
     SenderLostError,
     SendError,
-    join_addresses,
 )
 from sync_core.errors import AddressError
-from sync_plugin_scale import Chunked, Relay
+from sync_plugin_scale import Chunked, Relay, Sharded, join_addresses
 from sync_testing.schemes.delivery import DeliveryCases
 from sync_testing.schemes.faults import FaultCases
 from sync_testing.schemes.lifetime import LifetimeCases
@@ -192,11 +190,14 @@ def test_a_sharded_trainer_can_send_chunks() -> None:
     halves = [torch.full((2, 3), float(rank)) for rank in range(2)]
     senders = [
         Sender(
-            Chunked("thread", mb=0.0005),
+            Sharded(
+                Chunked("thread", mb=0.0005),
+                rank,
+                2,
+                regions={"w": ((2 * rank, 2 * rank + 2), (0, 3))},
+            ),
             {"w": half},
             num_workers=1,
-            ranks=Ranks(rank, 2),
-            regions={"w": ((2 * rank, 2 * rank + 2), (0, 3))},
         )
         for rank, half in enumerate(halves)
     ]

@@ -212,7 +212,7 @@ def test_the_model_of_increments_is_near_what_was_measured(gbit: float) -> None:
 def test_shards_cost_what_each_rank_and_each_worker_carries() -> None:
     def sharded(ranks: int, worker_ranks: int, workers: int) -> Estimate:
         job = Job(nbytes=1e11, gbit=400.0, ranks=ranks, worker_ranks=worker_ranks, workers=workers)
-        return estimate_of('Sender("dist", …, ranks=Ranks(…))', job)
+        return estimate_of('Sender(Sharded("dist", …), …)', job)
 
     one = sharded(64, 16, 16)
     half = sharded(128, 32, 32)

@@ -20,13 +20,13 @@ from torch.distributed.fsdp import fully_shard
 from sync_core import (
     Address,
     OptionError,
-    Ranks,
     Receiver,
     Sender,
     SendError,
     SyncError,
     gathered,
 )
+from sync_plugin_scale import Sharded, join_addresses
 from sync_plugin_std import lora
 from sync_plugin_vllm import VllmTarget
 
@@ -332,11 +332,34 @@ def test_a_sharded_trainer_gathers_what_engines_load(
         torch.testing.assert_close(engine.model.proj.weight, expected)
 
 
-@pytest.mark.usefixtures("group")
-def test_the_shards_of_one_rank_are_refused(engines: list[TorchEngine]) -> None:
+def test_ranks_send_the_parts_that_they_hold(engines: list[TorchEngine]) -> None:
+    """The first rank drives the engines; here the second one is in the same process."""
+    weights = {"weight": torch.randn(4, 3), "bias": torch.randn(4)}
+    for engine in engines:
+        engine.model = torch.nn.Linear(3, 4)
+    rows = {name: len(tensor) for name, tensor in weights.items()}
+    senders = []
+    for rank in range(2):
+        bounds = {name: (rank * n // 2, (rank + 1) * n // 2) for name, n in rows.items()}
+        regions = {
+            name: (bounds[name], *((0, n) for n in tensor.shape[1:]))
+            for name, tensor in weights.items()
+        }
+        mine = {name: weights[name][first:last] for name, (first, last) in bounds.items()}
+        senders.append(Sender(Sharded("shm", rank, 2, regions), mine, num_workers=2))
     target = VllmTarget(engines)
-    with (
-        Sender("shm", torch.nn.Linear(2, 1), num_workers=2, ranks=Ranks(0, 1)) as sender,
-        pytest.raises(SyncError, match="a sender with ranks= has no JSON form"),
-    ):
-        target.connect(sender)
+    with senders[0], senders[1]:
+        with pytest.raises(OptionError, match="addresses has 1 addresses, and the engines 2 ranks"):
+            target.connect(senders[0], [senders[0].address(0)])
+        with pytest.raises(SyncError, match="this is the address of rank 0 of 2; join it"):
+            target.connect(senders[0])
+        target.connect(
+            senders[0], [join_addresses([s.address(i) for s in senders]) for i in range(2)]
+        )
+        for version in (1, 2):
+            others = senders[1].send_async()
+            assert target.send().updated == (0, 1)
+            assert others.wait().version == version
+    for engine in engines:
+        for name, tensor in engine.model.state_dict().items():
+            assert torch.equal(tensor, weights[name])

@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from sync_core.sending.pending import PendingSend
     from sync_core.sending.sender import Sender
     from sync_core.sending.worker_state import WorkerState, WorkerStatus
-    from sync_core.shards.local import Ranks
-    from sync_core.shards.receiver import join_addresses
-    from sync_core.shards.reports import gather_reports
     from sync_core.transports.transport import Answer, Delivery, ReceiverTransport, SenderTransport
     from sync_core.weights.layout import Layout, TensorSpec
     from sync_core.weights.payload import Payload, Update
@@ -106,9 +103,6 @@ _MODULES = {
     "sync_core.sending.pending": ("PendingSend",),
     "sync_core.sending.sender": ("Sender",),
     "sync_core.sending.worker_state": ("WorkerState", "WorkerStatus"),
-    "sync_core.shards.local": ("Ranks",),
-    "sync_core.shards.receiver": ("join_addresses",),
-    "sync_core.shards.reports": ("gather_reports",),
     "sync_core.transports.transport": (
         "Answer",
         "Delivery",
@@ -146,7 +140,6 @@ __all__ = [
     "PendingSendError",
     "PluginError",
     "PluginNotFoundError",
-    "Ranks",
     "ReadbackError",
     "Receiver",
     "ReceiverTransport",
@@ -175,10 +168,8 @@ __all__ = [
     "WorkerStatus",
     "WorkerTimeoutError",
     "__version__",
-    "gather_reports",
     "gathered",
     "hookimpl",
-    "join_addresses",
     "receive_together",
 ]
 

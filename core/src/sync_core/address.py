@@ -7,15 +7,15 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Self, get_args
 
 from sync_core import registry
 from sync_core.errors import AddressError, NotAPluginError, OptionError, PayloadError
-from sync_core.hooks import ApplyContext, TransportContext, check_endpoint, parse_options
+from sync_core.hooks import ApplyContext, TransportContext, parse_options
 from sync_core.models.extract import Strategy
 from sync_core.weights.layout import Layout
-from sync_core.wrapping import WrappingScheme
+from sync_core.wrapping import WrappingScheme, endpoint_from_json, endpoint_to_json
 
 #: The version of the JSON form, and the entry that holds it.
 _FORMAT = 1
@@ -29,23 +29,14 @@ _MAX_CHARACTERS = 200_000_000
 
 
 class IndirectEndpoint(ABC):
-    """An endpoint that a receiver resolves, before it makes its transport."""
-
-    #: Whether the receiver's model may be given with ``regions``.
-    takes_regions = False
-    #: Whether a receiver that has lost its sender may resolve the address again.
-    readmits = False
+    """The endpoint of an address that workers share: a receiver is given its own by the sender."""
 
     @abstractmethod
-    def resolve(
-        self, address: Address, model: Any, regions: Any, timeout: float
-    ) -> tuple[Address, Any]:
-        """Return the address to connect to, and the model that fits it.
+    def resolve(self, address: Address, timeout: float) -> Address:
+        """Return the address of this worker; called again by one that has lost its sender.
 
         Args:
             address: the address that has this endpoint.
-            model: what the receiver was given as ``model``.
-            regions: what it was given as ``regions``.
             timeout: in seconds.
         """
 
@@ -141,8 +132,6 @@ class Address:
             ...     Address.from_json(text) == sender.address(0)
             True
         """
-        if isinstance(self.scheme, registry.ComposedScheme):
-            raise AddressError("an address of a sender with ranks= has no JSON form; pickle it")
         scheme = _plain_scheme(self.scheme)
         for layer in self.layers:
             if not isinstance(layer, str):
@@ -210,21 +199,19 @@ class Address:
         content["scheme"] = _read_scheme(content["scheme"])
         return cls(
             **content,
-            endpoint=_read_endpoint(_found(content["scheme"]), endpoint),
+            endpoint=endpoint_from_json(_found(content["scheme"]), endpoint),
             layout=layout,
             source_layout=source_layout,
             layouts=tuple(before),
         )
 
     def _plain_endpoint(self) -> Any:
-        endpoint = self.endpoint
         if self.worker_id < 0:
             raise AddressError(
                 "the address that workers share has no JSON form; pickle it, or give each worker "
                 "its own: sender.address(sender.add_worker()).to_json()"
             )
-        moves = registry.find(registry.SCHEMES, self.scheme).innermost.object
-        endpoint = _written_endpoint(endpoint, getattr(moves, "endpoint_type", None))
+        endpoint = endpoint_to_json(registry.find(registry.SCHEMES, self.scheme), self.endpoint)
         if not _is_plain(endpoint):
             raise AddressError(
                 f"scheme {self.scheme!r} has no JSON form of its addresses, as they hold a "
@@ -296,34 +283,6 @@ def _found(scheme: Any) -> registry.Plugin:
     except (NotAPluginError, OptionError) as error:
         raise AddressError(f"the scheme of an address cannot be used: {error}") from error
     return plugin
-
-
-def _written_endpoint(endpoint: Any, kind: type | None) -> Any:
-    if isinstance(endpoint, list):
-        return [_written_endpoint(each, kind) for each in endpoint]
-    if is_dataclass(endpoint) and type(endpoint) is kind:
-        return {f.name: getattr(endpoint, f.name) for f in fields(endpoint)}
-    return endpoint
-
-
-def _read_endpoint(plugin: registry.Plugin, value: Any) -> Any:
-    if isinstance(value, list) and plugin.innermost is not plugin:
-        return [_read_endpoint(plugin, each) for each in value]
-    moves = plugin.innermost
-    kind = getattr(moves.object, "endpoint_type", None)
-    if not isinstance(kind, type) or not is_dataclass(kind):
-        check_endpoint(moves.name, moves.object, value)
-        return value
-    try:
-        given = value if isinstance(value, dict) else {"": value}
-        return parse_options(kind, given, f"the endpoint of scheme {moves.name!r}")
-    except OptionError:
-        # Not from the cause, which has the value: it may be a secret.
-        names = ", ".join(f"{f.name}: {f.type}" for f in fields(kind))
-        raise AddressError(
-            f"the endpoint of an address of scheme {moves.name!r} must have {names}, got "
-            f"a {type(value).__name__} that differs; {_TYPE}"
-        ) from None
 
 
 def _check_token(token: object, text: str | bytes) -> None:

@@ -55,14 +55,9 @@ class Entrance(IndirectEndpoint):
     token: str
     workers: Any
 
-    readmits = True
-
-    def resolve(
-        self, address: Address, model: Any, regions: Any, timeout: float
-    ) -> tuple[Address, Any]:
+    def resolve(self, address: Address, timeout: float) -> Address:
         """Ask the sender for an id."""
-        del regions
-        return enter(address, timeout), model
+        return enter(address, timeout)
 
 
 class Admission:

@@ -123,6 +123,7 @@ SCHEME_CAPABILITIES = MappingProxyType(
         "cuda": "tensors on a GPU travel without a copy in the memory of the host",
         "descriptors": "each worker needs an open file, such as the end of a pipe",
         "findings": "its ``findings(context)`` tells ``sync-core doctor`` what is amiss around it",
+        "joined": "the addresses of several senders make one of a receiver; versions are whole",
         "late_join": "workers may be added while the sender runs",
         "pull": "workers fetch what they want; the sender need not be able to reach them",
         "same_object": "workers act with the trainer's own object, so nothing travels",
@@ -228,6 +229,7 @@ class TransportContext:
         background: (receiver) whether the newest version is staged in a thread of its own; see
             `WrappingScheme.inner_receiver`. A transport need not look at it.
         options: the options that the user gave to `Sender`; read them with `parse_options`.
+        layers: (sender) the layers that the user gave; see `WrappingScheme.adopt`.
         worker_ids: (sender) the workers to serve.
         workers: (sender) handles of the workers, for a scheme that calls into them.
         layout: (sender) the layout of every payload that is not ``partial``; (receiver) one that
@@ -249,6 +251,7 @@ class TransportContext:
     background: bool = False
     models: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    layers: tuple[Any, ...] = field(default=(), repr=False)
     worker_ids: tuple[int, ...] = ()
     workers: tuple[Any, ...] = ()
     layout: Layout | None = None

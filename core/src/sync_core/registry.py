@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -252,7 +252,7 @@ _RAY, _DIST = "sync-plugin-ray", "sync-plugin-dist"
 KNOWN = MappingProxyType(
     {
         SCHEMES: {
-            **dict.fromkeys(("chunked", "increments"), _SCALE),
+            **dict.fromkeys(("chunked", "increments", "sharded"), _SCALE),
             **dict.fromkeys(("none", "thread", "shm", "mp", "file"), _STD),
             "ray": _RAY,
             **dict.fromkeys(("dist", "rpc"), _DIST),
@@ -272,19 +272,6 @@ KNOWN = MappingProxyType(
         },
     }
 )
-
-
-class ComposedScheme:
-    """The base of a scheme whose transports are made of another scheme's.
-
-    Attributes:
-        name: the name of the other scheme, by which messages and reports name this one.
-        by_parts: whether a version travels in parts that are verified one by one, by the
-            transports.
-    """
-
-    name: str
-    by_parts = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,11 +297,6 @@ class Plugin:
         """Return the capabilities that the plugin declares."""
         declared: frozenset[str] = self.object.capabilities
         return declared
-
-    @property
-    def by_parts(self) -> bool:
-        """Return whether the plugin is a scheme whose versions travel in parts."""
-        return isinstance(self.object, ComposedScheme) and self.object.by_parts
 
     @property
     def innermost(self) -> Plugin:
@@ -393,7 +375,15 @@ def wrapper(name: str) -> type[WrappingScheme]:
 
 def _chain(outer: str, inner: str) -> Plugin:
     """Return the scheme of a chain of names."""
-    made = wrapper(outer)(inner)
+    kind = wrapper(outer)
+    if _needs_arguments(kind, inner):
+        needed = [f.name for f in fields(kind) if f.default is MISSING is f.default_factory]
+        typed = ", ".join([repr(inner), *needed[1:]])
+        raise NotAPluginError(
+            f"{describe(SCHEMES, entry_point(SCHEMES, outer))} needs arguments; type "
+            f"{kind.__name__}({typed})"
+        )
+    made = kind(inner)
     return Plugin(SCHEMES, made.name, made, *owner_of(entry_point(SCHEMES, outer)))
 
 
@@ -508,7 +498,7 @@ def _needs_arguments(given: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def _name_of(given: Any) -> str:
-    if isinstance(given, ComposedScheme | WrappingScheme):
+    if isinstance(given, WrappingScheme):
         return given.name
     if inspect.isclass(given) or inspect.ismodule(given):
         return given.__name__

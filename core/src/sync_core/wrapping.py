@@ -8,16 +8,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from sync_core import hooks
-from sync_core.errors import HookResultError, OptionError
-from sync_core.hooks import HookManager, TransportContext, hookimpl
+from sync_core.errors import AddressError, HookResultError, OptionError
+from sync_core.hooks import (
+    BindContext,
+    HookManager,
+    TransportContext,
+    check_endpoint,
+    hookimpl,
+    parse_options,
+)
 from sync_core.transports.transport import Answer, Delivery, ReceiverTransport, SenderTransport
 
 if TYPE_CHECKING:
+    from sync_core.address import Address
+    from sync_core.models.extract import Strategy
     from sync_core.registry import Plugin
     from sync_core.weights.payload import Payload
 
@@ -132,6 +141,70 @@ class WrappingScheme(ABC):
         transport = check_receiver(self.plugin, _create(self.plugin, context))
         return in_background(self.plugin, context, transport)
 
+    def bind(self, context: BindContext) -> Self:
+        """Return the scheme for one sender; by default this one.
+
+        A scheme that remembers something of a sender's model returns a copy of itself.
+        """
+        del context
+        return self
+
+    def for_receivers(self) -> Self:
+        """Return the scheme for addresses: without what only the sender needs; by default all."""
+        return self
+
+    def adopt(self, layers: Sequence[Any]) -> Sequence[Any]:
+        """Return those of a sender's layers that the transports apply themselves; by default none.
+
+        The sender does not call them. `create_sender` finds all layers in ``context.layers``.
+
+        Args:
+            layers: names and objects of layers, as the user gave them.
+        """
+        del layers
+        return ()
+
+    def adapt(self, weights: Any, strategy: Strategy) -> Any:
+        """Return what a sender reads in place of weights; by default the same.
+
+        Called at every send, with what a reference leads to.
+
+        Args:
+            weights: the sender's model, or what `Sender.send` was given.
+            strategy: how modules are read; see `sync_core.Sender`.
+
+        Returns:
+            The same object, or the tensors by name.
+        """
+        del strategy
+        return weights
+
+    def resolve(self, address: Address, model: Any, timeout: float) -> tuple[Address, Any]:
+        """Return what a receiver works with in place of its address and model; by default both.
+
+        A model that is returned in another form has the method ``views_of(weights)``, by which
+        weights given by hand are read.
+
+        Args:
+            address: what the receiver was given.
+            model: the receiver's model; None where it loads by a function, or has none yet.
+            timeout: in seconds.
+        """
+        del timeout
+        return address, model
+
+    def endpoint_to_json(self, endpoint: Any) -> Any:
+        """Return an endpoint of this scheme as plain values; by default one of the inner scheme."""
+        return endpoint_to_json(self.plugin, endpoint)
+
+    def endpoint_from_json(self, value: Any) -> Any:
+        """Return the endpoint that `endpoint_to_json` wrote.
+
+        Raises:
+            AddressError: it is something else; without the value, which may be a secret.
+        """
+        return endpoint_from_json(self.plugin, value)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Without what was found: an installed plugin is found again where this is unpickled.
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
@@ -147,13 +220,47 @@ def in_background(
         context: what the transport was made from.
         transport: what receives; owned from now on.
     """
-    wraps = isinstance(plugin.object, WrappingScheme) or plugin.by_parts
+    wraps = isinstance(plugin.object, WrappingScheme)
     if not context.background or wraps or "background" not in plugin.capabilities:
         return transport
     # Loads torch, for which `sync-core list` need not wait.
     from sync_core.transports.background import BackgroundReceiver
 
     return BackgroundReceiver(transport)
+
+
+def endpoint_to_json(plugin: Plugin, endpoint: Any) -> Any:
+    """Return an endpoint of a scheme as plain values, where it consists of such."""
+    scheme = plugin.object
+    if isinstance(scheme, WrappingScheme):
+        return scheme.endpoint_to_json(endpoint)
+    if is_dataclass(endpoint) and type(endpoint) is getattr(scheme, "endpoint_type", None):
+        return {f.name: getattr(endpoint, f.name) for f in fields(endpoint)}
+    return endpoint
+
+
+def endpoint_from_json(plugin: Plugin, value: Any) -> Any:
+    """Return the endpoint of a scheme that `endpoint_to_json` wrote.
+
+    Raises:
+        AddressError: it is something else; without the value, which may be a secret.
+    """
+    scheme = plugin.object
+    if isinstance(scheme, WrappingScheme):
+        return scheme.endpoint_from_json(value)
+    kind = getattr(scheme, "endpoint_type", None)
+    if not isinstance(kind, type) or not is_dataclass(kind):
+        check_endpoint(plugin.name, scheme, value)
+        return value
+    try:
+        given = value if isinstance(value, dict) else {"": value}
+        return parse_options(kind, given, f"the endpoint of scheme {plugin.name!r}")
+    except OptionError:
+        names = ", ".join(f"{f.name}: {f.type}" for f in fields(kind))
+        raise AddressError(
+            f"the endpoint of an address of scheme {plugin.name!r} must have {names}, got a "
+            f"{type(value).__name__} that differs; type sender.address(worker_id).to_json()"
+        ) from None
 
 
 def check_sender(plugin: Plugin, made: object) -> SenderTransport:

@@ -7,27 +7,33 @@ from sync_core.lazy import lazy_names
 if TYPE_CHECKING:
     from sync_core.models.binding import Binding, consolidate
     from sync_core.models.extra_state import is_extra_state
-    from sync_core.models.extract import ComputedWeights, named_tensors
+    from sync_core.models.extract import (
+        ComputedWeights,
+        Strategy,
+        named_tensors,
+        tensors_of_rank,
+    )
     from sync_core.models.match import check_match
     from sync_core.models.paths import resolve
     from sync_core.models.sampling import TensorState, states
     from sync_core.models.wrappers import plain_name
-    from sync_core.shards.plan import Region
-    from sync_core.shards.request import RegionSource
-    from sync_core.weights.layout import place_of
+    from sync_core.weights.layout import Region, RegionSource, place_of
 
 
 _MODULES = {
     "sync_core.models.binding": ("Binding", "consolidate"),
     "sync_core.models.extra_state": ("is_extra_state",),
-    "sync_core.models.extract": ("ComputedWeights", "named_tensors"),
+    "sync_core.models.extract": (
+        "ComputedWeights",
+        "Strategy",
+        "named_tensors",
+        "tensors_of_rank",
+    ),
     "sync_core.models.match": ("check_match",),
     "sync_core.models.paths": ("resolve",),
     "sync_core.models.sampling": ("TensorState", "states"),
     "sync_core.models.wrappers": ("plain_name",),
-    "sync_core.shards.plan": ("Region",),
-    "sync_core.shards.request": ("RegionSource",),
-    "sync_core.weights.layout": ("place_of",),
+    "sync_core.weights.layout": ("Region", "RegionSource", "place_of"),
 }
 
 __all__ = [
@@ -35,6 +41,7 @@ __all__ = [
     "ComputedWeights",
     "Region",
     "RegionSource",
+    "Strategy",
     "TensorState",
     "check_match",
     "consolidate",
@@ -44,6 +51,7 @@ __all__ = [
     "plain_name",
     "resolve",
     "states",
+    "tensors_of_rank",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES)

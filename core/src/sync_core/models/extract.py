@@ -241,16 +241,9 @@ class _Gathered(ComputedWeights):
     """The tensors of a model, those that are spread over ranks whole."""
 
     def read(self, strategy: Strategy) -> Mapping[str, Tensor]:
-        # A module under FSDP2 has whole parameters or parts of them, as its last forward left
-        # them; its state_dict always has parts.
-        model = self.model
-        named = named_tensors(model, "state_dict")
-        if strategy == "checkpoint" and isinstance(model, nn.Module):
-            left_out = non_persistent_buffers(model)
-            named = {name: tensor for name, tensor in named.items() if name not in left_out}
         return {
             name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            for name, tensor in named.items()
+            for name, tensor in tensors_of_rank(self.model, strategy).items()
         }
 
 
@@ -269,6 +262,23 @@ def gathered(model: Any) -> ComputedWeights:
         (0,)
     """
     return _Gathered(model)
+
+
+def tensors_of_rank(weights: Any, strategy: Strategy = "state_dict") -> dict[str, Tensor]:
+    """The tensors of weights that are spread over ranks: distributed ones as this rank has them.
+
+    Modules are read by their `state_dict`, since the parameters of a module under FSDP2 are whole
+    or not, as its last forward left them. No rank waits for another.
+
+    Args:
+        weights: see `named_tensors`.
+        strategy: ``"checkpoint"`` leaves out buffers that are not persistent.
+    """
+    named = named_tensors(weights, "state_dict")
+    if strategy == "checkpoint" and isinstance(weights, nn.Module):
+        left_out = non_persistent_buffers(weights)
+        named = {name: tensor for name, tensor in named.items() if name not in left_out}
+    return named
 
 
 def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -81,7 +81,7 @@ def check_sharded(module: nn.Module) -> None:
         raise ModelError(
             "the module is sharded by fully_shard (FSDP2), so that this rank has parts of its "
             "tensors; to send it, type Sender(scheme, gathered(model)) on every rank; for a worker "
-            "with such a model, give the sender ranks=Ranks(rank, size)"
+            "with such a model, type Sender(Sharded(scheme, rank, size), …)"
         )
 
 

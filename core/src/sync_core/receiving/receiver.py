@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, Never, NoReturn, Self
 
 from torch import Tensor
 
@@ -20,7 +20,6 @@ from sync_core.checks import check_count, check_function, check_seconds
 from sync_core.errors import (
     AddressError,
     ClosedError,
-    OptionError,
     PayloadError,
     SenderLostError,
     SyncError,
@@ -34,10 +33,7 @@ from sync_core.updater import Updated
 from sync_core.weights.copying import outside_inference_mode
 from sync_core.weights.extras import check_base, of_user
 from sync_core.weights.payload import Payload
-
-# Features that few receivers use are imported when they are asked for.
-if TYPE_CHECKING:
-    from sync_core.shards.local import Regions
+from sync_core.wrapping import WrappingScheme
 
 _log = logging.getLogger("sync_core")
 _IS_CLOSED = "the receiver is closed"
@@ -75,8 +71,6 @@ class Receiver(Updated):
         version: the version that the model has already, such as that of a checkpoint. A sender
             whose count is not beyond it, as after a restart without `Sender(version=…)`, is
             refused, and learns why.
-        regions: of plain tensors that are a part of a whole tensor, by name, which part: for each
-            dimension ``(start, stop)``. Only with an address of `join_addresses`.
 
     Raises:
         AddressError: not an address, or one that cannot be reached from here.
@@ -97,9 +91,11 @@ class Receiver(Updated):
         on_commit: Callable[[int], object] | None = None,
         load: Load | None = None,
         consolidate: bool = True,
-        regions: Regions | None = None,
         version: int = 0,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            raise _unknown_argument(next(iter(unknown)))
         if not isinstance(address, Address):
             # Of the type alone: a text may be an address with its token.
             raise AddressError(
@@ -111,15 +107,15 @@ class Receiver(Updated):
         if load is not None:
             check_function(load, "load")
         timeout = address.timeout if timeout is None else check_seconds(timeout)
-        endpoint = address.endpoint
-        indirect = endpoint if isinstance(endpoint, IndirectEndpoint) else None
-        if regions is not None and not (indirect and indirect.takes_regions):
-            raise OptionError("regions= needs an address that join_addresses([…]) has returned")
-        given = address
-        if indirect is not None:
-            address, model = indirect.resolve(address, model, regions, timeout)
         # With this address a removed worker joins again.
-        self._shared = given if indirect is not None and indirect.readmits else None
+        self._shared: Address | None = None
+        if isinstance(address.endpoint, IndirectEndpoint):
+            self._shared = address
+            address = address.endpoint.resolve(address, timeout)
+        scheme = registry.find(registry.SCHEMES, address.scheme).object
+        if isinstance(scheme, WrappingScheme):
+            address, found = scheme.resolve(address, None if load else model, timeout)
+            model = model if load else found
         self._timeout = timeout
         self._on_commit = on_commit
         self._on_arrival: Callable[[], object] = _nothing
@@ -432,7 +428,7 @@ class Receiver(Updated):
             if self._shared is None:
                 raise lost
             seconds = min(self._timeout, max(deadline - time.monotonic(), _JOINING))
-            address, _ = self._shared.endpoint.resolve(self._shared, None, None, seconds)
+            address = self._shared.endpoint.resolve(self._shared, seconds)
             self._reasons.append("joins again")
             self._leave()
             self._reasons.clear()
@@ -482,6 +478,15 @@ class Receiver(Updated):
             self._transport.acknowledge(answer)
         except SenderLostError:
             return  # it needs no answer; the next receive() says that it has gone
+
+
+def _unknown_argument(name: str) -> TypeError:
+    if name == "regions":
+        return TypeError(
+            "Receiver has no argument 'regions'; type Receiver(address, Part(model, regions)), "
+            "with: from sync_plugin_scale import Part"
+        )
+    return TypeError(f"Receiver has no argument {name!r}; see help(sync_core.Receiver)")
 
 
 def _refuse(address: Address, backend: Plugin, timeout: float, error: Exception) -> None:

@@ -156,6 +156,9 @@ class Target:
             prepared: the same as layers have changed it, which they undo here; None where they
                 take no part.
         """
+        # Of a model that a wrapping scheme has divided.
+        if views_of := getattr(self._model, "views_of", None):
+            weights = views_of(weights)
         if prepared is None:
             stack, named = self._without_layers, named_tensors(weights, self._address.strategy)
             update = Update.of(named)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from sync_core import registry
 from sync_core.errors import OptionError, PluginError
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from sync_core.sending.partial import PartialUpdates, TrainableOnly
     from sync_core.sending.pipeline import Pipeline, Source
     from sync_core.sending.sender import Sender
-    from sync_core.shards.local import Ranks, Regions
 
 # The similarity, from 0 to 1, from which a name is taken for another: that of `difflib`.
 _ALIKE = 0.6
@@ -29,44 +26,13 @@ _MOVED = {
     "gather": "Sender(scheme, gathered(model)), with: from sync_core import gathered",
     "group": _RESTART,
     "on_restart": _RESTART,
+    "ranks": "Sender(Sharded({scheme!r}, rank, size), …), with: from sync_plugin_scale import "
+    "Sharded",
+    "regions": "Sender(Sharded({scheme!r}, rank, size, regions=…), …), with: "
+    "from sync_plugin_scale import Sharded",
     "verify": 'layers=["checksum"], and "readback" before it to read workers\' models, too',
     "status": "StatusServer(sender).address, with: from sync_tools import StatusServer",
 }
-
-Collect = Callable[[Any], dict[str, Tensor]]
-
-
-def composed(
-    scheme: Any,
-    layers: Sequence[Any],
-    *,
-    ranks: Ranks | None,
-    regions: Regions | None,
-    others: Mapping[str, Any],
-) -> tuple[Any, Sequence[Any], Collect | None]:
-    """Return a sender's scheme, its layers, and what reads a model that is spread over ranks.
-
-    Args:
-        scheme: the user's.
-        layers: the user's.
-        ranks: see `sync_core.Sender`, here and for all others.
-        regions: see there.
-        others: arguments that cannot be given together with ``ranks``.
-    """
-    if ranks is not None or regions is not None:
-        from sync_core.shards.sender import check_alone, sharded
-
-        check_alone({**others, "on_failure": _is_policy(others["on_failure"])})
-        return sharded(scheme, ranks, regions, layers)
-    return scheme, layers, None
-
-
-def _is_policy(on_failure: object) -> bool:
-    if isinstance(on_failure, str):
-        return False
-    from sync_core.sending.failure_policy import FailurePolicy
-
-    return isinstance(on_failure, FailurePolicy)
 
 
 def with_near_miss(error: OptionError, arguments: Iterable[str], scheme: str) -> OptionError:
@@ -79,7 +45,8 @@ def with_near_miss(error: OptionError, arguments: Iterable[str], scheme: str) ->
     """
     name = error.unknown or ""
     if name in _MOVED:
-        return OptionError(f"Sender has no argument {name!r}; type {_MOVED[name]}")
+        typed = _MOVED[name].format(scheme=scheme)
+        return OptionError(f"Sender has no argument {name!r}; type {typed}")
     kinds = (
         (arguments, "{}=…"),
         (error.known, "{}=…"),

@@ -42,6 +42,7 @@ from sync_core.transports.transport import (
 from sync_core.weights.extras import attached
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
+from sync_core.wrapping import WrappingScheme
 
 
 class Source:
@@ -51,7 +52,7 @@ class Source:
         context: the object in which string references are looked up.
         strategy: how a module is read.
         partial: whether weights given by hand may lack some of the model's tensors.
-        collect: reads a model that is spread over ranks; None for models that are not.
+        adapt: returns what is read in place of weights: the same object, or tensors by name.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Source:
         strategy: Strategy,
         *,
         partial: bool,
-        collect: Callable[[Any], dict[str, Tensor]] | None = None,
+        adapt: Callable[[Any], Any] | None = None,
     ) -> None:
         self.model: Any = None
         self.layout: Layout | None = None
@@ -71,7 +72,7 @@ class Source:
         self._context = context
         self._strategy = strategy
         self._partial = partial
-        self._collect = collect
+        self._adapt = adapt
         self._own: Binding | None = None
         self._given: Binding | None = None
         self._known: KnownLayout | None = None
@@ -136,9 +137,10 @@ class Source:
         self.found = weights if own or _holds_modules(weights) else None
         if isinstance(weights, ComputedWeights):
             self.found = weights.model
-            return self._lay_out(dict(weights.read(self._strategy)))
-        if self._collect is not None:
-            return self._lay_out(self._collect(weights))
+            named = dict(weights.read(self._strategy))
+            return self._lay_out(named if self._adapt is None else self._adapt(named))
+        if self._adapt is not None and (adapted := self._adapt(weights)) is not weights:
+            return self._lay_out(adapted)
         if own:
             self._own = _bound(self._own, weights, self._strategy)
             return self._own.read()
@@ -197,7 +199,6 @@ class Terms:
         """Makes addresses from a worker's id and its endpoint; ``known`` are the other fields."""
         return partial(
             Address,
-            scheme=self.scheme,
             options=dict(self.options),
             model_id=self.model_id,
             token=self.token,
@@ -243,6 +244,15 @@ class Pipeline:
             strategy=terms.strategy,
         )
         self._backend = bind(scheme, context)
+        #: The scheme, if it wraps another.
+        self.wrapping: WrappingScheme | None = None
+        self._given = tuple(terms.layers)
+        if isinstance(self._backend.object, WrappingScheme):
+            self.wrapping = self._backend.object
+            adopted = [id(layer) for layer in self.wrapping.adopt(terms.layers)]
+            terms = replace(
+                terms, layers=[each for each in terms.layers if id(each) not in adopted]
+            )
         if terms.zero_copy and "zero_copy" not in self._backend.capabilities:
             raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
         found = [registry.find(registry.LAYERS, layer) for layer in terms.layers]
@@ -274,6 +284,16 @@ class Pipeline:
         self.partial = terms.partial and self.moves_nothing is None
         #: Whether the transport leaves out what workers have, so that updates must be whole.
         self.compares = "compares" in self._backend.capabilities
+        #: Those of the scheme.
+        self.capabilities = self._backend.capabilities
+        # Whether a receiver needs the addresses of other senders, too.
+        self._joined = "joined" in self.capabilities
+        if self._joined and self._terms.partial:
+            raise OptionError(
+                f"{self._backend.describe()} sends whole versions, since senders might leave out "
+                "different tensors; make a sender of the tensors that change: Sender(scheme, "
+                "{name: tensor, …}, model_id='adapter')"
+            )
         self._defaults = Defaults(terms.strategy)
         self._layers = in_order(used)
         self.stack = Stack(self._defaults, self._backend, self._layers)
@@ -287,6 +307,12 @@ class Pipeline:
         self.make_address: Callable[..., Address]
         self._context: TransportContext
         self._close: Callable[[], Any] | None = None
+
+    @property
+    def adapt(self) -> Callable[[Any], Any] | None:
+        """Return what makes of weights what is read; None where they are read themselves."""
+        wrapping = self.wrapping
+        return None if wrapping is None else partial(wrapping.adapt, strategy=self._terms.strategy)
 
     @property
     def moves_nothing(self) -> str | None:
@@ -324,7 +350,11 @@ class Pipeline:
         given = {id(layer): layout for layer, layout in zip(self._layers, layouts, strict=False)}
         undone = [*map(travels, self._layers), True]
         # No method: the transport keeps it, and must not keep its sender alive.
+        scheme = self._terms.scheme
+        if isinstance(scheme, WrappingScheme):
+            scheme = scheme.for_receivers()
         self.make_address = self._terms.address_maker(
+            scheme=scheme,
             layers=self._travelling,
             layouts=tuple(given[id(layer)] for layer in self._undone),
             layout=next(compress(layouts, undone)),
@@ -332,6 +362,7 @@ class Pipeline:
         )
         transport_context = self._terms.context(
             self._backend.name,
+            layers=self._given,
             models=names_of(model),
             worker_ids=members.ids,
             workers=tuple(workers),
@@ -367,8 +398,8 @@ class Pipeline:
             ModelError: it is not known yet what will travel.
         """
         self.opened  # noqa: B018 - raises
-        joins = "late_join" in self._backend.capabilities and self.moves_nothing is None
-        if not joins or self._context.workers:
+        joins = "late_join" in self._backend.capabilities and not self._joined
+        if not joins or self.moves_nothing is not None or self._context.workers:
             raise OptionError(
                 f"{self._backend.describe()} serves no workers that come later; give the id of a "
                 "worker: sender.address(0)"
@@ -397,15 +428,6 @@ class Pipeline:
             # A layer has made another.
             prepared.extras = {**update.extras, **prepared.extras}
         return prepared
-
-    def check_carries_extras(self) -> None:
-        """Raise `OptionError` where the scheme sends nothing but parts of the model's tensors."""
-        if self._backend.by_parts:
-            raise OptionError(
-                f"{self._backend.describe()} sends the parts of a sharded model, and no extras; "
-                "send them by a sender of their own: Sender(scheme, {name: tensor}, "
-                "model_id='extras')"
-            )
 
     def send(
         self, update: Update, version: int, worker_ids: tuple[int, ...], packing: Stopwatch

@@ -35,7 +35,6 @@ from sync_core.weights.payload import Update
 if TYPE_CHECKING:
     from sync_core.sending.elastic import ElasticWorkers
     from sync_core.sending.failure_policy import OnFailure
-    from sync_core.shards.local import Ranks, Regions
 
 _CLOSED = "the sender was closed"
 
@@ -63,12 +62,6 @@ class Sender(Updater):
         strategy: how a module is read and written: ``"tensordict"``, its parameters and buffers;
             ``"state_dict"``, with the hooks of its `state_dict`; ``"checkpoint"``, its parameters
             and persistent buffers, under the names that checkpoints and engines have.
-        ranks: the place of this process among those that hold the model together. Each rank makes
-            a sender and sends the parts that it holds, without a collective; each worker takes
-            what it needs from all: see `join_addresses`. Modules are read by their `state_dict`.
-        regions: with ``ranks``, for plain tensors of which this rank has only a part, by name,
-            which one: for each dimension of the whole tensor ``(start, stop)``, or ``(start, stop,
-            size)``, as layers that rename, fuse or split tensors need.
         zero_copy: let the workers' parameters be views of what arrives; they are read-only then,
             and after a write to one in place, where that is possible at all, `receive` raises.
         partial: accept weights that lack some of the model's tensors; these count as unchanged.
@@ -122,8 +115,6 @@ class Sender(Updater):
         zero_copy: bool = False,
         partial: bool = False,
         only: Literal["trainable"] | None = None,
-        ranks: Ranks | None = None,
-        regions: Regions | None = None,
         on_failure: OnFailure = "raise",
         on_report: Callable[[SendReport], object] | None = None,
         timeout: float = 60.0,
@@ -134,20 +125,6 @@ class Sender(Updater):
         timeout = check_seconds(timeout)
         if on_report is not None:
             check_function(on_report, "on_report")
-        scheme, layers, collect = features.composed(
-            scheme,
-            layers,
-            ranks=ranks,
-            regions=regions,
-            others={
-                "partial": partial,
-                "only": only,
-                "zero_copy": zero_copy,
-                "on_failure": on_failure,
-                "workers": workers,
-                "context": context,
-            },
-        )
         selection = features.trainable_only(only, strategy)
         self.model_id = model_id
         self._terms = Terms(
@@ -164,8 +141,8 @@ class Sender(Updater):
         self._handles = dict(enumerate(workers or ()))
         self._called = bool(workers)
         self._context = context
-        self._failure_handler = features.failure_handler(on_failure)
         self._pipeline = Pipeline(self._terms)
+        self._failure_handler = features.failure_handler(on_failure)
         self._closers: list[weakref.finalize[..., Any]] = []
         self._reporters: dict[object, Callable[[SendReport], object]] = {}
         for reporter in (*self._pipeline.reporters, on_report):
@@ -175,7 +152,7 @@ class Sender(Updater):
             context,
             strategy,
             partial=partial,
-            collect=collect,
+            adapt=self._pipeline.adapt,
         )
         self._partial = features.partial_updates(self._pipeline, self._source, selection)
         self._cadence = PushCounter(self._pipeline.stack, model_id)
@@ -188,7 +165,6 @@ class Sender(Updater):
         # The extras of the first send that had some.
         self._extras: Kinds | None = None
         self._close_members = release_with(self, self._members.close)
-        self._sharded = ranks is not None
         self._elastic: ElasticWorkers | None = None
         self._closed = False
         # The thread that closes, or has closed, this sender.
@@ -257,6 +233,11 @@ class Sender(Updater):
     def scheme(self) -> str:
         """The name of the scheme."""
         return self._pipeline.scheme
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """The capabilities of the scheme."""
+        return self._pipeline.capabilities
 
     @property
     def calls_workers(self) -> bool:
@@ -340,8 +321,6 @@ class Sender(Updater):
         """
         if worker_id is None:
             self._check_open()
-            if self._sharded:
-                raise OptionError("with ranks=, give each worker its id: sender.address(0)")
             with self._starting:
                 if self._elastic is None:
                     self._elastic = features.elastic_workers(self, self._pipeline, self._starting)
@@ -368,8 +347,7 @@ class Sender(Updater):
             worker_ids: one worker or several; None for all. No ids: nothing is sent.
             timeout: deadline in seconds; None for the sender's.
             weights_dict: the weights of several models by name, instead of ``weights``.
-            version: the version's number, such as the trainer's step; None for the next one. With
-                ``ranks``, all ranks must give the same.
+            version: the version's number, such as the trainer's step; None for the next one.
             extras: small tensors beside the weights, such as a step or a temperature, for
                 `Receiver.extras`. Names, dtypes and shapes are those of the first send that has
                 some; a send may have none.
@@ -482,7 +460,6 @@ class Sender(Updater):
             update = self._partial.complete(given, update, version, held)
         if extras:
             update.extras = checked(extras, self._extras)
-            self._pipeline.check_carries_extras()
             self._extras = kinds_of(update.extras)
         if due or to_none:
             if self._pipeline.prepares:

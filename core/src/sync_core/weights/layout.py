@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,6 +41,25 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+#: A box of a tensor: for each of its dimensions, the first index and the one after the last.
+Region: TypeAlias = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSource:
+    """A region of a trainer's tensor that is a region of a tensor under another name.
+
+    Args:
+        name: the trainer's tensor.
+        region: the region of that.
+        start: where it begins in the other tensor: an index for each dimension.
+    """
+
+    name: str
+    region: Region
+    start: tuple[int, ...]
 
 
 #: Every tensor starts at a multiple of this: a cache line, and any vector register.
@@ -93,10 +112,8 @@ QUANTIZED = "send the module as it was before it was quantized, and let each wor
 RESERVED_PREFIX = "__sync__."
 #: What the names of extras begin with in a layout; see `sync_core.weights.extras`.
 EXTRA_PREFIX = f"{RESERVED_PREFIX}extra."
-# Names of tensors in the payloads of admission and shards.
+#: The name of a tensor in the payloads of admission.
 ADMISSION = f"{RESERVED_PREFIX}admission"
-ASK, SHARD_VERSION = f"{RESERVED_PREFIX}shards.wanted", f"{RESERVED_PREFIX}shards.version"
-CHECKSUMS = f"{RESERVED_PREFIX}shards.checksums"
 
 
 def is_reserved(name: str) -> bool:
@@ -417,7 +434,7 @@ def _remedy(tensor: Tensor) -> str:
         return (
             "to send it, type Sender(scheme, gathered(model)) on every rank, or send "
             "tensor.full_tensor(); "
-            "for a worker with such a model, give the sender ranks=Ranks(rank, size)"
+            "for a worker with such a model, type Sender(Sharded(scheme, rank, size), …)"
         )
     if type(tensor).__module__.partition(".")[0] == "torchao":
         return (

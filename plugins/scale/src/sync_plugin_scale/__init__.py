@@ -1,7 +1,8 @@
-"""Schemes that wrap others, and relays, for many workers and for slow links.
+"""Schemes that wrap others, and relays: for large models, many workers and slow links.
 
 `Increments` sends each worker what changed since the version that it has, `Chunked` sends versions
-in chunks, and a `Relay` passes chunks on to other workers.
+in chunks, and a `Relay` passes chunks on to other workers. With `Sharded`, each rank of a trainer
+sends the parts of a model that it holds.
 """
 
 from typing import TYPE_CHECKING
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from sync_plugin_scale.increments.options import Increments
     from sync_plugin_scale.relays.chunks import Chunked
     from sync_plugin_scale.relays.relay import Relay
+    from sync_plugin_scale.shards.local import Part
+    from sync_plugin_scale.shards.reports import gather_reports
+    from sync_plugin_scale.shards.scheme import Sharded, join_addresses
 
 __version__ = "0.1.0"
 
@@ -21,8 +25,21 @@ _MODULES = {
     "sync_plugin_scale.increments.options": ("Increments",),
     "sync_plugin_scale.relays.chunks": ("Chunked",),
     "sync_plugin_scale.relays.relay": ("Relay",),
+    "sync_plugin_scale.shards.local": ("Part",),
+    "sync_plugin_scale.shards.reports": ("gather_reports",),
+    "sync_plugin_scale.shards.scheme": ("Sharded", "join_addresses"),
 }
 
-__all__ = ["Chunked", "IncrementError", "Increments", "Relay", "__version__"]
+__all__ = [
+    "Chunked",
+    "IncrementError",
+    "Increments",
+    "Part",
+    "Relay",
+    "Sharded",
+    "__version__",
+    "gather_reports",
+    "join_addresses",
+]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -331,7 +331,7 @@ class Transpose(Regrouping):
 def _regions(name: str, source: Source, layout: Layout) -> Iterator[RegionSource]:
     if source.transposed or source.stacked or source.index is not None:
         done = "transposed" if source.transposed else "stacked" if source.stacked else "unstacked"
-        raise ModelError(f"{name!r} is {done}, which is not possible with ranks=")
+        raise ModelError(f"{name!r} is {done}, which is not possible for parts of tensors")
     row = 0
     for position in source.positions:
         spec = layout.specs[position]

@@ -54,7 +54,12 @@ class Restart(FailurePolicy):
             raise OptionError(f"group={type(self.group).__name__} cannot restart its workers")
 
     def check(self, sender: Sender) -> None:
-        """Refuse a sender that calls its workers."""
+        """Refuse a sender that calls its workers, or that is one of several of a version."""
+        if "joined" in sender.capabilities:
+            raise OptionError(
+                "every rank of a sharded trainer would start the worker again; leave Restart out, "
+                "type on_failure='quarantine', and start the worker again with its joined address"
+            )
         if sender.calls_workers:
             raise OptionError(
                 "a worker that is started again has a new handle, so Restart is for workers that "

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from sync_core import (
+    Address,
     Delivery,
     OptionError,
     PendingSend,
@@ -136,8 +137,12 @@ class VllmTarget:
         """The status of each engine, in the order in which they were given."""
         return tuple(engine.status for engine in self._engines)
 
-    def connect(self, sender: Sender) -> None:
+    def connect(self, sender: Sender, addresses: Sequence[Address] | None = None) -> None:
         """Connect every rank of every engine to a sender, which has a worker for each.
+
+        Args:
+            sender: the sender; of a sharded trainer, that of the rank that calls `send`.
+            addresses: of a sharded trainer, what ``join_addresses`` made for each worker.
 
         Raises:
             OptionError: the sender has other workers.
@@ -156,8 +161,13 @@ class VllmTarget:
                 end = first + len(engine.status.worker_ids)
                 engine.set(worker_ids=ids[first:end])
                 first = end
+            if addresses is not None and len(addresses) != len(ids):
+                raise OptionError(
+                    f"addresses has {len(addresses)} addresses, and the engines {len(ids)} ranks; "
+                    "give one for each worker of the sender, in the order of their ids"
+                )
             self._sender = sender
-            self._connect(self._engines)
+            self._connect(self._engines, addresses)
 
     def add(self, engine: Any) -> tuple[int, ...]:
         """Connect an engine that joins later; it has the weights that are sent next.
@@ -230,17 +240,24 @@ class VllmTarget:
             _raise_first(self._engines)
             return report
 
-    def _connect(self, engines: Sequence[_Engine]) -> None:
+    def _connect(
+        self, engines: Sequence[_Engine], addresses: Sequence[Address] | None = None
+    ) -> None:
         deadline = time.monotonic() + self._timeout
+        sender = self._connected()
         for engine in engines:
-            self._begin(engine, partial(self._init, engine, deadline))
+            given = [
+                sender.address(i) if addresses is None else addresses[i]
+                for i in engine.status.worker_ids
+            ]
+            self._begin(engine, partial(self._init, engine, given, deadline))
         self._join(engines, deadline)
         _raise_first(engines)
 
-    def _init(self, engine: _Engine, deadline: float) -> None:
+    def _init(self, engine: _Engine, addresses: Sequence[Address], deadline: float) -> None:
         sender = self._connected()
-        addresses = [sender.address(i).to_json() for i in engine.status.worker_ids]
-        info = {"addresses": addresses, "verify": self._verify}
+        texts = [address.to_json() for address in addresses]
+        info = {"addresses": texts, "verify": self._verify}
         engine.client.init(info, _left(deadline))
         engine.set(state="current" if not sender.version else "behind", error=None)
 

@@ -90,6 +90,16 @@ class Chunked(WrappingScheme):
         """The size of a chunk in bytes."""
         return max(1, int(self.mb * 1e6))
 
+    def endpoint_to_json(self, endpoint: Any) -> Any:
+        """Return the endpoints of both transports as plain values."""
+        return [super(Chunked, self).endpoint_to_json(each) for each in endpoint]
+
+    def endpoint_from_json(self, value: Any) -> list[Any]:
+        """Return the endpoints of both transports."""
+        if not isinstance(value, list) or len(value) != _LANES:
+            raise AddressError(f"an address of {self.name} must have a list of {_LANES} endpoints")
+        return [super(Chunked, self).endpoint_from_json(each) for each in value]
+
     def create_sender(self, context: TransportContext) -> ChunkedSender:
         """Make the sender's side."""
         if context.workers:

@@ -167,6 +167,7 @@ class DeliveryCases(SchemeCases):
             assert workers.values() == [{float(value)}], VALUES
 
     def test_a_partial_update(self, start: Start) -> None:
+        self.need_one_sender()
         workers = start(make_policy(1.0), 1, partial=True)
         workers.send({"0.bias": torch.full((4,), 6.0)})
         assert workers.values() == [{1.0, 6.0}], VALUES
@@ -177,6 +178,7 @@ class DeliveryCases(SchemeCases):
         assert workers.values() == [{1.0, 7.0}], VALUES
 
     def test_partial_updates_that_are_skipped(self, start: Start) -> None:
+        self.need_one_sender()
         policy = make_policy(1.0)
         workers = start(policy, 1, partial=True, layers=[EveryOther()])
         workers.send()
@@ -194,6 +196,7 @@ class DeliveryCases(SchemeCases):
 
     @pytest.mark.usefixtures("asking")
     def test_partial_updates_after_one_that_was_missed(self, start: Start) -> None:
+        self.need_one_sender()
         workers = start(make_policy(1.0), 1, partial=True)
         workers.send()
         with pytest.raises(SendError):

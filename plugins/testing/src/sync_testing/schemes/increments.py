@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,6 +121,7 @@ class IncrementCases(SchemeCases):
         assert workers.fingerprints() == [fingerprints(policy)] * 2, VALUES
 
     def test_increments_of_partial_updates(self, start: Start) -> None:
+        self.need_one_sender()
         policy, workers = self._start(start, partial=True)
         workers.send()
         first, second, *_ = policy.named_parameters()
@@ -137,11 +139,15 @@ class IncrementCases(SchemeCases):
         self.need("cross_process")
         if self.can("compares"):
             pytest.skip("the scheme's versions are increments already")
+        scheme: Any = Increments(self.scheme)
+        if self.can("joined"):
+            # Each of several senders has increments of its own.
+            scheme = replace(self.scheme, inner=Increments(self.scheme.inner))
         if self.called:
             policy = make_policy()
-            return policy, start(policy, scheme=Increments(self.scheme), **options)
+            return policy, start(policy, scheme=scheme, **options)
         wide = make_wide()
-        return wide, start(wide, make=make_wide, scheme=Increments(self.scheme), **options)
+        return wide, start(wide, make=make_wide, scheme=scheme, **options)
 
     @staticmethod
     def _send_twice(workers: Workers, policy: nn.Module) -> None:

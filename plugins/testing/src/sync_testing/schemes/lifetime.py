@@ -70,6 +70,7 @@ class LifetimeCases(SchemeCases):
 
     def test_a_version_that_was_sent_to_no_worker_reaches_the_first(self, start: Start) -> None:
         self.need("late_join")
+        self.need_one_sender()
         workers = start(make_policy(8.0), 1)
         workers.sender.remove_worker(0)
         try:
@@ -88,6 +89,7 @@ class LifetimeCases(SchemeCases):
         self, start: Start, zero_copy: bool
     ) -> None:
         self.need("late_join")
+        self.need_one_sender()
         policy = make_policy(1.0)
         workers = start(policy, 1, zero_copy=zero_copy)
         pool, sender = workers.pool, workers.sender
@@ -189,6 +191,7 @@ class LifetimeCases(SchemeCases):
 
     def test_a_late_worker_after_a_partial_update_gets_a_whole_version(self, start: Start) -> None:
         self.need("late_join")
+        self.need_one_sender()
         workers = start(make_policy(1.0), 1, partial=True)
         workers.send()
         workers.send({"0.bias": torch.full((4,), 6.0)})

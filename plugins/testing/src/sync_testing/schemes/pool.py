@@ -314,6 +314,12 @@ class SchemeCases(Conformance):
             pytest.skip("workers act with the trainer's own object, so nothing travels")
 
     @classmethod
+    def need_one_sender(cls) -> None:
+        """Skip the case where a worker's version comes from several senders."""
+        if cls.can("joined"):
+            pytest.skip("versions of several senders are whole, and each worker has its address")
+
+    @classmethod
     def need(cls, capability: str) -> None:
         """Skip the case where the scheme does not declare a capability."""
         if not cls.can(capability):

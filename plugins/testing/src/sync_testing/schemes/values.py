@@ -117,6 +117,8 @@ class ValueCases(SchemeCases):
     def test_every_kind_of_module(
         self, start: Start, make: Callable[[int], nn.Module], zero_copy: bool
     ) -> None:
+        if make is growing:
+            self.need_one_sender()
         workers = start(make(1), 1, make=partial(make, 0), zero_copy=zero_copy)
         for seed in (1, 2):
             workers.send(make(seed))

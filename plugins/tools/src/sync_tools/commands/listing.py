@@ -209,7 +209,12 @@ def _table(title: str, plugins: list[Listed], box: Box | None, width: int) -> Ta
 
 def _capabilities(plugin: Listed) -> str:
     listed = ", ".join(plugin.capabilities)
-    return f"wraps another: {plugin.name}::shm; keeps {listed}" if plugin.wraps else listed
+    if not plugin.wraps:
+        return listed
+    # One of several senders has to know which it is.
+    joined = "joined" in plugin.capabilities
+    typed = f"as an object with {', '.join(plugin.options or ())}"
+    return f"wraps another: {typed if joined else f'{plugin.name}::shm'}; keeps {listed}"
 
 
 def _style(plugin: Listed) -> str | None:

@@ -291,7 +291,7 @@ def shards(job: Job) -> Iterator[Estimate]:
     wire = busiest * 8 / job.gbit
     others = job.start + pack + copy
     yield Estimate(
-        'Sender("dist", …, ranks=Ranks(…))',
+        'Sender(Sharded("dist", …), …)',
         others + wire,
         others + max(wire, busiest * MEASURED.gloo),
         share * (1 + _VERSIONS),

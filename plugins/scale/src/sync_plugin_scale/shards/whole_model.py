@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from sync_core.errors import LayoutMismatchError
-from sync_core.shards.local import Regions, shards_of
-from sync_core.shards.plan import Region, intersect, shape_of, shifted, size_of, whole
-from sync_core.shards.request import HeldTensor, Holding, RegionSource
-from sync_core.weights.layout import Layout, place_of
+from sync_core import Layout
+from sync_core.errors import LayoutMismatchError, ModelError
+from sync_core.models import Region, RegionSource
+from sync_plugin_scale.shards.endpoint import HeldTensor, Holding
+from sync_plugin_scale.shards.local import Part, shards_of
+from sync_plugin_scale.shards.plan import intersect, shape_of, shifted, size_of, whole
 
 _SHOWN = 8
 
@@ -63,12 +64,8 @@ class WholeModel:
             name: (RegionSource(name, whole(self.shape(name)), (0,) * len(self.shape(name))),)
             for name in self._held
         }
-        kinds = [
-            (name, self._dtype(name, sources), whole_shape(sources))
-            for name, sources in self._sources.items()
-        ]
         #: Names, dtypes and whole shapes of the tensors that workers have.
-        self.layout = Layout.of_kinds(kinds)
+        self.layout = self._layout()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one of the trainer's whole tensors."""
@@ -80,11 +77,13 @@ class WholeModel:
 
     def has_tied(self, name: str, other: str) -> bool:
         """Return whether two of the workers' tensors are one of the trainer's."""
-        mine, theirs = (
-            [(self._tied.get(s.name, s.name), s.region, s.start) for s in self._sources[each]]
-            for each in (name, other)
+        return self._origins(name) == self._origins(other)
+
+    def _origins(self, name: str) -> object:
+        """Return the regions of the trainer's that one of the workers' tensors is made of."""
+        return tuple(
+            (self._tied.get(s.name, s.name), s.region, s.start) for s in self._sources[name]
         )
-        return mine == theirs
 
     def held(self, name: str) -> list[tuple[int, Region]]:
         """The ranks that hold regions of a worker's tensor, in that tensor's coordinates."""
@@ -115,6 +114,17 @@ class WholeModel:
             common = intersect(shifted(region, back), source.region)
             if common is not None:
                 yield source.name, common, shifted(common, offset)
+
+    def _layout(self) -> Layout:
+        owners: dict[object, str] = {}
+        aliases, kinds = [], []
+        for name, sources in self._sources.items():
+            owner = owners.setdefault(self._origins(name), name)
+            if owner == name:
+                kinds.append((name, self._dtype(name, sources), whole_shape(sources)))
+            else:
+                aliases.append((name, owner))
+        return Layout(Layout.of_kinds(kinds).specs, tuple(aliases))
 
     def _dtype(self, name: str, sources: Sequence[RegionSource]) -> torch.dtype:
         dtypes = {source.name: self._kinds[source.name].dtype for source in sources}
@@ -206,11 +216,29 @@ def _traced(
             yield RegionSource(part.name, shifted(common, back), start)
 
 
-def wanted_regions(
-    model: Any, regions: Regions | None, trainer: WholeModel, *, cast: bool
-) -> dict[str, Region]:
+def has_extra_state(model: Any) -> bool:
+    """Return whether a model has extra state, which its modules alone can write.
+
+    Raises:
+        ModelError: it has, and its tensors are parts of the trainer's.
+    """
+    shards = shards_of(model)
+    extra = next((name for name in shards if "_extra_state" in name.split(".")), None)
+    parts = [name for name, each in shards.items() if each.region != whole(each.shape or ())]
+    if extra is None:
+        return False
+    if parts or isinstance(model, Part):
+        raise ModelError(
+            f"{extra!r} is extra state, which is not written into a model of parts such as "
+            f"{(parts or ['Part'])[0]!r}; leave it out in the trainer: Sender(…, "
+            'layers=[Rename({"*._extra_state*": None}, strict=False)])'
+        )
+    return True
+
+
+def wanted_regions(model: Any, trainer: WholeModel, *, cast: bool) -> dict[str, Region]:
     """The regions that a model wants, tied tensors once."""
-    shards = shards_of(model, regions)
+    shards = shards_of(model)
     theirs = trainer.layout
     problems = [
         f"{name!r} is in the weights, not in the model"
@@ -218,7 +246,7 @@ def wanted_regions(
         if name not in shards
     ]
     wanted: dict[str, Region] = {}
-    owners: dict[object, str] = {}
+    tied = dict(Layout.of({name: shard.tensor for name, shard in shards.items()}).aliases)
     for name, shard in shards.items():
         if name not in theirs.index:
             problems.append(f"{name!r} is in the model, not in the weights")
@@ -235,11 +263,12 @@ def wanted_regions(
         if shard.shape is not None and shard.shape != spec.shape:
             problems.append(
                 f"{name!r} is {list(spec.shape)} in the weights and {list(shard.shape)} in the "
-                "model; a part of a tensor needs its region: Receiver(…, regions={…})"
+                "model; a part of a tensor needs its region: Receiver(address, "
+                "Part(model, regions={…}))"
             )
             continue
-        owner = owners.setdefault(place_of(shard.tensor), name)
-        if owner != name:
+        owner = tied.get(name)
+        if owner is not None:
             if not trainer.has_tied(name, owner):
                 problems.append(
                     f"{name!r} and {owner!r} are one tensor in the model and two in the weights"

@@ -4,49 +4,37 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from sync_core.checks import check_count, check_integer
-from sync_core.errors import ModelError
-from sync_core.models.extract import named_tensors
-from sync_core.models.multi_model import refers
-from sync_core.models.wrappers import check_flat
-from sync_core.shards.plan import Region, inside, shape_of, whole, write_region
+from sync_core.errors import LayoutMismatchError, ModelError
+from sync_core.models import Region, Strategy, tensors_of_rank
+from sync_plugin_scale.shards.plan import inside, shape_of, whole, write_region
 
 #: Regions of plain tensors by name, as users give them; see `read_region`.
 Regions: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """The place of this process among those that hold a trainer's model together.
+class Part:
+    """A worker's model, some plain tensors of which are parts of the trainer's.
 
     Args:
-        rank: the rank of this process.
-        size: how many ranks there are.
-
-    Raises:
-        ValueError: the rank is not one of ``0 … size - 1``.
+        model: a module or a mapping of tensors.
+        regions: by the tensor's name, the region of the whole tensor that it is: for each
+            dimension ``(start, stop)`` or ``(start, stop, size)``.
 
     Example:
-        >>> Ranks(1, 4)
-        Ranks(rank=1, size=4)
+        >>> Part({"weight": torch.zeros(2, 3)}, regions={"weight": ((2, 4), (0, 3))}).regions
+        {'weight': ((2, 4), (0, 3))}
     """
 
-    rank: int
-    size: int
-
-    def __post_init__(self) -> None:
-        check_count(self.size, "size")
-        check_integer(self.rank, "rank", f"give 0 to {self.size - 1}")
-        if not 0 <= self.rank < self.size:
-            raise ValueError(
-                f"rank is {self.rank}; of {self.size} ranks, give 0 to {self.size - 1}"
-            )
+    model: Any
+    regions: Regions = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,28 +102,36 @@ def is_distributed(value: object) -> bool:
     return isinstance(value, kind)
 
 
-def shards_of(model: Any, regions: Regions | None = None) -> dict[str, Shard]:
+def shards_of(
+    model: Any, regions: Regions | None = None, strategy: Strategy = "state_dict"
+) -> dict[str, Shard]:
     """The shards that a model has on this rank, by name.
 
     Modules are read by their `state_dict`, since the parameters of a module under FSDP2 are whole
     or not, as its last forward left them. No rank waits for another.
 
     Args:
-        model: a module, or a mapping of tensors; distributed tensors, and plain ones.
-        regions: of plain tensors, those of which this rank has only a part: for each dimension of
-            the whole tensor ``(start, stop)`` or ``(start, stop, size)``.
+        model: a module, a mapping of tensors, or a `Part`; distributed tensors, and plain ones.
+        regions: of plain tensors, those of which this rank has only a part; see `Part`.
+        strategy: see `sync_core.models.tensors_of_rank`.
 
     Raises:
         ModelError: the model cannot be read, or a region is not as large as its tensor.
     """
-    if refers(model):
-        raise ModelError(f"{model!r} is a reference; a sharded model is given itself")
+    if isinstance(model, Part):
+        return shards_of(model.model, model.regions, strategy)
+    if isinstance(model, str):
+        raise ModelError(f"{model!r} is a reference; give the sharded model itself")
     regions = {} if regions is None else regions
     found: dict[str, Shard] = {}
-    named = _named(model)
+    named = tensors_of_rank(model, strategy)
     if unknown := regions.keys() - named.keys():
         raise ModelError(f"regions names {min(unknown)!r}, which the model does not have")
     for name, tensor in named.items():
+        if is_lazy(tensor):
+            raise ModelError(
+                f"{name!r} has no shape yet (a lazy parameter); run the model once before this"
+            )
         if is_distributed(tensor):
             try:
                 region = region_of(tensor)
@@ -150,12 +146,6 @@ def shards_of(model: Any, regions: Regions | None = None) -> dict[str, Shard]:
         else:
             found[name] = Shard(tensor, whole(tensor.shape), tuple(tensor.shape))
     return found
-
-
-def _named(model: Any) -> dict[str, Tensor]:
-    if isinstance(model, nn.Module):
-        check_flat(model)
-    return named_tensors(model, "state_dict")
 
 
 def read_region(
@@ -209,15 +199,15 @@ class LocalShards:
         #: Without their tensors, by name; empty before the first reading.
         self.places: dict[str, tuple[Region, tuple[int, ...] | None]] = {}
 
-    def read(self, weights: Any) -> dict[str, Tensor]:
+    def read(self, weights: Any, strategy: Strategy) -> dict[str, Tensor]:
         """The tensors that this rank has, by name."""
-        shards = shards_of(weights, self._regions)
+        shards = shards_of(weights, self._regions, strategy)
         places = {name: (shard.region, shard.shape) for name, shard in shards.items()}
         if self.places and places != self.places:
             changed = next(
                 n for n in {**places, **self.places} if places.get(n) != self.places.get(n)
             )
-            raise ModelError(
+            raise LayoutMismatchError(
                 f"{changed!r} is new, gone, or sharded in another way than when the sender was "
                 "made; on every rank, make a new Sender, and new Receivers with models changed in "
                 "the same way"
@@ -231,18 +221,15 @@ class RegionViews(Mapping[str, Tensor]):
 
     Args:
         model: see `shards_of`.
-        regions: see `shards_of`.
         pieces: by the name of a view, the name of the model's tensor, and a region of that.
     """
 
     def __init__(
         self,
         model: Any,
-        regions: Regions | None,
         pieces: Mapping[str, tuple[str, Region]],
     ) -> None:
         self._model = model
-        self._regions = regions
         self._pieces = pieces
         self._tensors: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
@@ -256,6 +243,18 @@ class RegionViews(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._pieces)
 
+    def views_of(self, weights: Any) -> Mapping[str, Tensor]:
+        """The same regions of other weights, which are divided as the model is.
+
+        Args:
+            weights: as the model, or what this mapping holds.
+        """
+        if isinstance(weights, Mapping) and weights.keys() == self._pieces.keys():
+            return weights
+        if isinstance(self._model, Part) and not isinstance(weights, Part):
+            weights = Part(weights, self._model.regions)
+        return RegionViews(weights, self._pieces)
+
     def items(self) -> Any:
         """The views of the tensors that the model has now."""
         return self._current().items()
@@ -265,7 +264,7 @@ class RegionViews(Mapping[str, Tensor]):
         return self._current().values()
 
     def _current(self) -> dict[str, Tensor]:
-        shards = shards_of(self._model, self._regions)
+        shards = shards_of(self._model)
         places = {name: shard.tensor.data_ptr() for name, shard in shards.items()}
         if self._views and places == {n: t.data_ptr() for n, t in self._tensors.items()}:
             return self._views

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.core.test_shards import address_of, like, send_all, trainer, weights
+from tests.scale.test_shards import address_of, like, send_all, trainer, weights
 from torch import Tensor
 
 from sync_core import (
     MembershipEvent,
-    Ranks,
     Receiver,
     Sender,
     SenderLostError,
     SendError,
     WorkerState,
 )
+from sync_plugin_scale import Part, Sharded
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -65,7 +65,7 @@ def test_a_late_worker_gets_the_newest_version_of_all_ranks(scheme: str, tmp_pat
         # It wants what no worker has wanted before.
         model = {"w": torch.zeros(5, 2), "b": torch.zeros(3)}
         regions = {"w": ((0, 5), (1, 3))}
-        with Receiver(address_of(senders, 1), model, regions=regions) as late:
+        with Receiver(address_of(senders, 1), Part(model, regions)) as late:
             assert late.receive() == 2
             assert all((tensor == 2).all() for tensor in model.values())
             for sender in senders:
@@ -129,7 +129,7 @@ def test_another_worker_in_the_same_place_is_sent_the_parts_that_it_wants() -> N
         first.close()
         model = {"w": torch.zeros(2, 2)}
         regions = {"w": ((1, 3), (0, 2))}
-        with Receiver(address_of(senders), model, regions=regions) as other:
+        with Receiver(address_of(senders), Part(model, regions)) as other:
             assert other.receive() == 1
             assert torch.equal(model["w"], whole["w"][1:3])
 
@@ -198,7 +198,7 @@ def test_without_memory_for_a_copy_late_workers_wait_for_the_next_version(
         trainer(whole, 2, timeout=20.0) as senders,
         Receiver(address_of(senders), like(whole)) as first,
     ):
-        monkeypatch.setattr("sync_core.shards.late.Block", _NoMemory)
+        monkeypatch.setattr("sync_plugin_scale.shards.late.Block", _NoMemory)
         assert send_all(senders, [first]) == [1]
         assert "no memory to keep version 1 for late workers" in caplog.text
         monkeypatch.undo()
@@ -222,7 +222,7 @@ class _NoMemory:
 def test_the_thread_of_a_sender_that_was_forgotten_ends() -> None:
     whole = weights(w=(4, 2))
     threads = set(threading.enumerate())
-    sender = Sender("thread", whole, num_workers=1, ranks=Ranks(0, 1))
+    sender = Sender(Sharded("thread", 0, 1), whole, num_workers=1)
     with Receiver(address_of([sender]), like(whole)) as receiver:
         assert send_all([sender], [receiver]) == [1]
         (thread,) = [t for t in threading.enumerate() if t.name == "sync-shards"]

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from sync_core.errors import LayoutMismatchError
-from sync_core.shards.plan import (
-    Region,
+from sync_core.models import Region
+from sync_plugin_scale.shards.plan import (
     intersect,
     plan,
     shape_of,

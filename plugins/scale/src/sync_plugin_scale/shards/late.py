@@ -10,12 +10,10 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
-from sync_core._util import Stopwatch
+from sync_core import Payload
 from sync_core.errors import ClosedError
-from sync_core.weights.block import Block
-from sync_core.weights.payload import Payload
+from sync_core.transports import Block
 
 _log = logging.getLogger("sync_core")
 # How long closing waits for a version that is being sent to a late worker, in seconds.
@@ -56,9 +54,9 @@ class LateWorkers:
                 except (MemoryError, OSError, RuntimeError):
                     _log.warning("no memory to keep version %d for late workers", payload.version)
                     return
-            kept = replace(payload, packing=Stopwatch())
-            kept.pack(self._block)
-            self._newest = replace(kept, source=self._block)
+            # With a stopwatch of its own: the payload's is the sender's.
+            Payload(payload.version, payload.layout, payload.source).pack(self._block)
+            self._newest = Payload(payload.version, payload.layout, self._block)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sync-shards", daemon=True)
                 self._thread.start()

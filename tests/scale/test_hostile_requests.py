@@ -13,11 +13,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.test_shards import like, trainer, weights
+from tests.scale.test_shards import like, trainer, weights
 
-from sync_core import Receiver, SendError, WorkerState, join_addresses
+from sync_core import Receiver, SendError, WorkerState
 from sync_core.errors import PayloadError
-from sync_core.shards.request import HeldTensor, Request
+from sync_plugin_scale import join_addresses
+from sync_plugin_scale.shards.endpoint import HeldTensor
+from sync_plugin_scale.shards.request import Request
 
 HELD = [HeldTensor("w", torch.float32, ((0, 4), (0, 2)), (8, 2))]
 NUMBERS = st.integers() | st.floats() | st.sampled_from([10**400, float("inf"), -1, 0, 2, 4])

@@ -12,9 +12,7 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 from sync_core.errors import LayoutMismatchError
-
-#: A box of a tensor: for each of its dimensions, the first index and the one after the last.
-Region: TypeAlias = tuple[tuple[int, int], ...]
+from sync_core.models import Region
 
 _SHOWN = 8
 

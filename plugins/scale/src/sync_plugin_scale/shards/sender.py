@@ -13,237 +13,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from sync_core import registry
-from sync_core.checks import check_layers
-from sync_core.errors import (
-    AddressError,
-    ModelError,
-    OptionError,
-    PayloadError,
-    TransportError,
-    WorkerError,
-    WorkerTimeoutError,
-)
-from sync_core.hooks import TransportContext, hookimpl, implemented
-from sync_core.registry import ComposedScheme, Plugin
-from sync_core.shards.late import LateWorkers
-from sync_core.shards.local import LocalShards, Ranks, Regions
-from sync_core.shards.plan import inside, shape_of
-from sync_core.shards.request import HeldTensor, Holding, Request, ShardEndpoint, seal
-from sync_core.shards.whole_model import chained
-from sync_core.stack import Defaults, Stack
-from sync_core.transports.transport import (
-    Delivery,
-    Notice,
-    ReceiverTransport,
-    SenderTransport,
-    wait_for_each,
-)
-from sync_core.weights.layout import ASK, Layout
-from sync_core.weights.payload import Payload
+from sync_core import Delivery, Layout, Payload, SenderTransport, TensorSpec
+from sync_core.errors import PayloadError, TransportError, WorkerError, WorkerTimeoutError
+from sync_core.hooks import TransportContext
+from sync_core.transports import Notice
 from sync_core.wrapping import end_together
+from sync_plugin_scale.shards.endpoint import Holding, RankEndpoint, ShardEndpoint
+from sync_plugin_scale.shards.late import LateWorkers
+from sync_plugin_scale.shards.plan import inside
+from sync_plugin_scale.shards.request import ASK, Request, seal
+
+if TYPE_CHECKING:
+    from sync_plugin_scale.shards.scheme import Sharded
 
 _log = logging.getLogger("sync_core")
 _ASK_LAYOUT = Layout.of_kinds([(ASK, torch.uint8, (1,))])
-# A transport that is made of others has these, if they do.
-_KEPT_CAPABILITIES = frozenset(
-    {"background", "broadcast", "cross_host", "cross_process", "late_join", "pull"}
-)
 # How many versions of the inner transport a late answer may be about.
 _KEPT = 64
-# The arguments of a sender that have no clear meaning with ``ranks=``, and what to type instead.
-_NOT_WITH_RANKS = {
-    "partial": "ranks might leave out different tensors, so every version is whole; leave out "
-    "partial=, and make a sender of the tensors that change: Sender(…, {name: tensor, …}, "
-    "model_id='adapter', ranks=…)",
-    "only": "every version is whole; leave out only=, and make a sender of the trainable tensors: "
-    "Sender(…, {name: tensor, …}, model_id='adapter', ranks=…)",
-    "zero_copy": "a tensor of a worker may be put together from parts of several ranks; leave out "
-    "zero_copy=",
-    "workers": "workers connect by the joined addresses of all ranks; type num_workers=… instead",
-    "context": "a sharded model is given itself, not by a path; leave out context=",
-    "on_failure": "every rank would start the worker again; type on_failure='quarantine', and "
-    "start the worker again with its joined address",
-}
-
-
-def split_layers(layers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the layers that work on whole tensors by their regions alone, and the others."""
-    check_layers(layers)
-    found = [(layer, registry.find(registry.LAYERS, layer)) for layer in layers]
-    regrouping = [p.object for _, p in found if _declares(p, "regions")]
-    return regrouping, [
-        layer for layer, p in found if not (_declares(p, "regions") or _declares(p, "checksums"))
-    ]
-
-
-def _declares(layer: Plugin, capability: str) -> bool:
-    return capability in getattr(layer.object, "capabilities", ())
-
-
-def sharded(
-    scheme: Any,
-    ranks: Ranks | None,
-    regions: Regions | None,
-    layers: Sequence[Any],
-) -> tuple[ShardedScheme, list[Any], Callable[[Any], dict[str, Tensor]]]:
-    """Return what a rank's sender is made of: see the argument ``ranks`` of `sync_core.Sender`.
-
-    Returns:
-        The scheme, the layers that remain for the sender, and what reads the rank's shards.
-
-    Raises:
-        OptionError: ``ranks`` is missing or something else, or with the scheme nothing travels.
-    """
-    if not isinstance(ranks, Ranks):
-        raise OptionError(f"ranks is {ranks!r}; on each rank, give ranks=Ranks(rank, size)")
-    shards = LocalShards(regions)
-    regrouping, others = split_layers(layers)
-    verified = any(
-        _declares(registry.find(registry.LAYERS, layer), "checksums") for layer in layers
-    )
-    composed = ShardedScheme(
-        scheme,
-        ranks,
-        shards,
-        regrouping,
-        others=others,
-        verified=verified,
-    )
-    return composed, others, shards.read
-
-
-def check_alone(arguments: Mapping[str, Any]) -> None:
-    """Raise `OptionError` for an argument that cannot be given together with ``ranks``."""
-    for name, reason in _NOT_WITH_RANKS.items():
-        value = arguments.get(name)
-        if value is not None and value is not False:
-            raise OptionError(f"{name}= cannot be given with ranks=: {reason}")
-
-
-def inner_stack(scheme: Any) -> tuple[Plugin, Stack]:
-    """A scheme, and what makes its transports."""
-    backend = registry.find(registry.SCHEMES, scheme)
-    return backend, Stack(Defaults("tensordict"), backend)
-
-
-class ShardedScheme(ComposedScheme):
-    """A scheme whose transports are made of another scheme's, for one rank of a trainer.
-
-    Args:
-        inner: the name of the other scheme, or a plugin object.
-        ranks: the rank, and how many there are.
-        shards: reads the rank's shards; None in a process that has only the address.
-        layers: those that rename, fuse and cut tensors; see the capability ``regions`` of layers.
-        others: the sender's other layers, which must leave names and shapes as they are.
-        verified: whether checksums travel with the parts; the layer ``checksum``.
-
-    Raises:
-        OptionError: with the other scheme nothing travels.
-    """
-
-    by_parts = True
-
-    def __init__(
-        self,
-        inner: Any,
-        ranks: Ranks,
-        shards: LocalShards | None = None,
-        layers: Sequence[Any] = (),
-        *,
-        others: Sequence[Any] = (),
-        verified: bool = False,
-    ) -> None:
-        self.inner = inner
-        self.ranks = ranks
-        self._shards = shards
-        self._layers = layers
-        self._others = others
-        self._verified = verified
-        backend, self._stack = inner_stack(inner)
-        if "same_object" in backend.capabilities:
-            raise OptionError(
-                f"{backend.describe()} moves nothing, so that ranks= is of no use; type "
-                "scheme='shm' or 'dist'"
-            )
-        self.name = backend.name
-        self.capabilities = backend.capabilities & _KEPT_CAPABILITIES
-
-    def __reduce__(self) -> tuple[object, tuple[Any, Ranks]]:
-        return ShardedScheme, (self.inner, self.ranks)
-
-    @hookimpl
-    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
-        """The sender's side; a receiver needs the addresses of all ranks."""
-        if context.side == "receiver":
-            raise AddressError(
-                f"this is the address of rank {self.ranks.rank} of {self.ranks.size}; join it with "
-                "those of the other ranks: Receiver(join_addresses([…]), model)"
-            )
-        assert self._shards is not None
-        assert context.layout is not None
-        if context.workers:
-            raise OptionError(
-                "ranks= needs workers that connect by addresses; give num_workers, not workers"
-            )
-        holding = replace(
-            _holding(context.layout, self._shards, self.ranks, self._layers, self._others),
-            verified=self._verified,
-        )
-        return ShardedSender(
-            context,
-            self.name,
-            self._stack,
-            holding,
-            verified=self._verified,
-        )
-
-
-def _holding(
-    layout: Layout,
-    shards: LocalShards,
-    ranks: Ranks,
-    layers: Sequence[Any],
-    others: Sequence[Any],
-) -> Holding:
-    """Return what this rank holds, as the layers have changed it."""
-    held = []
-    for spec in layout.specs:
-        region, shape = shards.places.get(spec.name, (None, None))
-        if region is None or shape_of(region) != spec.shape:
-            raise ModelError(
-                f"{_reshaping(others)} changes names or shapes, and has made {spec}; with ranks=, "
-                "layers may change dtypes and values, and rename, fuse or split tensors; leave it "
-                "out of layers="
-            )
-        held.append(HeldTensor(spec.name, spec.dtype, region, shape))
-    made_of = None
-    if layers:
-        for tensor in held:
-            if tensor.shape is None:
-                raise OptionError(
-                    f"the shape of the whole tensor {tensor.name!r} is not known on this rank, and "
-                    "layers that rename, fuse or split need it; give its regions as (start, stop, "
-                    "size)"
-                )
-        kinds = [(tensor.name, tensor.dtype, tensor.shape or ()) for tensor in held]
-        made_of = chained(layers, Layout(Layout.of_kinds(kinds).specs, layout.aliases))
-    return Holding(ranks, tuple(held), layout.aliases, made_of)
-
-
-def _reshaping(layers: Sequence[Any]) -> str:
-    """Name the layers that may have changed names or shapes: those that do more than cast."""
-    found = [registry.find(registry.LAYERS, layer) for layer in layers]
-    changing = [p for p in found if "prepare_weights" in implemented(p.object)]
-    suspects = [
-        p for p in changing if "cast" not in getattr(p.object, "capabilities", ())
-    ] or changing
-    return " or ".join(plugin.describe() for plugin in suspects)
 
 
 @dataclass(eq=False)
@@ -275,22 +65,11 @@ class ShardedSender(SenderTransport):
 
     Args:
         context: what the sender gave to `create_transport`.
-        scheme: the name of the scheme.
-        stack: makes the scheme's own transport.
+        scheme: makes the inner transport.
         holding: what this rank holds.
-        verified: whether checksums travel with the parts.
     """
 
-    def __init__(
-        self,
-        context: TransportContext,
-        scheme: str,
-        stack: Stack,
-        holding: Holding,
-        *,
-        verified: bool = False,
-    ) -> None:
-        self._verified = verified
+    def __init__(self, context: TransportContext, scheme: Sharded, holding: Holding) -> None:
         self._timeout = context.timeout
         self._notify = context.notify
         self._holding = holding
@@ -301,16 +80,17 @@ class ShardedSender(SenderTransport):
         self._number = 0
         # The sender's versions, by those of the inner transport, for late answers.
         self._versions: dict[int, int] = {}
-        self._layouts: dict[Request, Layout] = {}
+        self._layouts: dict[tuple[Request, tuple[TensorSpec, ...]], Layout] = {}
         self._members = {worker_id: _Member() for worker_id in context.worker_ids}
         self._inner_of: dict[Delivery, Delivery] = {}
-        inner = replace(context, scheme=scheme, layout=_ASK_LAYOUT, models=(), notify=self._hear)
-        self._inner = stack.create_sender_transport(inner)
+        self._inner = scheme.inner_sender(
+            context, layout=_ASK_LAYOUT, models=(), layers=(), notify=self._hear
+        )
         self._ask(tuple(self._members))
 
     def address(self, worker_id: int) -> ShardEndpoint:
         """Return where this rank is reached, and what it holds."""
-        return ShardEndpoint(self._inner.address(worker_id), self._holding)
+        return ShardEndpoint((RankEndpoint(self._inner.address(worker_id), self._holding),))
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Send each group of workers that want the same what they want."""
@@ -351,7 +131,7 @@ class ShardedSender(SenderTransport):
         deadline = time.monotonic() + timeout
         pairs = [(each, self._inner_of[each]) for each in deliveries if each in self._inner_of]
         self._inner.wait([inner for _, inner in pairs], timeout)
-        wait_for_each(deliveries, max(0.0, deadline - time.monotonic()))
+        super().wait(deliveries, max(0.0, deadline - time.monotonic()))
         for outer, inner in pairs:
             outer.remark = inner.remark
 
@@ -460,18 +240,14 @@ class ShardedSender(SenderTransport):
     def _send_to(
         self, members: Mapping[int, _Member], request: Request, payload: Payload
     ) -> dict[int, Delivery]:
-        layout = self._layouts.get(request)
-        if layout is None:
-            if len(self._layouts) > 2 * len(self._members):
-                # Workers that come and go may each ask for something else.
-                self._layouts.clear()
-            layout = request.layout(self._holding.tensors, verified=self._verified)
-            self._layouts[request] = layout
+        count = len(self._holding.tensors)
+        extras = payload.layout.specs[count:]
+        layout = self._layout_of(request, extras)
         tensors, held = payload.tensors, self._holding.tensors
         parts = [tensors[i][inside(region, held[i].region)] for i, region in request.regions]
-        parts.append(torch.tensor([payload.version]))
-        if self._verified:
-            parts.append(seal(parts))
+        others = [torch.tensor([payload.version]), *tensors[count:]]
+        sums = [seal(parts, others)] if self._holding.verified else []
+        parts += [others[0], *sums, *others[1:]]
         with self._lock:
             number = self._next_number(payload.version)
             packed = Payload(number, layout, parts, packing=payload.packing)
@@ -486,6 +262,18 @@ class ShardedSender(SenderTransport):
         for worker_id, delivery in deliveries.items():
             sent[worker_id].watch(partial(self._forward, delivery, members[worker_id]))
         return deliveries
+
+    def _layout_of(self, request: Request, extras: Sequence[TensorSpec]) -> Layout:
+        known = request, tuple(extras)
+        layout = self._layouts.get(known)
+        if layout is None:
+            if len(self._layouts) > 2 * len(self._members):
+                # Workers that come and go may each ask for something else.
+                self._layouts.clear()
+            holding = self._holding
+            layout = request.layout(holding.tensors, extras, verified=holding.verified)
+            self._layouts[known] = layout
+        return layout
 
     def _forward(
         self, delivery: Delivery, member: _Member, inner: Delivery, error: WorkerError | None
@@ -508,7 +296,10 @@ class ShardedSender(SenderTransport):
     def _absent(self, worker_id: int, member: _Member, payload: Payload) -> Delivery:
         member.waited = True
         delivery = Delivery(worker_id, payload.version, 0)
-        rank = self._holding.ranks.rank
+        if member.asked is not None and member.asked.error is not None and not member.refused:
+            delivery.fail(member.asked.error)  # it has left, or cannot receive
+            return delivery
+        rank = self._holding.rank
         if member.refused:
             remedy = "make its Receiver again, with the same release of sync-core as the trainer's"
             message = f"has sent rank {rank} what is {member.refused}; {remedy}"

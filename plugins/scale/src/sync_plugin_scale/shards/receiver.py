@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from sync_core.address import Address, IndirectEndpoint
-from sync_core.errors import (
-    AddressError,
-    CorruptionError,
-    ModelError,
-    OptionError,
-    SenderLostError,
-    SyncError,
-)
-from sync_core.hooks import TransportContext, hookimpl
-from sync_core.registry import ComposedScheme
-from sync_core.shards.local import Regions, RegionViews
-from sync_core.shards.plan import Region, plan, shape_of, write_region
-from sync_core.shards.request import Holding, Request, ShardEndpoint, broken
-from sync_core.shards.sender import inner_stack
-from sync_core.shards.whole_model import WholeModel, wanted_regions
-from sync_core.transports.transport import Answer, ReceiverTransport, SenderTransport
-from sync_core.weights.layout import ASK, SHARD_VERSION, Layout
-from sync_core.weights.payload import Payload
+from sync_core import Address, Answer, Layout, Payload, ReceiverTransport
+from sync_core.errors import CorruptionError, OptionError, SenderLostError, SyncError
+from sync_core.hooks import TransportContext
+from sync_core.models import Region
+from sync_plugin_scale.shards.endpoint import RankEndpoint
+from sync_plugin_scale.shards.local import RegionViews
+from sync_plugin_scale.shards.plan import inside, plan, shape_of, whole, write_region
+from sync_plugin_scale.shards.request import ASK, VERSION, Request, broken
+from sync_plugin_scale.shards.whole_model import WholeModel, has_extra_state, wanted_regions
+
+if TYPE_CHECKING:
+    from sync_plugin_scale.shards.scheme import Sharded
 
 _NAMES_SHOWN = 8
 
@@ -38,12 +32,12 @@ class RankSource:
     """The part of a version that one rank sends to this worker.
 
     Args:
-        address: the rank's address.
+        endpoint: the rank's.
         request: what is asked of it.
         layout: of what it sends.
     """
 
-    address: Address
+    endpoint: RankEndpoint
     request: Request
     layout: Layout
 
@@ -54,198 +48,99 @@ class JoinPlan:
 
     Args:
         sources: the ranks.
-        layout: of the version: the parts that are written into the model.
-        origins: for each tensor of ``layout``, the position of its source, and that of the tensor
-            in the source's layout.
+        layout: of the version: the parts that are written into the model, or whole tensors.
+        origins: for each part, the position of its source, and that of the tensor in the source's
+            layout.
+        places: for whole tensors: for each part, the position of its tensor in ``layout``, and the
+            region of that. None where the version is the parts.
     """
 
     sources: tuple[RankSource, ...]
     layout: Layout
     origins: tuple[tuple[int, int], ...]
+    places: tuple[tuple[int, Region], ...] | None = None
 
 
-class JoinedScheme(ComposedScheme):
-    """A scheme for receivers only, that joins what all ranks of a trainer send.
-
-    Args:
-        addresses: those of all ranks for this worker, in the order of the ranks.
-        joined: how a version is made; None before it is known which regions the worker wants.
-    """
-
-    by_parts = True
-
-    def __init__(self, addresses: Sequence[Address], joined: JoinPlan | None = None) -> None:
-        self.addresses = tuple(addresses)
-        self._joined = joined
-        backend = self.addresses[0].scheme
-        self.name = backend.name
-        self.capabilities = backend.capabilities
-
-    def __reduce__(self) -> tuple[object, tuple[tuple[Address, ...]]]:
-        return JoinedScheme, (self.addresses,)
-
-    @hookimpl
-    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
-        """The receiver's side; there is no other."""
-        if context.side == "sender" or self._joined is None:
-            raise OptionError("joined addresses are for a Receiver: Receiver(address, model)")
-        return JoinedReceiver(context, self._joined)
-
-
-class JoinedEndpoint(IndirectEndpoint):
-    """The endpoint of joined addresses, from which the model decides what is taken."""
-
-    takes_regions = True
-
-    def resolve(
-        self, address: Address, model: Any, regions: Any, timeout: float
-    ) -> tuple[Address, RegionViews]:
-        """Plan what is taken from each rank."""
-        del timeout
-        return join(address, model, regions)
-
-
-def join_addresses(addresses: Sequence[Address]) -> Address:
-    """The address of one worker from those that all ranks of a trainer have for it.
-
-    Args:
-        addresses: what ``sender.address(worker_id)`` gave on each rank, in any order.
-
-    Raises:
-        AddressError: a rank is missing or there twice, or the addresses are for different workers
-            or of different trainers.
-        LayoutMismatchError: the ranks do not agree on the dtype or the shape of a tensor.
-
-    Example:
-        >>> halves = [torch.zeros(2, 3), torch.ones(2, 3)]
-        >>> regions = [((0, 2), (0, 3)), ((2, 4), (0, 3))]
-        >>> senders = [
-        ...     Sender("thread", {"weight": half}, num_workers=1,
-        ...            ranks=Ranks(rank, 2), regions={"weight": regions[rank]})
-        ...     for rank, half in enumerate(halves)]
-        >>> address = join_addresses([sender.address(0) for sender in senders])
-        >>> model = {"weight": torch.full((4, 3), 7.0)}
-        >>> receiver = Receiver(address, model)
-        >>> pending = [sender.send_async() for sender in senders]
-        >>> receiver.receive(), model["weight"][:, 0]
-        (1, tensor([0., 0., 1., 1.]))
-        >>> [each.wait().updated for each in pending]
-        [(0,), (0,)]
-        >>> for sender in senders: sender.close()
-    """
-    addresses = tuple(addresses)
-    if not addresses:
-        raise AddressError("join_addresses() needs the addresses of all ranks, got none")
-    for address in addresses:
-        if not isinstance(address, Address) or not isinstance(address.endpoint, ShardEndpoint):
-            raise AddressError(
-                f"{address!r:.200} is not the address of a rank; give Sender(…, ranks=Ranks(rank, "
-                "size)) on every rank, and join what sender.address(worker_id) gives there"
-            )
-    addresses = tuple(sorted(addresses, key=lambda each: _holding(each).ranks.rank))
-    first = addresses[0]
-    _check_ranks(addresses)
-    for address in addresses[1:]:
-        for field in (
-            "worker_id",
-            "model_id",
-            "strategy",
-            "timeout",
-            "cast",
-            "checksums",
-        ):
-            theirs, ours = _agreed(address, field), _agreed(first, field)
-            if theirs != ours:
-                raise AddressError(
-                    f"the addresses of ranks {_rank(first)} and {_rank(address)} differ in "
-                    f"{field}: {ours!r} and {theirs!r}; join those of one trainer and one worker"
-                )
-    model = WholeModel([_holding(address) for address in addresses])
-    return replace(
-        first,
-        scheme=JoinedScheme(addresses),
-        options={},
-        endpoint=JoinedEndpoint(),
-        layout=model.layout,
-        source_layout=model.layout,
-    )
-
-
-def _holding(address: Address) -> Holding:
-    holding: Holding = address.endpoint.holding
-    return holding
-
-
-def _agreed(address: Address, field: str) -> object:
-    return _holding(address).verified if field == "checksums" else getattr(address, field)
-
-
-def _rank(address: Address) -> int:
-    return _holding(address).ranks.rank
-
-
-def _check_ranks(addresses: Sequence[Address]) -> None:
-    sizes = {_holding(address).ranks.size for address in addresses}
-    ranks = [_rank(address) for address in addresses]
-    if len(sizes) > 1:
-        raise AddressError(f"the addresses are of trainers with {sorted(sizes)} ranks; join one's")
-    expected = list(range(sizes.pop()))
-    if ranks != expected:
-        missing = sorted(set(expected) - set(ranks))
-        what = f"there is none of rank {missing[0]}" if missing else "a rank is there twice"
-        raise AddressError(f"addresses of ranks {ranks} do not join, as {what}")
-
-
-def join(address: Address, model: Any, regions: Regions | None) -> tuple[Address, RegionViews]:
+def join(address: Address, model: Any) -> tuple[Address, Any]:
     """Plan what a worker takes from each rank, and return what its receiver works with.
 
     Args:
         address: what `join_addresses` returned.
-        model: a module or a mapping of tensors, distributed or plain.
-        regions: of plain tensors that are part of a whole tensor, the regions.
+        model: a module, a mapping of tensors, distributed or plain, or a `Part`. None, or a
+            module with extra state, gets whole tensors.
 
     Returns:
         The address with the plan in it, and views of the model's tensors, one for each part.
 
     Raises:
         LayoutMismatchError: the model and the trainer's do not fit; both are in the message.
-        ModelError: there is no model, or it cannot be read.
+        ModelError: the model cannot be read.
     """
-    if model is None:
-        raise ModelError("joined addresses need the model: Receiver(join_addresses([…]), model)")
-    trainer = WholeModel([_holding(each) for each in address.scheme.addresses])
-    wanted = wanted_regions(model, regions, trainer, cast=address.cast)
+    ranks: tuple[RankEndpoint, ...] = address.endpoint.ranks
+    if any(rank.holding.verified for rank in ranks):
+        _check_hash_library()
+    trainer = WholeModel([rank.holding for rank in ranks])
+    layout = trainer.layout
+    wanted = {name: whole(layout.specs[layout.index[name]].shape) for name in layout.names}
+    assembled = model is None or has_extra_state(model)
+    if not assembled:
+        wanted = wanted_regions(model, trainer, cast=address.cast)
     held = {name: trainer.held(name) for name in wanted}
     parts = plan(held, wanted, destination=address.worker_id)
-    requests: list[list[tuple[int, Region]]] = [[] for _ in trainer.positions]
-    pieces: dict[str, tuple[str, Region]] = {}
+    requests: list[list[tuple[int, Region]]] = [[] for _ in ranks]
+    pieces: list[tuple[str, Region]] = []
     taken_from: list[tuple[int, tuple[int, Region]]] = []
-    kinds = []
     for name, found in parts.items():
-        dtype = trainer.layout.specs[trainer.layout.index[name]].dtype
         for rank, part in found:
             for source, region, at in trainer.origin(name, part):
                 piece = (trainer.positions[rank][source], region)
                 requests[rank].append(piece)
                 taken_from.append((rank, piece))
-                view = name + write_region(at)
-                pieces[view] = (name, at)
-                kinds.append((view, dtype, shape_of(at)))
+                pieces.append((name, at))
     sources = []
-    for rank_address, request in zip(
-        address.scheme.addresses, map(Request.of, requests), strict=True
-    ):
-        holding = _holding(rank_address)
-        layout = request.layout(holding.tensors, verified=holding.verified)
-        sources.append(RankSource(rank_address, request, layout))
-    places = [{piece: i for i, piece in enumerate(s.request.regions)} for s in sources]
+    for rank_endpoint, request in zip(ranks, map(Request.of, requests), strict=True):
+        holding = rank_endpoint.holding
+        sent = request.layout(holding.tensors, verified=holding.verified)
+        sources.append(RankSource(rank_endpoint, request, sent))
+    found_at = [{piece: i for i, piece in enumerate(s.request.regions)} for s in sources]
+    origins = tuple((rank, found_at[rank][piece]) for rank, piece in taken_from)
+    if assembled:
+        places = tuple((layout.index[name], at) for name, at in pieces)
+        joined = JoinPlan(tuple(sources), layout, origins, places)
+        return replace(address, endpoint=joined, layout=layout, source_layout=layout), model
+    views = {}
+    kinds = []
+    for name, at in pieces:
+        spec = layout.specs[layout.index[name]]
+        view = name if at == whole(spec.shape) else name + write_region(at)
+        views[view] = (name, at)
+        kinds.append((view, spec.dtype, shape_of(at)))
     layout = Layout.of_kinds(kinds)
-    origins = tuple((rank, places[rank][piece]) for rank, piece in taken_from)
-    scheme = JoinedScheme(address.scheme.addresses, JoinPlan(tuple(sources), layout, origins))
-    return (
-        replace(address, scheme=scheme, endpoint=None, layout=layout, source_layout=layout),
-        RegionViews(model, regions, pieces),
-    )
+    joined = JoinPlan(tuple(sources), layout, origins)
+    address = replace(address, endpoint=joined, layout=layout, source_layout=layout)
+    return address, RegionViews(model, views)
+
+
+def refuse(address: Address, scheme: Sharded, error: Exception, timeout: float) -> None:
+    """Connect only to let each rank know, at once, why this worker cannot receive."""
+    context = address.transport_context(scheme.name, timeout)
+    for rank in address.endpoint.ranks:
+        # The caller gets the reason, and not that a rank could not be reached.
+        with suppress(Exception), closing(scheme.inner_rank(context, rank)) as transport:
+            payload = transport.receive(0.0)
+            if payload is not None:
+                payload.release()
+                transport.acknowledge(Answer.refusal(payload.version, error))
+            transport.leave(f"refused to receive: {type(error).__name__}: {error}")
+
+
+def _check_hash_library() -> None:
+    try:
+        import xxhash  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            'the trainer sends checksums, which need: pip install "sync-core[verify]"'
+        ) from error
 
 
 class JoinedReceiver(ReceiverTransport):
@@ -253,11 +148,14 @@ class JoinedReceiver(ReceiverTransport):
 
     Args:
         context: of the receiver.
+        scheme: makes the inner transports.
         joined: how a version is made.
     """
 
-    def __init__(self, context: TransportContext, joined: JoinPlan) -> None:
+    def __init__(self, context: TransportContext, scheme: Sharded, joined: JoinPlan) -> None:
         self._joined = joined
+        # Of whole tensors that come in several parts, by position; made with the first version.
+        self._whole: dict[int, Tensor] = {}
         #: How long to wait for ranks that have not sent a version, in seconds.
         self._patience = context.timeout / 2
         self._seen = 0
@@ -265,7 +163,7 @@ class JoinedReceiver(ReceiverTransport):
         with ExitStack() as opened:
             self._ends = []
             for source in joined.sources:
-                end = _RankReceiver(source, context)
+                end = _RankReceiver(source, context, scheme)
                 opened.callback(end.close)
                 self._ends.append(end)
             deadline = time.monotonic() + context.timeout
@@ -287,15 +185,17 @@ class JoinedReceiver(ReceiverTransport):
             return None
         self._seen, self._since = self._ends[0].version, None
         payloads = [end.take() for end in self._ends]
-        tensors: list[Tensor] = []
         found = [payload.tensors for payload in payloads]
         tensors = [found[source][position] for source, position in self._joined.origins]
+        if self._joined.places is not None:
+            tensors = self._assembled(tensors, self._joined.places)
         known = [payload.known_at for payload in payloads]
         known_at = None if None in known else min(filter(None, known), default=None)
+        layout, extras = self._with_extras(payloads[0])
         return Payload(
             self._seen,
-            self._joined.layout,
-            tensors,
+            layout,
+            [*tensors, *extras],
             release=_all_of([payload.release for payload in payloads]),
             known_at=known_at,
             stage_seconds=time.perf_counter() - (since if known_at is None else known_at),
@@ -326,6 +226,37 @@ class JoinedReceiver(ReceiverTransport):
         """Release what has come, and every connection."""
         for end in self._ends:
             end.close()
+
+    def _with_extras(self, payload: Payload) -> tuple[Layout, Sequence[Tensor]]:
+        """Return the layout of a version with extras, and those of the first rank."""
+        plain = self._joined.layout
+        specs = payload.layout.specs[len(payload.layout.plain.specs) :]
+        if not specs:
+            return plain, ()
+        kinds = [(spec.name, spec.dtype, spec.shape) for spec in (*plain.specs, *specs)]
+        layout = Layout(Layout.of_kinds(kinds).specs, plain.aliases)
+        return layout, payload.tensors[-len(specs) :]
+
+    def _assembled(
+        self, parts: Sequence[Tensor], places: Sequence[tuple[int, Region]]
+    ) -> list[Tensor]:
+        """Return whole tensors, in the order of the layout; good until the next version."""
+        layout = self._joined.layout
+        tensors: dict[int, Tensor] = {}
+        for part, (position, region) in zip(parts, places, strict=True):
+            spec = layout.specs[position]
+            if tuple(part.shape) == spec.shape:
+                tensors[position] = part
+                continue
+            if position not in self._whole:
+                self._whole[position] = torch.empty(spec.shape, dtype=spec.dtype)
+            tensors[position] = self._whole[position]
+            tensors[position][inside(region, whole(spec.shape))].copy_(part)
+        # A tensor without elements has no parts.
+        return [
+            tensors[i] if i in tensors else torch.empty(spec.shape, dtype=spec.dtype)
+            for i, spec in enumerate(layout.specs)
+        ]
 
     def _collect(self, deadline: float) -> bool:
         """Stage the same version of every rank; False where that takes longer."""
@@ -376,22 +307,16 @@ class _RankReceiver:
     Args:
         source: the rank.
         context: of the joined receiver.
+        scheme: makes the inner transport.
     """
 
-    def __init__(self, source: RankSource, context: TransportContext) -> None:
+    def __init__(self, source: RankSource, context: TransportContext, scheme: Sharded) -> None:
         self._source = source
-        address = source.address
-        self.rank = _rank(address)
+        self._worker_id = context.worker_id
+        self.rank = source.endpoint.holding.rank
         #: The position of the version in a payload: after the parts, before the checksums.
-        self._version_at = source.layout.index[SHARD_VERSION]
-        self._is_verified = _holding(address).verified
-        backend, stack = inner_stack(address.scheme.inner)
-        own = address.transport_context(
-            backend.name, context.timeout, background=context.background
-        )
-        self.transport = stack.create_receiver_transport(
-            replace(own, endpoint=address.endpoint.inner, layout=source.layout)
-        )
+        self._version_at = source.layout.index[VERSION]
+        self.transport = scheme.inner_rank(context, source.endpoint, layout=source.layout)
         self._request = source.request.to_text()
         self._staged: Payload | None = None
         #: The version that is staged, or else the one that was taken last; 0 before the first.
@@ -452,19 +377,19 @@ class _RankReceiver:
         try:
             return self.transport.receive(timeout)
         except SenderLostError as error:
-            size = _holding(self._source.address).ranks.size
+            size = self._source.endpoint.holding.size
             raise SenderLostError(f"rank {self.rank} of {size}: {error}") from error
 
     def _look_at(self, payload: Payload) -> bool:
         """Stage a payload, if it is what this worker wants."""
-        if payload.layout != self._source.layout:
+        if payload.layout.plain != self._source.layout:
             asked = payload.layout.names == (ASK,)
             payload.release()
             said = "says what it wants" if asked else "wants other regions than these"
             self._refuse(payload, SyncError(f"this worker {said}"), self._request)
             return False
         self.drop(SyncError("a newer version came before this one was committed"))
-        if self._is_verified:
+        if self._source.endpoint.holding.verified:
             self._verify(payload)
         self._staged = payload
         self.version = int(payload.tensors[self._version_at].item())
@@ -477,7 +402,7 @@ class _RankReceiver:
         named = ", ".join(map(repr, names[:_NAMES_SHOWN]))
         more = f", … {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
         error = CorruptionError(
-            self._source.address.worker_id,
+            self._worker_id,
             f"what rank {self.rank} has sent was changed on its way, and nothing of the version "
             f"was applied: {named}{more} differ from their checksums",
         )

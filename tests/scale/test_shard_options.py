@@ -6,24 +6,23 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.core.test_late_shards import fill
-from tests.core.test_shards import address_of, like, send_all, trainer, weights
+from tests.scale.test_late_shards import fill
+from tests.scale.test_shards import address_of, like, send_all, trainer, weights
 from tests.std.test_checksums import flipping_copies
 from torch import nn
 
 from sync_core import (
     CorruptionError,
-    Ranks,
     ReadbackError,
     Receiver,
     Sender,
     SendError,
     SendReport,
     WorkerState,
-    join_addresses,
 )
 from sync_core.errors import AddressError
-from sync_core.shards.reports import merge_reports
+from sync_plugin_scale import Part, Sharded, join_addresses
+from sync_plugin_scale.shards.reports import merge_reports
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -78,11 +77,9 @@ def test_a_model_that_holds_other_bits_than_were_written_is_bad_for_every_rank()
 def test_ranks_that_verify_differently_do_not_join() -> None:
     addresses = [
         Sender(
-            "thread",
+            Sharded("thread", rank, 2, {"w": ((2 * rank, 2 * rank + 2),)}),
             {"w": torch.zeros(2)},
             num_workers=1,
-            ranks=Ranks(rank, 2),
-            regions={"w": ((2 * rank, 2 * rank + 2),)},
             layers=layers,
         ).address(0)
         for rank, layers in enumerate(((), ("checksum",)))
@@ -128,7 +125,7 @@ def test_a_worker_in_quarantine_gets_the_newest_version_when_it_comes_back() -> 
             assert (report.updated, report.quarantined, report.failed) == ((0,), (1,), {})
         model = {"w": torch.zeros(1, 2)}
         regions = {"w": ((3, 4), (0, 2))}
-        with Receiver(address_of(senders, 1), model, regions=regions) as back:
+        with Receiver(address_of(senders, 1), Part(model, regions)) as back:
             assert back.receive() == 3
             assert torch.equal(model["w"], whole["w"][3:])
             pending = [sender.send_async() for sender in senders]
@@ -161,9 +158,8 @@ def test_what_changes_alone_has_its_own_sender() -> None:
     with torch.no_grad():
         policy.weight.zero_()
     before = model.weight.clone()
-    sender = Sender(
-        "thread", {"bias": policy.bias}, num_workers=1, model_id="adapter", ranks=Ranks(0, 1)
-    )
+    scheme = Sharded("thread", 0, 1)
+    sender = Sender(scheme, {"bias": policy.bias}, num_workers=1, model_id="adapter")
     with sender, Receiver(address_of([sender]), {"bias": model.bias}) as receiver:
         assert send_all([sender], [receiver]) == [1]
     assert torch.equal(model.bias, policy.bias)

@@ -7,9 +7,9 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,19 +20,18 @@ from sync_core import (
     LayoutMismatchError,
     ModelError,
     OptionError,
-    Ranks,
     Receiver,
     Sender,
     SenderLostError,
     SendError,
     SyncError,
     hookimpl,
-    join_addresses,
 )
-from sync_core.errors import AddressError
-from sync_core.shards.reports import merge_reports
+from sync_core.errors import AddressError, NotAPluginError
+from sync_plugin_scale import Chunked, Part, Sharded, join_addresses
+from sync_plugin_scale.shards.reports import merge_reports
 from sync_plugin_std import Fuse, Rename, Restart, Split, Transpose
-from sync_plugin_std.workers import InlineGroup
+from sync_plugin_std.workers import ThreadGroup
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,13 +44,13 @@ def rows(whole: Tensor, rank: int, count: int) -> tuple[Tensor, Any]:
     return whole[first:last].clone(), bounds
 
 
-def sharded(whole: dict[str, Tensor], rank: int, count: int) -> dict[str, Any]:
+def sharded(scheme: Any, whole: dict[str, Tensor], rank: int, count: int) -> dict[str, Any]:
     """The arguments of a sender that has some rows of each tensor."""
     cut = {name: rows(tensor, rank, count) for name, tensor in whole.items()}
+    regions = {name: region for name, (_, region) in cut.items()}
     return {
+        "scheme": Sharded(scheme, rank, count, regions),
         "model": {name: tensor for name, (tensor, _) in cut.items()},
-        "regions": {name: region for name, (_, region) in cut.items()},
-        "ranks": Ranks(rank, count),
     }
 
 
@@ -62,7 +61,7 @@ def trainer(
     with ExitStack() as opened:
         yield [
             opened.enter_context(
-                Sender(scheme, num_workers=num_workers, **sharded(whole, rank, count), **more)
+                Sender(num_workers=num_workers, **sharded(scheme, whole, rank, count), **more)
             )
             for rank in range(count)
         ]
@@ -118,7 +117,7 @@ def test_a_worker_takes_each_element_once_from_replicas() -> None:
     whole = {"w": torch.randn(4, 8), "v": torch.randn(4, 8)}
     with ExitStack() as opened:
         senders = [
-            opened.enter_context(Sender("thread", whole, num_workers=1, ranks=Ranks(rank, 2)))
+            opened.enter_context(Sender(Sharded("thread", rank, 2), whole, num_workers=1))
             for rank in range(2)
         ]
         model = like(whole)
@@ -149,7 +148,7 @@ def test_layers_rename_fuse_cut_and_cast(count: int) -> None:
         }
         # Rows 3 to 6: the last of q, all of k.
         regions = {"model.qkv.w": ((3, 6), (0, 3))}
-        with Receiver(address_of(senders), model, regions=regions) as receiver:
+        with Receiver(address_of(senders), Part(model, regions)) as receiver:
             send_all(senders, [receiver])
     qkv = torch.cat([whole["m.q.w"], whole["m.k.w"], whole["m.v.w"]]).bfloat16()
     gate, up = whole["m.gate_up.w"].bfloat16().split([2, 4])
@@ -159,15 +158,14 @@ def test_layers_rename_fuse_cut_and_cast(count: int) -> None:
 
 
 def test_a_tensor_cannot_be_transposed_and_layers_need_whole_shapes() -> None:
-    part, ranks = {"w": torch.zeros(2, 3)}, Ranks(0, 1)
+    part = {"w": torch.zeros(2, 3)}
     layer = Transpose("w")
-    with pytest.raises(ModelError, match="'w' is transposed, which is not possible with ranks="):
-        Sender("thread", part, num_workers=1, ranks=ranks, layers=[layer])
+    with pytest.raises(ModelError, match="'w' is transposed, which is not possible for parts"):
+        Sender(Sharded("thread", 0, 1), part, num_workers=1, layers=[layer])
     regions = {"w": ((0, 2), (0, 3))}
+    scheme = Sharded("thread", 0, 1, regions)
     with pytest.raises(OptionError, match="give its regions as"):
-        Sender(
-            "thread", part, num_workers=1, ranks=ranks, regions=regions, layers=[Rename({"*": "*"})]
-        )
+        Sender(scheme, part, num_workers=1, layers=[Rename({"*": "*"})])
 
 
 class Doubling:
@@ -183,55 +181,133 @@ class Doubling:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"zero_copy": True},
-            "zero_copy= cannot be given with ranks=: a tensor of a worker",
-        ),
-        (
-            {"partial": True},
-            "make a sender of the tensors that change: Sender(…, {name",
-        ),
-        ({"only": "trainable"}, "make a sender of the trainable tensors: Sender(…, {name: tensor"),
-        ({"workers": [1]}, "type num_workers=… instead"),
-        ({"context": object()}, "leave out context="),
-        (
-            {"on_failure": Restart(InlineGroup(str, 0))},
-            "type on_failure='quarantine', and start the worker again",
-        ),
-        ({"ranks": None}, "on each rank, give ranks=Ranks(rank, size)"),
-        ({"ranks": (0, 1)}, "on each rank, give ranks=Ranks(rank, size)"),
+        ({"zero_copy": True}, "scheme 'sharded::thread' cannot zero_copy"),
+        ({"partial": True}, "make a sender of the tensors that change: Sender(scheme, {name"),
+        ({"only": "trainable"}, "make a sender of the tensors that change: Sender(scheme, "),
+        ({"workers": [1]}, "type num_workers=… instead of workers="),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(arguments: Any, message: str) -> None:
-    given = {"ranks": Ranks(0, 1), "regions": {"w": ((0, 2),)}, **arguments}
+    scheme = Sharded("thread", 0, 1, {"w": ((0, 2),)})
+    model: Any = {"w": torch.zeros(2)}
+    if "only" in arguments:
+        scheme, model = Sharded("thread", 0, 1), nn.Linear(2, 1)
     with pytest.raises(OptionError) as caught:
-        Sender("thread", {"w": torch.zeros(2)}, num_workers=1, **given)
+        Sender(scheme, model, num_workers=1, **arguments)
     assert message in str(caught.value)
 
 
-def test_ranks_and_regions_are_checked() -> None:
-    with pytest.raises(ValueError, match="rank is 2; of 2 ranks, give 0 to 1"):
-        Ranks(2, 2)
-    model, ranks = {"w": torch.zeros(2, 3)}, Ranks(0, 2)
-    for region, message in [
-        (((0, 2), (0, 4)), "has the shape [2, 4], and its tensor [2, 3]"),
-        (((0, 2, 1), (0, 3, 3)), "is not one of a tensor"),
-        (((0,), (0, 3)), "give (start, stop)"),
-    ]:
+def test_a_rank_does_not_start_workers_again() -> None:
+    message = "type on_failure='quarantine', and start the worker again"
+    with ThreadGroup(Worker, 1) as group, pytest.raises(OptionError, match=message):
+        Sender(Sharded("thread", 0, 1), nn.Linear(1, 1), num_workers=1, on_failure=Restart(group))
+
+
+class Worker:
+    def __init__(self, worker_id: int) -> None:
+        self.worker_id = worker_id
+
+
+def test_extras_travel_beside_parts() -> None:
+    whole = weights(w=(5, 2), b=(3,))
+    with trainer(whole, 2, layers=["checksum"]) as senders:
+        model = like(whole)
+        with Receiver(address_of(senders), model) as receiver:
+            for step in (1, 2):
+                assert send_all(senders, [receiver], extras={"step": torch.tensor(step)}) == [step]
+                assert receiver.extras["step"].item() == step
+            assert send_all(senders, [receiver]) == [3]
+            assert receiver.extras == {}
+        assert torch.equal(model["w"], whole["w"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (lambda: Sharded("thread", 2, 2), "rank is 2; of 2 ranks, give 0 to 1"),
+        (lambda: Sharded("thread", cast("Any", "0"), 2), "rank is '0', which is not an integer"),
+        (lambda: Sharded("thread", 0, 0), "size is 0; give 1 or more"),
+        (
+            lambda: Sender("sharded::thread", nn.Linear(1, 1), num_workers=1),
+            "needs arguments; type Sharded('thread', rank, size)",
+        ),
+        (
+            lambda: Sender("shm", nn.Linear(1, 1), num_workers=1, ranks=(0, 1)),
+            "Sender has no argument 'ranks'; type Sender(Sharded('shm', rank, size), …)",
+        ),
+        (
+            lambda: Sender("shm", nn.Linear(1, 1), num_workers=1, regions={}),
+            "no argument 'regions'; type Sender(Sharded('shm', rank, size, regions=…), …)",
+        ),
+        (
+            lambda: Sender(Chunked(Sharded("thread", 0, 1)), nn.Linear(1, 1), num_workers=1),
+            "Sharded reads the model of its rank, so it has to be the outermost scheme",
+        ),
+        (
+            lambda: Sender(Sharded("none", 0, 1), nn.Linear(1, 1), num_workers=1),
+            "moves nothing, so that sharded:: is of no use",
+        ),
+    ],
+)
+def test_schemes_that_cannot_be_are_refused(typed: Callable[[], object], message: str) -> None:
+    with pytest.raises((OptionError, NotAPluginError)) as caught:
+        typed()
+    assert message in str(caught.value)
+
+
+def test_regions_and_layers_are_checked() -> None:
+    model = {"w": torch.zeros(2, 3)}
+    wrong: list[tuple[Any, str]] = [
+        ({"w": ((0, 2), (0, 4))}, "has the shape [2, 4], and its tensor [2, 3]"),
+        ({"w": ((0, 2, 1), (0, 3, 3))}, "is not one of a tensor"),
+        ({"w": ((0,), (0, 3))}, "give (start, stop)"),
+        ({"x": ((0, 2), (0, 3))}, "regions names 'x', which the model does not have"),
+    ]
+    for regions, message in wrong:
         with pytest.raises(ModelError) as caught:
-            Sender("thread", model, num_workers=1, ranks=ranks, regions={"w": region})
+            Sender(Sharded("thread", 0, 2, regions), model, num_workers=1)
         assert message in str(caught.value)
-    with pytest.raises(ModelError, match="regions names 'x', which the model does not have"):
-        Sender("thread", model, num_workers=1, ranks=ranks, regions={"x": ((0, 2), (0, 3))})
     reshaping: list[tuple[list[Any], str]] = [
         ([Doubling()], "layer 'Doubling' .*changes names or shapes, and has made w"),
         (["bf16", "zstd"], "layer 'zstd' .*changes names or shapes.*leave it out of layers="),
     ]
     for layers, message in reshaping:
         with pytest.raises(ModelError, match=message):
-            Sender("thread", model, num_workers=1, ranks=ranks, layers=layers)
-    with pytest.raises(OptionError, match="moves nothing, so that ranks= is of no use"):
-        Sender("none", model, num_workers=1, ranks=ranks)
+            Sender(Sharded("thread", 0, 2), model, num_workers=1, layers=layers)
+
+
+def test_one_scheme_may_serve_several_senders() -> None:
+    scheme = Sharded("thread", 0, 1)
+    models = [weights(w=(2, 3)), weights(v=(4,))]
+    with ExitStack() as opened:
+        for model in models:
+            sender = opened.enter_context(Sender(scheme, model, num_workers=1))
+            copy = like(model)
+            with Receiver(sender.address(0), copy) as receiver:
+                assert send_all([sender], [receiver]) == [1]
+            assert all(torch.equal(copy[name], model[name]) for name in model)
+
+
+@pytest.mark.parametrize("inner", ["thread", "shm", "chunked::shm"])
+def test_a_worker_that_loads_by_itself_gets_whole_tensors_by_json(inner: str) -> None:
+    whole = weights(w=(5, 2), b=(3,), one=(1, 4)) | {"none": torch.zeros(0, 2)}
+    loaded: dict[str, Tensor] = {}
+
+    def load(named: Any) -> None:
+        loaded.update({name: tensor.clone() for name, tensor in named})
+
+    layers = [Rename({"w": "weight"}, strict=False)]
+    with trainer(whole, 2, scheme=inner, layers=layers) as senders:
+        text = join_addresses([sender.address(0) for sender in senders]).to_json()
+        address = Address.from_json(text)
+        assert address == join_addresses([sender.address(0) for sender in senders])
+        assert all(sender.address(0).token in text for sender in senders)
+        with Receiver(address, load=load, background=True) as receiver:
+            for version in (1, 2):
+                assert send_all(senders, [receiver]) == [version]
+    whole["weight"] = whole.pop("w")
+    assert loaded.keys() == whole.keys()
+    assert all(torch.equal(loaded[name], whole[name]) for name in whole)
 
 
 def test_addresses_that_do_not_join_are_named() -> None:
@@ -251,8 +327,8 @@ def test_addresses_that_do_not_join_are_named() -> None:
             assert message in str(caught.value)
         with pytest.raises(AddressError, match="the address of rank 0 of 2; join it"):
             Receiver(one, like({"w": whole["w"][:2]}))
-        with pytest.raises(OptionError, match="regions= needs an address that join_addresses"):
-            Receiver(one, like(whole), regions={})
+        with pytest.raises(TypeError, match=r"type Receiver\(address, Part\(model, regions\)\)"):
+            Receiver(one, like(whole), regions={})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -268,7 +344,7 @@ def test_addresses_that_do_not_join_are_named() -> None:
 def test_models_that_do_not_fit_are_refused(model: Any, regions: Any, message: str) -> None:
     with trainer(weights(w=(4, 2)), 2) as senders:
         with pytest.raises(LayoutMismatchError) as caught:
-            Receiver(address_of(senders), model, regions=regions)
+            Receiver(address_of(senders), Part(model, regions or {}))
         assert message in str(caught.value)
 
 
@@ -278,7 +354,7 @@ def test_trainers_that_do_not_fit_each_other_are_refused() -> None:
         (torch.zeros(2, 3), "'w' is as a whole [2, 2] on rank 0 and [2, 3] on rank 1"),
     ]:
         senders = [
-            Sender("thread", {"w": tensor}, num_workers=1, ranks=Ranks(rank, 2))
+            Sender(Sharded("thread", rank, 2), {"w": tensor}, num_workers=1)
             for rank, tensor in enumerate([torch.zeros(2, 2), second])
         ]
         with pytest.raises(LayoutMismatchError) as caught:
@@ -309,7 +385,7 @@ def test_another_worker_in_the_same_place_may_want_other_regions() -> None:
         assert send_all(senders, [first]) == [1]
         first.close()
         model = {"w": torch.zeros(2, 2)}
-        receiver = Receiver(address_of(senders), model, regions={"w": ((1, 3), (0, 2))})
+        receiver = Receiver(address_of(senders), Part(model, {"w": ((1, 3), (0, 2))}))
         assert send_all(senders, [receiver]) == [2]
         assert torch.equal(model["w"], whole["w"][1:3])
 
@@ -358,7 +434,7 @@ def _receive_twice(receiver: Receiver) -> None:
 
 def _hold_a_rank(pipe: Any, scheme: str, whole: dict[str, Tensor], options: Any) -> None:
     """Send version 1, then begin with version 2 and say so."""
-    with Sender(scheme, num_workers=1, **sharded(whole, 3, 4), **options) as sender:
+    with Sender(num_workers=1, **sharded(scheme, whole, 3, 4), **options) as sender:
         pipe.send(sender.address(0))
         sender.send()
         pipe.recv()
@@ -451,7 +527,7 @@ def test_reports_of_all_ranks_are_one() -> None:
         report = merge_reports(reports)
         assert (report.version, report.updated, report.failed) == (1, (0, 1), {})
         assert report.nbytes == sum(each.nbytes for each in reports)
-        assert report.scheme == "thread"
+        assert report.scheme == "sharded::thread"
         receivers[1].close()
         pending = [sender.send_async() for sender in senders]
         receivers[0].receive()

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import distributed
 
+from sync_core import SendReport, WorkerResult
 from sync_core.errors import WorkerError
-from sync_core.report import SendReport, WorkerResult
 
 
 def gather_reports(report: SendReport, group: Any = None) -> SendReport | None:

@@ -1,4 +1,4 @@
-"""The tensors that a rank of a trainer holds, and the regions that a worker requests of it."""
+"""The regions that a worker requests of a rank, and the payloads that bring them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import base64
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from sync_core import Layout, TensorSpec
 from sync_core.errors import LayoutMismatchError, PayloadError
-from sync_core.shards.local import Ranks
-from sync_core.shards.plan import Region, intersect, shape_of, size_of, write_region
-from sync_core.weights.checksums import checksum, sums_from_tensor, sums_to_tensor
-from sync_core.weights.layout import CHECKSUMS, SHARD_VERSION, Layout
+from sync_core.models import Region
+from sync_core.transports import RESERVED_PREFIX, checksum, sums_to_tensor
+from sync_plugin_scale.shards.endpoint import HeldTensor
+from sync_plugin_scale.shards.plan import intersect, shape_of, size_of, write_region
+
+#: The name of the tensor that makes a payload a question: which regions does the worker want?
+ASK = f"{RESERVED_PREFIX}shards.wanted"
+#: The names of the tensors after the parts of a version: its number, and their checksums.
+VERSION, CHECKSUMS = f"{RESERVED_PREFIX}shards.version", f"{RESERVED_PREFIX}shards.checksums"
 
 # A worker's answer has to fit into the buffer of a socket, with what else it says.
 _LONGEST = 120_000
@@ -26,71 +31,6 @@ _LONGEST = 120_000
 _LARGEST, _LARGEST_OF_TENSOR = 1 << 16, 1 << 14
 # The most that may be asked for, in times of what the rank holds: regions may overlap.
 _TIMES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """A tensor of which a rank holds a region.
-
-    Args:
-        name: its name.
-        dtype: the dtype in which it travels.
-        region: the region.
-        shape: the shape of the whole tensor; None where this rank knows its region only.
-    """
-
-    name: str
-    dtype: torch.dtype
-    region: Region
-    shape: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class RegionSource:
-    """A region of a trainer's tensor that is a region of a tensor under another name.
-
-    Args:
-        name: the trainer's tensor.
-        region: the region of that.
-        start: where it begins in the other tensor: an index for each dimension.
-    """
-
-    name: str
-    region: Region
-    start: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """The tensors that one rank holds; it travels in the address.
-
-    Args:
-        ranks: the rank, and how many there are.
-        tensors: what it holds.
-        aliases: the names of tied tensors, each with the name of the tensor that is held.
-        made_of: the tensors that workers have instead, by name, and the regions that each is made
-            of; None where workers have the trainer's tensors.
-        verified: whether checksums travel with the parts.
-    """
-
-    ranks: Ranks
-    tensors: tuple[HeldTensor, ...]
-    aliases: tuple[tuple[str, str], ...] = ()
-    made_of: Mapping[str, tuple[RegionSource, ...]] | None = None
-    verified: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ShardEndpoint:
-    """The endpoint of one rank, and what that holds.
-
-    Args:
-        inner: the endpoint of the scheme's transport.
-        holding: what the rank holds.
-    """
-
-    inner: Any
-    holding: Holding
 
 
 @dataclass(frozen=True)
@@ -156,31 +96,42 @@ class Request:
             raise PayloadError(f"not a request for shards: {error!r:.300}") from error
         return request
 
-    def layout(self, tensors: Sequence[HeldTensor], *, verified: bool = False) -> Layout:
+    def layout(
+        self,
+        tensors: Sequence[HeldTensor],
+        extras: Sequence[TensorSpec] = (),
+        *,
+        verified: bool = False,
+    ) -> Layout:
         """The layout of the payloads that bring these regions, and the version after them.
 
         Args:
             tensors: what the rank holds.
-            verified: whether a checksum of each of these follows.
+            extras: the extras of the version, which come last.
+            verified: whether checksums follow the version.
         """
         kinds = [
             (tensors[i].name + write_region(region), tensors[i].dtype, shape_of(region))
             for i, region in self.regions
         ]
-        kinds.append((SHARD_VERSION, torch.int64, (1,)))
+        kinds.append((VERSION, torch.int64, (1,)))
         if verified:
             kinds.append((CHECKSUMS, torch.int64, (len(kinds),)))
+        kinds += [(spec.name, spec.dtype, spec.shape) for spec in extras]
         return Layout.of_kinds(kinds)
 
 
-def seal(tensors: Sequence[Tensor]) -> Tensor:
-    """The checksums of a payload's tensors, one of each, as the tensor in which they travel."""
-    return sums_to_tensor([checksum([tensor]) for tensor in tensors])
+def seal(parts: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """The checksums of parts, and one of the version with the extras, as they travel."""
+    return sums_to_tensor([*(checksum([part]) for part in parts), checksum(others)])
 
 
 def broken(layout: Layout, tensors: Sequence[Tensor]) -> list[str]:
     """The names of the tensors of a payload that do not match their checksums."""
-    *sealed, sums = tensors
-    found = [checksum([tensor]) for tensor in sealed]
-    pairs = zip(layout.names, found, sums_from_tensor(sums), strict=False)
-    return [name for name, mine, theirs in pairs if mine != theirs]
+    at = layout.index[CHECKSUMS]
+    found = seal(tensors[: at - 1], (tensors[at - 1], *tensors[at + 1 :])).tolist()
+    return [
+        name
+        for name, mine, theirs in zip(layout.names, found, tensors[at].tolist(), strict=False)
+        if mine != theirs
+    ]

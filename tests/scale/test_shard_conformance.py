@@ -1,0 +1,18 @@
+"""A trainer of one rank, whose workers have whole models, is a sender as any other."""
+
+from __future__ import annotations
+
+import pytest
+
+from sync_plugin_scale import Sharded
+from sync_testing import SchemeConformance
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class TestOverThreads(SchemeConformance):
+    scheme = Sharded("thread", 0, 1)
+
+
+class TestIncrementsOverSharedMemory(SchemeConformance):
+    scheme = Sharded("increments::shm", 0, 1)
