@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sync_testing.processes import descendants
+from sync_testing import descendants
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from sync_collector.envs import CountingEnv
-from sync_collector.envs.arrays import ArrayEnv, ArraySpec
+from sync_collector.envs import ArrayEnv, ArraySpec, CountingEnv
 
 
 class ArrayCounting(ArrayEnv):

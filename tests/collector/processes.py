@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.testing import Scale, long_episodes
-from sync_testing.processes import descendants
+from sync_testing import descendants
 
 
 class Pid(CountingEnv):

@@ -27,7 +27,7 @@ from sync_core import (
     WorkerResult,
     hookimpl,
 )
-from sync_testing.interrupts import interrupted
+from sync_testing import interrupted
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -28,8 +28,8 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_plugin_std import BFloat16
-from sync_plugin_std.workers.process_group import ProcessGroup
-from sync_testing.processes import descendants
+from sync_plugin_std.workers import ProcessGroup
+from sync_testing import descendants
 
 pytestmark = pytest.mark.timeout(60)
 

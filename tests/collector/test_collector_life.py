@@ -28,9 +28,7 @@ from sync_core import (
     RemoteCallError,
     SendReport,
 )
-from sync_testing.interrupts import interrupted
-from sync_testing.processes import descendants
-from sync_testing.worker_groups import eventually
+from sync_testing import descendants, eventually, interrupted
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("leaves_no_process")]
 

@@ -19,7 +19,7 @@ from sync_collector import BatchOptions, Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.episodes import split_trajectories
 from sync_core import ClosedError, RemoteCallError, WorkerTimeoutError
-from sync_testing.interrupts import interrupted
+from sync_testing import interrupted
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -27,7 +27,7 @@ from sync_core import (
     WorkerLostError,
     registry,
 )
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
 
 pytestmark = pytest.mark.timeout(60)
 

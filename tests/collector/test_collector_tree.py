@@ -28,11 +28,10 @@ from sync_core import (
     Sender,
     SenderLostError,
     SendError,
+    WorkerGroup,
 )
-from sync_core.worker_group import WorkerGroup
-from sync_plugin_std.workers.process_group import ProcessGroup
-from sync_plugin_std.workers.thread_group import ThreadGroup
-from sync_testing.processes import descendants
+from sync_plugin_std.workers import ProcessGroup, ThreadGroup
+from sync_testing import descendants
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -26,9 +26,8 @@ from sync_core import (
     WorkerLostError,
     hookimpl,
 )
-from sync_plugin_std.workers.process_group import ProcessGroup
-from sync_testing.processes import descendants
-from sync_testing.worker_groups import eventually
+from sync_plugin_std.workers import ProcessGroup
+from sync_testing import descendants, eventually
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("leaves_no_process")]
 

@@ -18,8 +18,8 @@ from sync_collector.envs import CountingEnv
 from sync_collector.policies import PolicyError
 from sync_collector.testing import Scale
 from sync_core import RemoteCallError, WorkerLostError
-from sync_plugin_std.workers.process_group import ProcessGroup
-from sync_testing.processes import descendants
+from sync_plugin_std.workers import ProcessGroup
+from sync_testing import descendants
 
 pytestmark = [pytest.mark.timeout(110), pytest.mark.filterwarnings("ignore:the policy has")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -14,8 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import DictInfoToList
 
 from sync_collector import Collector
-from sync_collector.envs import CountingEnv, GymEnv
-from sync_collector.envs.arrays import ArraySpec
+from sync_collector.envs import ArraySpec, CountingEnv, GymEnv
 from sync_core import RemoteCallError
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,7 +15,7 @@ from sync_core import (
     TransportContext,
     hookimpl,
 )
-from sync_testing.loopback import Loopback, LoopbackReceiver, LoopbackSender
+from sync_testing import Loopback, LoopbackReceiver, LoopbackSender
 
 
 class AsksFirst(LoopbackReceiver):

@@ -14,7 +14,7 @@ from tests.core.models import filled, received
 from torch import nn
 
 from sync_core import LayoutMismatchError, ModelError, Payload, Update
-from sync_core.models.binding import Binding
+from sync_core.models import Binding
 from sync_core.transports import Block
 
 

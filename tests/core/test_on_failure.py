@@ -22,7 +22,7 @@ from sync_core import (
     WorkerFailure,
 )
 from sync_core.sending.failure_policy import Remedy
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
 
 
 def start(**options: Any) -> tuple[Sender, dict[int, Receiver]]:

@@ -19,7 +19,7 @@ from sync_core import (
     WorkerState,
 )
 from sync_plugin_scale import Sharded
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
 
 pytestmark = pytest.mark.timeout(60)
 

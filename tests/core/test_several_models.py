@@ -12,8 +12,7 @@ from tests.core.models import Counter, filled
 from torch import nn
 
 from sync_core import LayoutMismatchError, ModelError, Payload, Receiver, Sender, SendError, Update
-from sync_core.models.binding import Binding
-from sync_core.models.extract import Strategy, named_tensors
+from sync_core.models import Binding, Strategy, named_tensors
 from sync_core.models.finder import finder
 from sync_plugin_std import from_getter
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from sync_core import ModelError, OptionError, Receiver, Sender, SendReport, WorkerState
 from sync_plugin_scale import Increments
-from sync_testing.loopback import Loopback
+from sync_testing import Loopback
 
 
 class Far(Loopback):

@@ -15,7 +15,7 @@ from torch import nn
 
 import sync_core
 from sync_core import Address, Receiver, Sender
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "companions.py"
 sys.path.append(str(EXAMPLE.parent))

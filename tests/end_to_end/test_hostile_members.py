@@ -16,8 +16,7 @@ from torch import nn
 
 from sync_core import Answer, Receiver, Sender, SendError, SyncError
 from sync_plugin_scale import Relay
-from sync_plugin_std.local import Channel
-from sync_plugin_std.local.channel import Message
+from sync_plugin_std.local import Channel, Message
 from sync_testing.fuzz import Mutator, besiege, find, hostile
 
 pytestmark = pytest.mark.timeout(120)

@@ -21,7 +21,7 @@ from sync_core import (
     Update,
     hookimpl,
 )
-from sync_testing.interrupts import interrupted
+from sync_testing import interrupted
 from sync_tools import StatusServer
 
 pytestmark = pytest.mark.timeout(120)

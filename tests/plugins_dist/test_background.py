@@ -21,7 +21,7 @@ from sync_core import (
     Sender,
     SenderLostError,
 )
-from sync_core.transports.background import BackgroundReceiver
+from sync_core.transports import BackgroundReceiver
 from sync_plugin_scale import Sharded
 
 pytestmark = pytest.mark.timeout(60)

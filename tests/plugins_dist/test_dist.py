@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from sync_testing import SchemeConformance
-from sync_testing.schemes.delivery import DeliveryCases
-from sync_testing.schemes.faults import FaultCases
-from sync_testing.schemes.increments import IncrementCases
+from sync_testing.schemes import DeliveryCases, FaultCases, IncrementCases
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -27,10 +27,9 @@ from sync_core import (
 )
 from sync_core.transports import Block
 from sync_plugin_dist.process_group import Link
+from sync_testing import count_threads, eventually
 from sync_testing.faults import few_descriptors
-from sync_testing.schemes.pool import Pool, SchemeCases, Start, Workers
-from sync_testing.schemes.worker import Worker
-from sync_testing.worker_groups import count_threads, eventually
+from sync_testing.schemes import Pool, SchemeCases, Start, Worker, Workers
 
 pytestmark = pytest.mark.timeout(60)
 

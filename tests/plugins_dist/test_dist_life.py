@@ -16,7 +16,7 @@ from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.rendezvous import Rendezvous
 from sync_plugin_dist.stream import Stream
 from sync_plugin_std.local import SharedMemory
-from sync_testing.worker_groups import count_threads, eventually
+from sync_testing import count_threads, eventually
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,9 +17,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from sync_core import OptionError, Receiver, Sender, SenderLostError, SendReport
-from sync_testing.schemes import models
-from sync_testing.schemes.models import fill, fingerprints, make_policy
-from sync_testing.worker_groups import count_threads, eventually
+from sync_testing import count_threads, eventually
+from sync_testing.schemes import fill, fingerprints, make_policy, models
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,8 +15,8 @@ from torch import nn
 from sync_core import Address, Answer, Receiver, Sender, SendError
 from sync_plugin_dist.stream import Stream
 from sync_plugin_std.local import Channel, shake_hands
+from sync_testing import eventually
 from sync_testing.fuzz import Mutator, besiege, find, hostile
-from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(120)
 

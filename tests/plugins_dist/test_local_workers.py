@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sync_core import Address, Answer, CapacityError, Receiver, Sender, SendError
+from sync_testing import eventually
 from sync_testing.faults import few_descriptors
-from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -35,7 +35,7 @@ from sync_core import (
 from sync_core.errors import AddressError
 from sync_testing import eventually, interrupted
 from sync_testing.faults import stop
-from sync_testing.schemes.pool import Workers
+from sync_testing.schemes import Workers
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -20,8 +20,8 @@ from torch import nn
 
 from sync_core import OptionError, UnknownWorkerError, WorkerLostError
 from sync_plugin_dist.rpc_group import RpcGroup
-from sync_testing import WorkerGroupConformance, worker_groups
-from sync_testing.worker_groups import Closed, Counter, eventually, pid_of
+from sync_testing import WorkerGroupConformance, eventually, worker_groups
+from sync_testing.worker_groups import Closed, Counter, pid_of
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from sync_core import Sender, SendError
 from sync_plugin_std.local import channel
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -20,8 +20,8 @@ from tests.plugins_ray.agents import Other, start
 
 from sync_plugin_ray.group import RayGroup
 from sync_plugin_ray.store import Publication
-from sync_testing.schemes.pool import borrow_pool
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
+from sync_testing.schemes import borrow_pool
 
 # Actors cannot import this file by name.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

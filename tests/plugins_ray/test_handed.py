@@ -36,7 +36,7 @@ from sync_plugin_ray import take_calls
 from sync_plugin_ray.inbox import Inbox
 from sync_plugin_ray.mailbox import MailboxOffer
 from sync_plugin_ray.pull import PullSender
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
 
 pytestmark = pytest.mark.timeout(120)
 

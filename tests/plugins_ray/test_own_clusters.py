@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
 
 
 @pytest.mark.timeout(300)

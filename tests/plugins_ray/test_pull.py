@@ -35,7 +35,7 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_plugin_ray.mailbox import Event, Mailbox, MailboxOffer
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
 
 pytestmark = pytest.mark.timeout(120)
 

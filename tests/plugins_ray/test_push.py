@@ -23,7 +23,7 @@ from sync_core import (
     SendError,
     WorkerState,
 )
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
 
 pytestmark = pytest.mark.timeout(120)
 

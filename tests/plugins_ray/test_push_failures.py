@@ -33,8 +33,8 @@ from sync_core import (
     WorkerState,
     WorkerTimeoutError,
 )
-from sync_testing.schemes.pool import Workers
-from sync_testing.worker_groups import eventually
+from sync_testing import eventually
+from sync_testing.schemes import Workers
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -22,8 +22,8 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_plugin_ray.group import RayGroup, usual_options
-from sync_testing import WorkerGroupConformance, worker_groups
-from sync_testing.worker_groups import eventually, pid_of, sleep, wait_for
+from sync_testing import WorkerGroupConformance, eventually, worker_groups
+from sync_testing.worker_groups import pid_of, sleep, wait_for
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,10 +8,7 @@ import pytest
 import ray
 
 from sync_testing import CalledSchemeConformance
-from sync_testing.schemes.delivery import DeliveryCases
-from sync_testing.schemes.faults import FaultCases
-from sync_testing.schemes.increments import IncrementCases
-from sync_testing.schemes.lifetime import LifetimeCases
+from sync_testing.schemes import DeliveryCases, FaultCases, IncrementCases, LifetimeCases
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 from chaos_kit.increment_orders import run_order
 
-from sync_core import Delivery, Payload, ReceiverTransport, SenderTransport, hookimpl
-from sync_core.hooks import TransportContext
+from sync_core import (
+    Delivery,
+    Payload,
+    ReceiverTransport,
+    SenderTransport,
+    TransportContext,
+    hookimpl,
+)
 from sync_core.transports import Notice
-from sync_testing.loopback import Loopback, LoopbackSender
+from sync_testing import Loopback, LoopbackSender
 
 pytestmark = pytest.mark.timeout(110)
 

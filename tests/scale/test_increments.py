@@ -25,7 +25,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_plugin_scale import Increments
-from sync_testing.loopback import Loopback, LoopbackSender
+from sync_testing import Loopback, LoopbackSender
 
 NAMES = ("a", "b", "c")
 

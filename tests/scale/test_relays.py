@@ -21,10 +21,7 @@ from sync_core import (
 )
 from sync_core.errors import AddressError
 from sync_plugin_scale import Chunked, Relay, Sharded, join_addresses
-from sync_testing.schemes.delivery import DeliveryCases
-from sync_testing.schemes.faults import FaultCases
-from sync_testing.schemes.lifetime import LifetimeCases
-from sync_testing.schemes.protocol import ProtocolCases
+from sync_testing.schemes import DeliveryCases, FaultCases, LifetimeCases, ProtocolCases
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from sync_core import ModelError, ReadbackError, Receiver, Sender, SendError
 from sync_plugin_std import fp8, fuse, lora, rename, transpose
-from sync_testing.loopback import Loopback
+from sync_testing import Loopback
 
 # Of the libraries, when they are imported and when models are made.
 pytestmark = [

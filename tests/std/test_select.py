@@ -19,7 +19,7 @@ from sync_core import (
     left_out,
 )
 from sync_plugin_std import Rename, Select
-from sync_testing.loopback import Loopback
+from sync_testing import Loopback
 
 
 def fill(model: nn.Module, value: float) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from sync_core._util import release_with
-from sync_testing.interrupts import interrupted
+from sync_core.transports import release_with
+from sync_testing import interrupted
 
 
 class Owner:

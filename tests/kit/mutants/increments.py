@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from sync_core import Layout, ReceiverTransport, SenderTransport, TransportContext, hookimpl
-from sync_core.transports.transport import unheard
+from sync_core.transports import unheard
 from sync_plugin_scale.increments.history import Packed
 from sync_plugin_scale.increments.patch import Patch, positions_of
 from sync_plugin_scale.increments.receiver import IncrementalReceiver

@@ -10,6 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+__all__ = [
+    "Tied",
+    "annotated",
+    "convolutional",
+    "frozen",
+    "growing",
+    "huge",
+    "large",
+    "many_small",
+    "nested",
+    "not_contiguous",
+    "not_numbers",
+    "of_every_dtype",
+    "of_odd_shapes",
+    "parametrised",
+    "recurrent",
+    "specimens",
+    "stateful",
+]
+
 DTYPES = (
     torch.bool,
     torch.int8,
