@@ -23,8 +23,6 @@ DISTRIBUTIONS = "Distributions import what they declare as their dependencies"
 #: Imports that go up the floors, and why.
 UPWARDS: Mapping[tuple[str, str], str] = {
     ("sync_core.registry", "sync_core"): "reads __version__, which build tools read there",
-    ("sync_core.models", "sync_core.shards.plan"): "exports Region, until shards leave the core",
-    ("sync_core.models", "sync_core.shards.request"): "exports RegionSource, until then, too",
 }
 
 

@@ -363,6 +363,7 @@ _ENDPOINTS = (
     "ReceiverTransport",
     "Delivery",
     "Answer",
+    "IndirectEndpoint",
     "CalledReceiver",
     "CalledReceivers",
 )

@@ -3,7 +3,7 @@
     python docs/examples/companions.py
 
 Each has a counterpart that this project provides (`sync_tools.StatusServer`,
-`sync_plugin_std.Restart`, a pool whose workers share one address) and none needs more of the
+`sync_plugin_std.Restart`, `sync_plugin_scale.Pool`) and none needs more of the
 sender than these do. The decision docs/decisions/0028-companions.md says what a companion is.
 """
 

@@ -4,7 +4,8 @@
 
 The trainer has one address for all replicas, whatever their number. Serve is asked for two, then
 four, then one, and replaces them, while the trainer sends versions and requests come in. Each
-answer names its version, and is checked. Needs ``pip install "ray[serve]" sync-plugin-std``.
+answer names its version, and is checked. Needs ``pip install "ray[serve]" sync-plugin-std
+sync-plugin-scale``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ray import serve
 from torch import nn
 
 import sync_core
+from sync_plugin_scale import Pool
 
 #: The size of the pool in each phase.
 POOLS = (2, 4, 1)
@@ -44,7 +46,7 @@ class Policy:
     """A replica. It is ready once it has a version, so that it never answers without one.
 
     Args:
-        address: what ``sender.address()`` returned, the same for all replicas.
+        address: what ``Pool(sender).address()`` returned, the same for all replicas.
     """
 
     def __init__(self, address: sync_core.Address) -> None:
@@ -184,7 +186,7 @@ def main() -> None:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(proxy_location="Disabled")
     trainer = Trainer(arguments.scheme)
-    address = trainer.sender.address()
+    address = Pool(trainer.sender).address()
     with ThreadPoolExecutor(1) as deploying, trainer.sender:
         deployed = deploying.submit(deploy, address, POOLS[0])
         trainer.send_the_first()

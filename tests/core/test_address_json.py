@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from sync_core import Address, Receiver, Sender, hookimpl
 from sync_core.errors import AddressError, PluginNotFoundError
+from sync_plugin_scale import Pool
 
 
 def _sender(scheme: str, tmp_path: Path, **options: Any) -> Sender:
@@ -114,6 +115,6 @@ def test_other_texts_are_refused(text: Any) -> None:
 
 def test_the_address_that_workers_share_is_pickled_instead() -> None:
     with Sender("shm", torch.nn.Linear(1, 1), num_workers=0) as sender:
-        address = sender.address()
+        address = Pool(sender).address()
     with pytest.raises(AddressError, match="has no JSON form; pickle it, or give each worker"):
         address.to_json()

@@ -69,8 +69,8 @@ with Sender("shm", policy, num_workers=1) as sender:
         pending = sender.send_async()
         assert receiver.receive() == 1 and pending.wait().updated == (0,)
 features = (
-    "admission", "left_out", "transports.background", "receiving.getter",
-    "sending.elastic", "sending.failure_policy", "sending.partial",
+    "left_out", "transports.background", "receiving.getter",
+    "sending.side_channel", "sending.failure_policy", "sending.partial",
     "shards", "weights.checksums",
 )
 print(*[name for name in features if "sync_core." + name in sys.modules])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sync_core import Answer, Receiver, Sender, SendError, SyncError
-from sync_plugin_scale import Relay
+from sync_plugin_scale import Pool, Relay
 from sync_plugin_std.local import Channel, Message
 from sync_testing.fuzz import Mutator, besiege, find, hostile
 
@@ -72,13 +72,14 @@ def test_those_that_want_to_be_admitted(
     model = nn.Linear(2, 2)
     with (
         Sender("dist", model, num_workers=0, timeout=20.0, **options) as sender,
-        Receiver(sender.address(), deepcopy(model)) as honest,
+        Pool(sender) as pool,
+        Receiver(pool.address(), deepcopy(model)) as honest,
     ):
         for value in range(1, 16):
             with monkeypatch.context() as patch:
                 patch.setattr(Channel, "send", mutated)
                 with suppress(SyncError):
-                    Receiver(sender.address(), deepcopy(model), timeout=0.1).close()
+                    Receiver(pool.address(), deepcopy(model), timeout=0.1).close()
             with torch.no_grad():
                 model.weight.fill_(float(value))
             pending = sender.send_async()
@@ -88,5 +89,5 @@ def test_those_that_want_to_be_admitted(
                 honest.receive(1.0)
             with suppress(SendError):
                 pending.wait(0.02)
-        with Receiver(sender.address(), deepcopy(model)) as successor:
+        with Receiver(pool.address(), deepcopy(model)) as successor:
             assert successor.receive(5.0) == pending.version

@@ -28,7 +28,7 @@ from sync_core import (
 )
 from sync_plugin_std.workers import ThreadGroup
 from sync_testing.faults import InjectedFaultError
-from sync_testing.schemes import Pool, Worker
+from sync_testing.schemes import SharedGroup, Worker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -122,7 +122,7 @@ def test_a_trainer_without_descriptors_connects_no_group_anew(collective: bool) 
 
 
 def test_garbage_is_no_leak() -> None:
-    resources = Resources(Pool(ThreadGroup), ())
+    resources = Resources(SharedGroup(ThreadGroup), ())
     assert not [*resources.check(set())]
     cycle: list[Any] = [open(os.devnull)]  # noqa: SIM115 - nobody closes it
     cycle.append(cycle)

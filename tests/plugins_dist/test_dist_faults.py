@@ -29,7 +29,7 @@ from sync_core.transports import Block
 from sync_plugin_dist.process_group import Link
 from sync_testing import count_threads, eventually
 from sync_testing.faults import few_descriptors
-from sync_testing.schemes import Pool, SchemeCases, Start, Worker, Workers
+from sync_testing.schemes import SchemeCases, SharedGroup, Start, Worker, Workers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -116,7 +116,7 @@ class HurtCases(SchemeCases):
     loss: ClassVar[str]
 
     @pytest.fixture(autouse=True)
-    def nothing_is_left(self, pool: Pool) -> Any:
+    def nothing_is_left(self, pool: SharedGroup) -> Any:
         """Of this process's own, however a case ends."""
         pool.make_ready()
         # Objects that are made once and kept, such as torch's threads, must exist before.
@@ -187,7 +187,7 @@ class HurtCases(SchemeCases):
         assert workers.send(weights_of(3.0)).updated == (0, 1)
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-    def test_a_trainer_in_the_middle(self, pool: Pool, number: signal.Signals) -> None:
+    def test_a_trainer_in_the_middle(self, pool: SharedGroup, number: signal.Signals) -> None:
         address = pool.call(0, train, self.options)
         target = weights_of(0.0)
         with Receiver(address, target, timeout=3.0) as receiver:

@@ -35,6 +35,7 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_plugin_ray.mailbox import Event, Mailbox, MailboxOffer
+from sync_plugin_scale import Pool
 from sync_testing import eventually
 
 pytestmark = pytest.mark.timeout(120)
@@ -279,7 +280,7 @@ def test_a_worker_whose_process_has_ended_is_lost_before_the_next_send(shared: b
     with Sender("ray", linear(1.0), num_workers=0 if shared else 1) as sender:
         events: list[MembershipEvent] = []
         sender.subscribe(events.append)
-        address = sender.address() if shared else sender.address(0)
+        address = Pool(sender).address() if shared else sender.address(0)
         os.kill(ray.get(doomed.connect.remote(address)), signal.SIGKILL)
         assert eventually(lambda: any(e.after is WorkerState.LOST for e in events), 30)
         assert any("has ended" in event.reason for event in events)

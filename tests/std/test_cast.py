@@ -124,7 +124,7 @@ def test_rotary_frequencies_stay_those_of_the_checkpoint(tmp_path: Path) -> None
 def sent_dtypes(source: Any, layers: list[Any]) -> dict[str, str]:
     with Sender(Loopback(), source, num_workers=0, layers=layers) as sender:
         sender.send()
-        specs = sender.address().layout.specs
+        specs = sender.address_template().layout.specs
     return {spec.name: str(spec.dtype).removeprefix("torch.") for spec in specs}
 
 

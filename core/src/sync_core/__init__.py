@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sync_core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from sync_core.address import Address
+    from sync_core.address import Address, IndirectEndpoint
     from sync_core.errors import (
         ApplyError,
         CapacityError,
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "sync_core.address": ("Address",),
+    "sync_core.address": ("Address", "IndirectEndpoint"),
     "sync_core.errors": (
         "ApplyError",
         "CapacityError",
@@ -129,6 +129,7 @@ __all__ = [
     "CorruptionError",
     "Delivery",
     "FailurePolicy",
+    "IndirectEndpoint",
     "Layout",
     "LayoutMismatchError",
     "MembershipEvent",

@@ -14,8 +14,9 @@ from sync_core import registry
 from sync_core.errors import AddressError, NotAPluginError, OptionError, PayloadError
 from sync_core.hooks import ApplyContext, TransportContext, parse_options
 from sync_core.models.extract import Strategy
+from sync_core.transports.transport import ReceiverTransport
 from sync_core.weights.layout import Layout
-from sync_core.wrapping import WrappingScheme, endpoint_from_json, endpoint_to_json
+from sync_core.wrapping import WrappingScheme, endpoint_from_json, endpoint_to_json, make_receiver
 
 #: The version of the JSON form, and the entry that holds it.
 _FORMAT = 1
@@ -29,7 +30,11 @@ _MAX_CHARACTERS = 200_000_000
 
 
 class IndirectEndpoint(ABC):
-    """The endpoint of an address that workers share: a receiver is given its own by the sender."""
+    """The endpoint of an address that workers share: a receiver resolves it before it connects.
+
+    A companion of a sender makes such addresses from `Sender.address_template`. The endpoint
+    pickles, and works where its class is installed.
+    """
 
     @abstractmethod
     def resolve(self, address: Address, timeout: float) -> Address:
@@ -99,6 +104,20 @@ class Address:
             endpoint=self.endpoint,
             layout=self.layout,
         )
+
+    def connect(self, timeout: float) -> ReceiverTransport:
+        """Make the receiver's side of the transport, and no `Receiver`.
+
+        For addresses of a side channel: see `Sender.side_channel`.
+
+        Args:
+            timeout: in seconds.
+
+        Raises:
+            SenderLostError: the sender is gone.
+        """
+        plugin = registry.find(registry.SCHEMES, self.scheme)
+        return make_receiver(plugin, self.transport_context(plugin.name, timeout))
 
     def apply_context(self, version: int, held: int = 0) -> ApplyContext:
         """Return the context for loading a version."""
@@ -206,7 +225,7 @@ class Address:
         )
 
     def _plain_endpoint(self) -> Any:
-        if self.worker_id < 0:
+        if isinstance(self.endpoint, IndirectEndpoint):
             raise AddressError(
                 "the address that workers share has no JSON form; pickle it, or give each worker "
                 "its own: sender.address(sender.add_worker()).to_json()"

@@ -124,7 +124,7 @@ class WrappingScheme(ABC):
             context: what `create_sender` was given.
             changed: the fields in which the inner scheme's context differs, such as ``layout``.
         """
-        return check_sender(self.plugin, _create(self.plugin, replace(context, **changed)))
+        return make_sender(self.plugin, replace(context, **changed))
 
     def inner_receiver(self, context: TransportContext, **changed: Any) -> ReceiverTransport:
         """Make a receiver's side of the inner scheme.
@@ -136,10 +136,7 @@ class WrappingScheme(ABC):
             context: what `create_receiver` was given.
             changed: the fields in which the inner scheme's context differs, such as ``endpoint``.
         """
-        context = replace(context, **changed)
-        hooks.check_endpoint(self.plugin.name, self.plugin.object, context.endpoint)
-        transport = check_receiver(self.plugin, _create(self.plugin, context))
-        return in_background(self.plugin, context, transport)
+        return make_receiver(self.plugin, replace(context, **changed))
 
     def bind(self, context: BindContext) -> Self:
         """Return the scheme for one sender; by default this one.
@@ -208,6 +205,17 @@ class WrappingScheme(ABC):
     def __reduce__(self) -> tuple[Any, ...]:
         # Without what was found: an installed plugin is found again where this is unpickled.
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
+
+
+def make_sender(plugin: Plugin, context: TransportContext) -> SenderTransport:
+    """Make the sender's side of a scheme alone, without layers."""
+    return check_sender(plugin, _create(plugin, context))
+
+
+def make_receiver(plugin: Plugin, context: TransportContext) -> ReceiverTransport:
+    """Make a receiver's side of a scheme alone, without layers."""
+    hooks.check_endpoint(plugin.name, plugin.object, context.endpoint)
+    return in_background(plugin, context, check_receiver(plugin, _create(plugin, context)))
 
 
 def in_background(

@@ -14,7 +14,7 @@ import torch
 from chaos_kit.subjects import Subject
 from chaos_kit.worker import as_module, resources
 from sync_core import Receiver, Sender
-from sync_testing.schemes import Pool, Worker, borrow_pool
+from sync_testing.schemes import SharedGroup, Worker, borrow_pool
 
 _WORKERS = 2
 _POINTS = 10
@@ -93,7 +93,7 @@ def grown(points: list[Holding]) -> Iterator[str]:
             yield f"{field.name} grew from {first:g} to {last:g}"
 
 
-def _send_until(sender: Sender, pool: Pool, version: int) -> None:
+def _send_until(sender: Sender, pool: SharedGroup, version: int) -> None:
     while sender.version < version:
         last = min(version, sender.version + _TURN)
         calls: list[Future[int]] = [
@@ -110,7 +110,7 @@ def _receive_each(worker: Worker, first: int, last: int) -> None:
         receive(worker, version)
 
 
-def _look(pool: Pool, sends: int) -> Holding:
+def _look(pool: SharedGroup, sends: int) -> Holding:
     mine = hold()
     theirs = [pool.call(i, hold) for i in range(_WORKERS)]
     used = os.statvfs(_SHM)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from chaos_kit import worker as hosted
 from sync_testing import eventually
-from sync_testing.schemes import Pool
+from sync_testing.schemes import SharedGroup
 
 Counts = dict[str, int]
 
@@ -27,7 +27,9 @@ class Resources:
             them, which may be after the first run, and keeps.
     """
 
-    def __init__(self, pool: Pool, worker_ids: Sequence[int], late_connections: int = 0) -> None:
+    def __init__(
+        self, pool: SharedGroup, worker_ids: Sequence[int], late_connections: int = 0
+    ) -> None:
         self._pool = pool
         self._late_connections = late_connections
         self._worker_ids = worker_ids

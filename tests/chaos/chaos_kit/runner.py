@@ -19,7 +19,7 @@ from chaos_kit.resources import Resources
 from chaos_kit.subjects import SUBJECTS
 from sync_core import Sender, SendError, SendReport, WorkerLostError, WorkerTimeoutError
 from sync_testing.faults import Faulty, InjectedFaultError, few_descriptors
-from sync_testing.schemes import Pool, borrow_pool
+from sync_testing.schemes import SharedGroup, borrow_pool
 
 # How much longer than its deadline a call may take on a machine that is busy, in seconds.
 _GRACE = 3.0
@@ -38,7 +38,7 @@ class Runner:
     def __init__(self, subject: str) -> None:
         self.subject = SUBJECTS[subject]
         self._stack = ExitStack()
-        self._pool: Pool = self._stack.enter_context(borrow_pool(self.subject.group_class))
+        self._pool: SharedGroup = self._stack.enter_context(borrow_pool(self.subject.group_class))
         self._resources = Resources(self._pool, _IDS, self.subject.late_connections)
 
     def run(self, plan: Plan) -> Outcome:
@@ -77,7 +77,7 @@ class Runner:
 
 
 class _Run:
-    def __init__(self, plan: Plan, pool: Pool, ledger: Ledger) -> None:
+    def __init__(self, plan: Plan, pool: SharedGroup, ledger: Ledger) -> None:
         self.replaced: set[int] = set()
         self.whole = True
         self._plan = plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sync_core import registry
 from sync_core.errors import OptionError, PluginError
@@ -12,11 +12,9 @@ from sync_core.models.extract import Strategy
 from sync_core.wrapping import SEPARATOR
 
 if TYPE_CHECKING:
-    from sync_core.sending.elastic import ElasticWorkers
     from sync_core.sending.failure_policy import FailureHandler, OnFailure
     from sync_core.sending.partial import PartialUpdates, TrainableOnly
     from sync_core.sending.pipeline import Pipeline, Source
-    from sync_core.sending.sender import Sender
 
 # The similarity, from 0 to 1, from which a name is taken for another: that of `difflib`.
 _ALIKE = 0.6
@@ -109,10 +107,3 @@ def failure_handler(on_failure: OnFailure) -> FailureHandler | None:
     from sync_core.sending.failure_policy import FailureHandler
 
     return FailureHandler(on_failure)
-
-
-def elastic_workers(sender: Sender, pipeline: Pipeline, lock: Any) -> ElasticWorkers:
-    """Return the workers of a sender that share an address, none at first."""
-    from sync_core.sending.elastic import ElasticWorkers
-
-    return ElasticWorkers(sender, pipeline, lock)

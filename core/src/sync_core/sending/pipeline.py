@@ -386,25 +386,17 @@ class Pipeline:
         endpoint = self.opened.address(worker_id)
         return self.make_address(worker_id=worker_id, endpoint=endpoint)
 
-    def side_stack(self) -> Stack:
-        """Return what makes transports of the innermost scheme, beside the sender's own."""
-        return Stack(self._defaults, self._backend.innermost)
-
-    def admission_context(self) -> TransportContext:
-        """Return what a transport for workers that come later is made from.
+    def side_channel(self, layout: Layout, places: int) -> SenderTransport:
+        """Make one more transport of the innermost scheme.
 
         Raises:
             OptionError: the scheme cannot serve workers that come later.
             ModelError: it is not known yet what will travel.
         """
+        from sync_core.sending.side_channel import SideChannel
+
         self.opened  # noqa: B018 - raises
-        joins = "late_join" in self._backend.capabilities and not self._joined
-        if not joins or self.moves_nothing is not None or self._context.workers:
-            raise OptionError(
-                f"{self._backend.describe()} serves no workers that come later; give the id of a "
-                "worker: sender.address(0)"
-            )
-        return replace(self._context, scheme=self._backend.innermost.name)
+        return SideChannel(self._backend, self._context, layout, places)
 
     def prepare(
         self,

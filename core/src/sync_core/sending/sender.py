@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial as bind
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
@@ -30,12 +32,13 @@ from sync_core.stack import PushCounter
 from sync_core.transports.transport import SenderTransport
 from sync_core.updater import Updater, either
 from sync_core.weights.extras import Kinds, checked, kinds_of
+from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Update
 
 if TYPE_CHECKING:
-    from sync_core.sending.elastic import ElasticWorkers
     from sync_core.sending.failure_policy import OnFailure
 
+_log = logging.getLogger("sync_core")
 _CLOSED = "the sender was closed"
 
 
@@ -165,7 +168,9 @@ class Sender(Updater):
         # The extras of the first send that had some.
         self._extras: Kinds | None = None
         self._close_members = release_with(self, self._members.close)
-        self._elastic: ElasticWorkers | None = None
+        self._settlers: dict[object, Callable[[SendReport], SendReport]] = {}
+        # Whether a version is for the first worker that comes, too, where there is none.
+        self._publishes = False
         self._closed = False
         # The thread that closes, or has closed, this sender.
         self._closer: int | None = None
@@ -305,29 +310,83 @@ class Sender(Updater):
             release()  # another thread has closed the sender meanwhile
         return release.detach
 
+    def settle_failures(self, callback: Callable[[SendReport], SendReport]) -> Callable[[], object]:
+        """Let a function act on workers that failed, before ``on_failure`` decides about them.
+
+        Args:
+            callback: called with the report of a send that some workers failed, in the thread that
+                ends the send. It returns the report, where the `WorkerResult.remedy` of a worker
+                says what was done about it; what it raises is logged.
+
+        Returns:
+            A function that ends the calls.
+        """
+        check_function(callback, "callback")
+        self._check_open()
+        entry = object()
+        self._settlers[entry] = callback
+        return bind(self._settlers.pop, entry, None)
+
     def address(self, worker_id: int | None = None) -> Address:
         """The address that worker ``worker_id`` gives to its `Receiver`; it pickles.
 
-        Args:
-            worker_id: the worker. None for workers that come and go: any number of receivers may
-                be made with that one address, in other processes too. Each is given an id of its
-                own, and the newest version, also one that was sent when there was no worker; one
-                that leaves, or that does not commit a version in time, is removed.
-
         Raises:
             UnknownWorkerError: no such worker.
-            OptionError: the scheme cannot serve workers that come later.
+            OptionError: no worker is given.
             ModelError: the sender knows no model yet.
         """
         if worker_id is None:
-            self._check_open()
-            with self._starting:
-                if self._elastic is None:
-                    self._elastic = features.elastic_workers(self, self._pipeline, self._starting)
-            return self._elastic.address()
+            raise OptionError(
+                "sender.address() needs the id of a worker, such as sender.address(0); for workers "
+                "that come and go type Pool(sender).address(), with: from sync_plugin_scale "
+                "import Pool"
+            )
         worker_id = normalize_one(worker_id, self._members.ids)
         self._check_open()
         return self._pipeline.address(worker_id)
+
+    def address_template(self) -> Address:
+        """The address that all workers have in common, with the id -1, for a companion.
+
+        A companion replaces the endpoint by one that a receiver resolves: see `IndirectEndpoint`.
+
+        Raises:
+            ModelError: the sender knows no model yet.
+        """
+        self._check_open()
+        return replace(self._pipeline.address(0), worker_id=-1)
+
+    def side_channel(self, layout: Layout, places: int) -> SenderTransport:
+        """Make one more transport of the same scheme, for a companion, which closes it.
+
+        Its method `address` returns, for each place, a whole `Address`, which pickles; a receiver
+        gets its end from `Address.connect`. From now on a send to all workers is published also
+        where there is no worker, so that the first one that is added gets that version.
+
+        Args:
+            layout: the layout of what travels; its names begin with
+                `sync_core.transports.RESERVED_PREFIX`.
+            places: how many receivers there may be at a time; their ids are ``0 … places - 1``.
+
+        Raises:
+            OptionError: the scheme cannot serve workers that come later.
+            ModelError: the sender knows no model yet.
+
+        Example:
+            >>> from contextlib import closing
+            >>> layout = Layout.of_kinds([("__sync__.note", torch.float32, (1,))])
+            >>> with Sender("thread", torch.nn.Linear(4, 2), num_workers=1) as sender:
+            ...     channel = sender.side_channel(layout, places=1)
+            ...     end = channel.address(0).connect(timeout=5.0)
+            ...     with closing(channel), closing(end) as receiver:
+            ...         deliveries = channel.send(Payload(1, layout, [torch.ones(1)]), [0])
+            ...         receiver.receive(5.0).tensors[0].item()
+            1.0
+        """
+        self._check_open()
+        channel = self._pipeline.side_channel(layout, places)
+        self._publishes = True
+        return channel
 
     def send(
         self,
@@ -451,9 +510,7 @@ class Sender(Updater):
         due = addressed
         if self._pipeline.skips and not counted:
             due = self._cadence.due(addressed, self._version)
-        # The first worker that comes to an address that all share gets this version.
-        shared = self._elastic is not None and worker_ids is None
-        to_none = shared and not self._members.ids
+        to_none = self._publishes and worker_ids is None and not self._members.ids
         if self._partial is not None:
             # A transport that compares versions leaves out what each worker has.
             held = () if self._pipeline.compares else self._members.acknowledged(due).values()
@@ -574,8 +631,6 @@ class Sender(Updater):
             pending.abandon(_CLOSED)
         for release in self._closers:
             release()
-        if self._elastic is not None:
-            self._elastic.close()
         self._close_members()
         self._pipeline.close()
 
@@ -656,8 +711,8 @@ class Sender(Updater):
         if self._pipeline.skips:
             self._cadence.reached(report.updated)
         if report.failed and waited and not self._closed:
-            if self._elastic is not None:
-                report = self._elastic.remove_failed(report)
+            for settle in tuple(self._settlers.values()):
+                report = _settled(report, settle)
             if self._failure_handler is not None:
                 report = self._failure_handler.apply(
                     report, self._members, self.remove_worker, self.address
@@ -668,6 +723,14 @@ class Sender(Updater):
         if self._post_hooks and not report.failed:
             self._run_post_hooks()
         tell(report, tuple(self._reporters.values()))
+        return report
+
+
+def _settled(report: SendReport, settle: Callable[[SendReport], SendReport]) -> SendReport:
+    try:
+        return settle(report)
+    except Exception:
+        _log.exception("a function given to settle_failures raised; on_failure decides")
         return report
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         HandedTransport,
     )
     from sync_core.transports.point_to_point import PointToPointTransport
-    from sync_core.transports.transport import Notice, unheard
+    from sync_core.transports.transport import Notice, closed_if_it_fails, unheard
     from sync_core.weights.block import Block
     from sync_core.weights.checksums import checksum, sums_from_tensor, sums_to_tensor
     from sync_core.weights.copying import copy, in_two_threads
@@ -36,7 +36,7 @@ _MODULES = {
         "HandedTransport",
     ),
     "sync_core.transports.point_to_point": ("PointToPointTransport",),
-    "sync_core.transports.transport": ("Notice", "unheard"),
+    "sync_core.transports.transport": ("Notice", "closed_if_it_fails", "unheard"),
     "sync_core.weights.block": ("Block",),
     "sync_core.weights.checksums": ("checksum", "sums_from_tensor", "sums_to_tensor"),
     "sync_core.weights.copying": ("copy", "in_two_threads"),
@@ -56,6 +56,7 @@ __all__ = [
     "Notice",
     "PointToPointTransport",
     "checksum",
+    "closed_if_it_fails",
     "copy",
     "in_two_threads",
     "release_with",

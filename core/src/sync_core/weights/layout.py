@@ -112,8 +112,6 @@ QUANTIZED = "send the module as it was before it was quantized, and let each wor
 RESERVED_PREFIX = "__sync__."
 #: What the names of extras begin with in a layout; see `sync_core.weights.extras`.
 EXTRA_PREFIX = f"{RESERVED_PREFIX}extra."
-#: The name of a tensor in the payloads of admission.
-ADMISSION = f"{RESERVED_PREFIX}admission"
 
 
 def is_reserved(name: str) -> bool:

@@ -1,8 +1,8 @@
-"""Schemes that wrap others, and relays: for large models, many workers and slow links.
+"""Schemes that wrap others, relays and pools: for large models, many workers and slow links.
 
 `Increments` sends each worker what changed since the version that it has, `Chunked` sends versions
 in chunks, and a `Relay` passes chunks on to other workers. With `Sharded`, each rank of a trainer
-sends the parts of a model that it holds.
+sends the parts of a model that it holds. A `Pool` has one address for workers that come and go.
 """
 
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from sync_core.lazy import lazy_names
 if TYPE_CHECKING:
     from sync_plugin_scale.increments.errors import IncrementError
     from sync_plugin_scale.increments.options import Increments
+    from sync_plugin_scale.pools.pool import Pool
     from sync_plugin_scale.relays.chunks import Chunked
     from sync_plugin_scale.relays.relay import Relay
     from sync_plugin_scale.shards.local import Part
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "sync_plugin_scale.increments.errors": ("IncrementError",),
     "sync_plugin_scale.increments.options": ("Increments",),
+    "sync_plugin_scale.pools.pool": ("Pool",),
     "sync_plugin_scale.relays.chunks": ("Chunked",),
     "sync_plugin_scale.relays.relay": ("Relay",),
     "sync_plugin_scale.shards.local": ("Part",),
@@ -35,6 +37,7 @@ __all__ = [
     "IncrementError",
     "Increments",
     "Part",
+    "Pool",
     "Relay",
     "Sharded",
     "__version__",

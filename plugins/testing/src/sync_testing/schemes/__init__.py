@@ -1,7 +1,7 @@
 """Conformance of schemes: `SchemeConformance` and `CalledSchemeConformance`, and their parts.
 
 A scheme that shares its slots with another inherits the groups of cases in which it differs; tests
-of one's own borrow the workers (`SchemeCases`, `Pool`, `Workers`) and the models.
+of one's own borrow the workers (`SchemeCases`, `SharedGroup`, `Workers`) and the models.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sync_testing.schemes.faults import FaultCases
 from sync_testing.schemes.increments import IncrementCases
 from sync_testing.schemes.lifetime import LifetimeCases
 from sync_testing.schemes.models import fill, fingerprints, make_policy
-from sync_testing.schemes.pool import Pool, SchemeCases, Start, Workers, borrow_pool
+from sync_testing.schemes.pool import SchemeCases, SharedGroup, Start, Workers, borrow_pool
 from sync_testing.schemes.protocol import CombinationCases, ProtocolCases
 from sync_testing.schemes.values import IsolationCases, ValueCases
 from sync_testing.schemes.worker import Worker
@@ -25,10 +25,10 @@ __all__ = [
     "IncrementCases",
     "IsolationCases",
     "LifetimeCases",
-    "Pool",
     "ProtocolCases",
     "SchemeCases",
     "SchemeConformance",
+    "SharedGroup",
     "Start",
     "ValueCases",
     "Worker",

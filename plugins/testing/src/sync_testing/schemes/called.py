@@ -17,7 +17,7 @@ from sync_testing.schemes.delivery import DeliveryCases
 from sync_testing.schemes.faults import FaultCases
 from sync_testing.schemes.increments import IncrementCases
 from sync_testing.schemes.models import fill, make_policy
-from sync_testing.schemes.pool import Pool, Start, Workers
+from sync_testing.schemes.pool import SharedGroup, Start, Workers
 from sync_testing.schemes.worker import Worker
 
 
@@ -34,7 +34,7 @@ class CalledWorkers(Workers):
     def __init__(
         self,
         sender: Sender,
-        pool: Pool,
+        pool: SharedGroup,
         introduce: Callable[[Worker], Any],
         handles: Iterable[Any],
     ) -> None:
@@ -123,7 +123,7 @@ class CalledSchemeConformance(DeliveryCases, FaultCases, IncrementCases):
     def serve(
         cls,
         ends: ExitStack,
-        pool: Pool,
+        pool: SharedGroup,
         model: Any,
         num_workers: int,
         *,

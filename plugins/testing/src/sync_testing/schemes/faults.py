@@ -27,7 +27,7 @@ from sync_testing.expectations import MEMBERS, RECEIVED, REPORT, VALUES
 from sync_testing.faults.fault import gated
 from sync_testing.interrupts import interrupted
 from sync_testing.schemes.models import fill, make_policy
-from sync_testing.schemes.pool import Pool, SchemeCases, Start, ended
+from sync_testing.schemes.pool import SchemeCases, SharedGroup, Start, ended
 from sync_testing.schemes.worker import Worker
 
 # Sends that are interrupted in one case, spread over all moments of a send.
@@ -286,7 +286,7 @@ class FaultCases(SchemeCases):
         assert workers.send().updated == (0, 1), REPORT
 
     @pytest.mark.usefixtures("asking", "processes")
-    def test_the_trainer_is_killed(self, pool: Pool) -> None:
+    def test_the_trainer_is_killed(self, pool: SharedGroup) -> None:
         pool.make_ready()
         flags = (False, True) if self.can("zero_copy") else (False,)
         addresses = pool.call(0, Worker.train, self.scheme, dict(self.options), flags)

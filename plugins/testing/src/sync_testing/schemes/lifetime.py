@@ -24,10 +24,11 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_core.errors import AddressError
+from sync_plugin_scale import Pool
 from sync_testing.expectations import MEMBERS, NO_NEWS, RECEIVED, REPORT, VALUES
 from sync_testing.processes import descendants
 from sync_testing.schemes.models import fill, make_policy
-from sync_testing.schemes.pool import Pool, SchemeCases, Start, Workers, ended
+from sync_testing.schemes.pool import SchemeCases, SharedGroup, Start, Workers, ended
 from sync_testing.schemes.worker import Worker
 from sync_testing.worker_groups import count_threads, eventually
 
@@ -74,7 +75,7 @@ class LifetimeCases(SchemeCases):
         workers = start(make_policy(8.0), 1)
         workers.sender.remove_worker(0)
         try:
-            workers.sender.address()
+            Pool(workers.sender)
         except AddressError:
             pytest.skip("workers cannot share an address")
         assert workers.sender.send().updated == (), REPORT
@@ -94,7 +95,7 @@ class LifetimeCases(SchemeCases):
         workers = start(policy, 1, zero_copy=zero_copy)
         pool, sender = workers.pool, workers.sender
         try:
-            pool.call(1, Worker.connect, sender.address())
+            pool.call(1, Worker.connect, Pool(sender).address())
         except AddressError:
             pytest.skip("workers cannot share an address")
         assert workers.send().updated == (0, 1), REPORT
@@ -303,7 +304,7 @@ class LifetimeCases(SchemeCases):
         workers.sender.close()
         assert time.perf_counter() - begin < self.slack, "close() waited for a worker that lives"
 
-    def test_nothing_is_left_behind(self, pool: Pool) -> None:
+    def test_nothing_is_left_behind(self, pool: SharedGroup) -> None:
         if not Path("/proc/self/fd").exists():
             pytest.skip("what a process has open is looked up in /proc, which is not there")
         pool.make_ready()
@@ -318,7 +319,7 @@ class LifetimeCases(SchemeCases):
         )
         assert eventually(lambda: _shared_memory() <= names, self.slack), _shared_memory() - names
 
-    def test_a_send_that_was_pending_leaves_nothing_behind(self, pool: Pool) -> None:
+    def test_a_send_that_was_pending_leaves_nothing_behind(self, pool: SharedGroup) -> None:
         if not Path("/proc/self/fd").exists():
             pytest.skip("what a process has open is looked up in /proc, which is not there")
         pool.make_ready()
@@ -331,7 +332,7 @@ class LifetimeCases(SchemeCases):
         )
         assert eventually(lambda: _shared_memory() <= names, self.slack), _shared_memory() - names
 
-    def test_no_file_is_left_in_the_temporary_directory(self, pool: Pool) -> None:
+    def test_no_file_is_left_in_the_temporary_directory(self, pool: SharedGroup) -> None:
         pool.make_ready()
         # Objects that are made once and kept, such as sockets, are made elsewhere.
         self._use(pool)
@@ -339,7 +340,7 @@ class LifetimeCases(SchemeCases):
             self._use(pool, pending=True)
             assert eventually(lambda: not _files(directory), self.slack), _files(directory)
 
-    def test_what_was_forgotten_is_released(self, pool: Pool) -> None:
+    def test_what_was_forgotten_is_released(self, pool: SharedGroup) -> None:
         if not Path("/proc/self/fd").exists():
             pytest.skip("what a process has open is looked up in /proc, which is not there")
         pool.make_ready()
@@ -355,7 +356,7 @@ class LifetimeCases(SchemeCases):
             _own_resources(),
         )
 
-    def _use(self, pool: Pool, *, pending: bool = False) -> None:
+    def _use(self, pool: SharedGroup, *, pending: bool = False) -> None:
         for zero_copy in (False, True) if self.can("zero_copy") else (False,):
             with self.sender(make_policy(), 2, zero_copy=zero_copy) as sender:
                 Workers(sender, pool).send()
@@ -365,7 +366,7 @@ class LifetimeCases(SchemeCases):
             pool.call(worker_id, Worker.reset)
 
 
-def _resources(pool: Pool) -> list[tuple[int, int, int]]:
+def _resources(pool: SharedGroup) -> list[tuple[int, int, int]]:
     """Of this process and of the workers."""
     return [_own_resources(), *(pool.call(i, lambda _: _own_resources()) for i in (0, 1))]
 
@@ -377,7 +378,7 @@ def _own_resources() -> tuple[int, int, int]:
 
 
 @contextmanager
-def _temporary_directory(pool: Pool) -> Iterator[Path]:
+def _temporary_directory(pool: SharedGroup) -> Iterator[Path]:
     """A folder that is the temporary directory of this process and of the workers meanwhile."""
     with TemporaryDirectory() as folder, ExitStack() as ends:
         ends.callback(_keep_files_in, _keep_files_in(folder))

@@ -36,7 +36,7 @@ def ended(calls: Collection[Future[Any]], what: str, seconds: float = _PATIENCE)
     return [call.result() for call in calls]
 
 
-class Pool:
+class SharedGroup:
     """Workers of one group, started when they are first needed.
 
     Args:
@@ -103,13 +103,13 @@ class Pool:
         return True
 
 
-_pools: dict[type[WorkerGroup], Pool] = {}
+_pools: dict[type[WorkerGroup], SharedGroup] = {}
 
 
 @contextmanager
-def borrow_pool(group_class: type[WorkerGroup]) -> Iterator[Pool]:
+def borrow_pool(group_class: type[WorkerGroup]) -> Iterator[SharedGroup]:
     """The pool of a group, which ends when its last borrower returns it."""
-    pool = _pools.setdefault(group_class, Pool(group_class))
+    pool = _pools.setdefault(group_class, SharedGroup(group_class))
     pool.borrowers += 1
     try:
         yield pool
@@ -133,7 +133,7 @@ class Workers:
     def __init__(
         self,
         sender: Sender,
-        pool: Pool,
+        pool: SharedGroup,
         make: Callable[[], Any] | None = None,
         *,
         patience: float = 20.0,
@@ -233,13 +233,13 @@ class SchemeCases(Conformance):
 
     @pytest.fixture(scope="module")
     @classmethod
-    def pool(cls) -> Iterator[Pool]:
+    def pool(cls) -> Iterator[SharedGroup]:
         """The workers, as the last case has left them."""
         with borrow_pool(choose_group([cls.scheme], cls.group)) as pool:
             yield pool
 
     @pytest.fixture
-    def start(self, pool: Pool) -> Iterator[Start]:
+    def start(self, pool: SharedGroup) -> Iterator[Start]:
         """See `Start`; the senders are closed at the end."""
         with ExitStack() as ends:
 
@@ -264,7 +264,7 @@ class SchemeCases(Conformance):
         return flag
 
     @pytest.fixture
-    def parallel(self, pool: Pool) -> None:
+    def parallel(self, pool: SharedGroup) -> None:
         """For cases in which a worker waits while the trainer does something."""
         if "parallel" not in pool.group_class.capabilities:
             pytest.skip("the workers run every call in the caller's thread")
@@ -276,7 +276,7 @@ class SchemeCases(Conformance):
             pytest.skip("the workers are called by the sender, and do not say when they receive")
 
     @pytest.fixture
-    def processes(self, pool: Pool) -> None:
+    def processes(self, pool: SharedGroup) -> None:
         """For cases in which a process is killed or stopped."""
         if "cross_process" not in pool.group_class.capabilities:
             pytest.skip("the workers are in this process, which is not to be hurt")
@@ -285,7 +285,7 @@ class SchemeCases(Conformance):
     def serve(
         cls,
         ends: ExitStack,
-        pool: Pool,
+        pool: SharedGroup,
         model: Any,
         num_workers: int,
         *,

@@ -33,7 +33,7 @@ from sync_testing.expectations import NOTHING_SENT, RECEIVED, REPORT, VALUES
 from sync_testing.loopback import Loopback
 from sync_testing.negated import Negated
 from sync_testing.schemes.models import fill, make_policy
-from sync_testing.schemes.pool import Pool, SchemeCases, Start, ended
+from sync_testing.schemes.pool import SchemeCases, SharedGroup, Start, ended
 from sync_testing.schemes.worker import Worker
 
 
@@ -189,10 +189,10 @@ class ProtocolCases(SchemeCases):
 class CombinationCases(SchemeCases):
     """Nothing that one sender does is seen by the workers of another."""
 
-    def test_two_senders_at_once(self, pool: Pool) -> None:
+    def test_two_senders_at_once(self, pool: SharedGroup) -> None:
         self._send_by_two(pool, "actor", "critic")
 
-    def test_two_senders_of_one_model_id(self, pool: Pool) -> None:
+    def test_two_senders_of_one_model_id(self, pool: SharedGroup) -> None:
         self._send_by_two(pool, "policy", "policy")
 
     def test_one_sender_closes_and_the_other_goes_on(self, start: Start) -> None:
@@ -234,7 +234,7 @@ class CombinationCases(SchemeCases):
             f"{sorted(SCHEME_CAPABILITIES)}; explain others in the docstring of its class"
         )
 
-    def _send_by_two(self, pool: Pool, *model_ids: str) -> None:
+    def _send_by_two(self, pool: SharedGroup, *model_ids: str) -> None:
         pool.make_ready()
         with (
             self.sender(make_policy(1.0), model_id=model_ids[0]) as first,

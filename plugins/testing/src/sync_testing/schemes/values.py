@@ -32,7 +32,7 @@ from sync_testing.schemes.models import (
     specimens,
     stateful,
 )
-from sync_testing.schemes.pool import Pool, SchemeCases, Start, Workers, ended
+from sync_testing.schemes.pool import SchemeCases, SharedGroup, Start, Workers, ended
 from sync_testing.schemes.worker import Worker
 
 #: Set it to test a model of more than 2 GiB, of which there are several copies in memory.
@@ -46,7 +46,7 @@ class ValueCases(SchemeCases):
 
     @pytest.fixture(scope="class", params=[False, True], ids=["copy", "zero_copy"])
     @classmethod
-    def arrived(cls, request: pytest.FixtureRequest, pool: Pool) -> Iterator[list[Any]]:
+    def arrived(cls, request: pytest.FixtureRequest, pool: SharedGroup) -> Iterator[list[Any]]:
         """Return the tensors sent in two versions and those received, in one model."""
         cls.need_travelling()
         if request.param:

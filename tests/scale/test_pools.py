@@ -18,7 +18,7 @@ from sync_core import (
     SendError,
     WorkerState,
 )
-from sync_plugin_scale import Sharded
+from sync_plugin_scale import Pool, Sharded
 from sync_testing import eventually
 
 pytestmark = pytest.mark.timeout(60)
@@ -72,7 +72,7 @@ def test_a_pool_grows_and_shrinks_while_versions_are_sent(scheme: str, tmp_path:
     sends = 200 if scheme == "shm" else 40
     with Sender(scheme, policy, num_workers=0, **options) as sender:
         fill(policy, 1)
-        address = sender.address()
+        address = Pool(sender).address()
         replicas = [Replica(address) for _ in range(2)]
         wait_until_there(sender, 2)
         for version in range(1, sends + 1):
@@ -119,7 +119,7 @@ def test_a_worker_that_comes_after_the_first_send_gets_that_version(
     policy = nn.Linear(3, 2)
     more: dict[str, Any] = {"directory": str(tmp_path)} if scheme == "file" else {}
     with Sender(scheme, policy, num_workers=0, **options, **more) as sender:
-        address = sender.address()
+        address = Pool(sender).address()
         for version in (1, 2):
             fill(policy, version)
             report = sender.send()
@@ -163,7 +163,8 @@ def test_many_workers_that_come_at_once_are_all_admitted() -> None:
     policy = nn.Linear(3, 2)
     fill(policy, 1)
     with Sender("thread", policy, num_workers=0) as sender:
-        replicas = [Replica(sender.address()) for _ in range(20)]
+        address = Pool(sender).address()
+        replicas = [Replica(address) for _ in range(20)]
         wait_until_there(sender, 20)
         report = sender.send()
         assert len(report.updated) == 20
@@ -177,7 +178,7 @@ def test_a_worker_that_is_silent_is_removed_and_the_others_are_updated() -> None
     policy = nn.Linear(3, 2)
     fill(policy, 1)
     with Sender("thread", policy, num_workers=0, timeout=1.0) as sender:
-        address = sender.address()
+        address = Pool(sender).address()
         good = Replica(address)
         wait_until_there(sender, 1)
         silent = Receiver(address, nn.Linear(3, 2))
@@ -216,7 +217,7 @@ def test_a_worker_that_has_committed_too_late_is_current_when_it_joins_again(
     policy, model = nn.Linear(3, 2), nn.Linear(3, 2)
     more: dict[str, Any] = {"directory": str(tmp_path)} if scheme == "file" else {}
     with Sender(scheme, policy, num_workers=0, **options, **more) as sender:
-        receiver = Receiver(sender.address(), model, background=background)
+        receiver = Receiver(Pool(sender).address(), model, background=background)
         pending = sender.send_async()
         assert receiver.stage() == 1
         assert pending.wait(0.0).dropped == (0,)
@@ -234,8 +235,9 @@ def test_a_worker_that_has_committed_too_late_is_current_when_it_joins_again(
 def test_a_worker_that_is_not_admitted_again_is_closed() -> None:
     policy = nn.Linear(3, 2)
     with Sender("thread", policy, num_workers=0) as sender:
-        receiver = Receiver(sender.address(), nn.Linear(3, 2))
-        sender._elastic.close()  # type: ignore[union-attr]
+        pool = Pool(sender)
+        receiver = Receiver(pool.address(), nn.Linear(3, 2))
+        pool.close()
         sender.remove_worker(receiver.worker_id)
         with pytest.raises(SenderLostError, match="was removed from the sender"):
             receiver.receive()
@@ -243,16 +245,25 @@ def test_a_worker_that_is_not_admitted_again_is_closed() -> None:
             receiver.receive()
 
 
+def test_the_sender_says_what_has_the_address_for_all() -> None:
+    message = r"type Pool\(sender\)\.address\(\)"
+    with (
+        Sender("thread", nn.Linear(1, 1), num_workers=1) as sender,
+        pytest.raises(OptionError, match=message),
+    ):
+        sender.address()
+
+
 def test_senders_that_no_worker_can_join_later_say_so() -> None:
     model = nn.Linear(1, 1)
     with Sender("none", model, num_workers=1) as sender, pytest.raises(OptionError) as caught:
-        sender.address()
+        Pool(sender)
     assert "serves no workers that come later" in str(caught.value)
     with (
         Sender(Sharded("thread", 0, 1), model, num_workers=1) as sender,
         pytest.raises(OptionError, match="give the id of a worker"),
     ):
-        sender.address()
+        Pool(sender)
 
 
 def test_a_trainer_that_counts_from_the_start_again_is_refused() -> None:

@@ -1,8 +1,8 @@
 """The way into a pool that grows: workers that share one address are admitted one by one.
 
-The sender keeps a second transport of its scheme, with a number of places. A worker that comes
-takes one of them and gives a random name; the sender adds a worker, and says its id. Should two
-workers take the same place, one of them loses the connection and takes another.
+A pool keeps a side channel of its sender, with a number of places. A worker that comes takes one of
+them and gives a random name; the pool adds a worker to the sender, and answers with its id. Should
+two workers take the same place, one of them loses the connection and takes another.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import queue
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -22,23 +21,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sync_core import registry
-from sync_core.address import Address, IndirectEndpoint
-from sync_core.errors import AddressError, SenderLostError, SyncError
-from sync_core.hooks import TransportContext
-from sync_core.stack import Defaults, Stack
-from sync_core.transports.transport import Answer, Delivery, unheard
-from sync_core.weights.layout import ADMISSION, Layout
-from sync_core.weights.payload import Payload
+from sync_core import (
+    Address,
+    Answer,
+    Delivery,
+    IndirectEndpoint,
+    Layout,
+    Payload,
+    ReceiverTransport,
+    SenderLostError,
+    SenderTransport,
+    SyncError,
+)
+from sync_core.errors import AddressError
+from sync_core.transports import RESERVED_PREFIX
 
 _log = logging.getLogger("sync_core")
-# Two of a hundred workers that come at the same moment take the same place about once; that costs
-# one of them a connection.
-_PLACES = 64
+#: Two of a hundred workers that come at the same moment take the same place about once; that costs
+#: one of them a connection.
+PLACES = 64
 _NAME_NBYTES = 16
 # How long closing waits for a worker that is being admitted, in seconds; an estimate.
 _PATIENCE = 5.0
-_LAYOUT = Layout.of_kinds([(ADMISSION, torch.uint8, (_NAME_NBYTES + 8,))])
+#: The layout of what travels by the side channel: the name and the id of a worker.
+LAYOUT = Layout.of_kinds([(RESERVED_PREFIX + "admission", torch.uint8, (_NAME_NBYTES + 8,))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +52,11 @@ class Entrance(IndirectEndpoint):
     """The endpoint of an address that many workers share.
 
     Args:
-        admission: that of the transport where workers are admitted.
-        token: the secret of that transport.
-        workers: that of the sender's own transport, the same for every worker.
+        admission: the address of a place where workers are admitted.
+        workers: the endpoint of the sender's own transport, the same for every worker.
     """
 
-    admission: Any
-    token: str
+    admission: Address
     workers: Any
 
     def resolve(self, address: Address, timeout: float) -> Address:
@@ -64,63 +68,49 @@ class Admission:
     """The sender's side: admits workers, in its own thread.
 
     Args:
-        context: of the sender's transport.
-        stack: makes transports of the scheme.
-        admit: a method that adds a worker and returns its id; called in the thread.
-        forget: a method that removes a worker that was admitted and has not come.
+        channel: a side channel of the sender; owned from now on.
+        admit: adds a worker and returns its id; called in the thread.
+        forget: removes a worker that was admitted and has not come.
+
+    Raises:
+        AddressError: the scheme gives each worker another endpoint.
     """
 
     def __init__(
         self,
-        context: TransportContext,
-        stack: Stack,
+        channel: SenderTransport,
         admit: Callable[[], int],
-        forget: Callable[[int], None],
+        forget: Callable[[int], object],
     ) -> None:
-        self.token = secrets.token_hex(16)
-        # The thread must not keep the sender alive.
-        self._admit = weakref.WeakMethod(admit)
-        self._forget = weakref.WeakMethod(forget)
+        self._channel = channel
+        self._admit = admit
+        self._forget = forget
         self._version = 0
         self._events: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
         # By place, the name and the id of the worker that was admitted there last.
         self._named: dict[int, tuple[bytes, int]] = {}
         self._unanswered: set[int] = set()
-        self._transport = stack.create_sender_transport(
-            replace(
-                context,
-                token=self.token,
-                worker_ids=tuple(range(_PLACES)),
-                workers=(),
-                models=(),
-                layout=_LAYOUT,
-                zero_copy=False,
-                notify=unheard,
+        places = [channel.address(place) for place in range(PLACES)]
+        #: The address of the first place; the others differ from it by their ``worker_id``.
+        self.address: Address = places[0]
+        if any(each.endpoint != self.address.endpoint for each in places):
+            raise AddressError(
+                "this scheme gives each worker another endpoint, so that workers cannot "
+                "share an address; type sender.address(sender.add_worker()) for each of them"
             )
-        )
-        self._invite(tuple(range(_PLACES)))
+        self._invite(tuple(range(PLACES)))
         self._thread = threading.Thread(target=self._run, name="sync-admission", daemon=True)
 
     def start(self) -> None:
         """Start the thread, which ends with `close`."""
         self._thread.start()
 
-    def endpoint(self) -> Any:
-        """Return where workers are admitted."""
-        endpoint = self._transport.address(0)
-        if any(self._transport.address(place) != endpoint for place in range(1, _PLACES)):
-            raise AddressError(
-                "this scheme gives each worker another endpoint, so that workers cannot "
-                "share an address; type sender.address(sender.add_worker()) for each of them"
-            )
-        return endpoint
-
     def close(self) -> None:
         """Admit no more workers."""
         self._events.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(_PATIENCE)
-        self._transport.close()
+        self._channel.close()
 
     def _run(self) -> None:
         while (delivery := self._events.get()) is not None:
@@ -138,14 +128,12 @@ class Admission:
             return  # its id is on its way
         if place in self._unanswered:
             self._unanswered.discard(place)
-            forget = self._forget()
-            if delivery.error is not None and forget is not None:
-                forget(worker_id)
+            if delivery.error is not None:
+                self._forget(worker_id)
             if name is None:
                 self._invite((place,))
-        admit = self._admit()
-        if name is not None and admit is not None:
-            self._named[place] = name, admit()
+        if name is not None:
+            self._named[place] = name, self._admit()
             self._unanswered.add(place)
             self._send((place,), *self._named[place])
 
@@ -156,8 +144,8 @@ class Admission:
         self._version += 1
         text = name + worker_id.to_bytes(8, "little")
         tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        payload = Payload(self._version, _LAYOUT, (tensor,))
-        for delivery in self._transport.send(payload, places).values():
+        payload = Payload(self._version, LAYOUT, (tensor,))
+        for delivery in self._channel.send(payload, places).values():
             delivery.watch(partial(_put, self._events))
 
 
@@ -178,7 +166,7 @@ def _put(
 
 
 def enter(address: Address, timeout: float) -> Address:
-    """Ask the sender to be admitted, and return the address of the worker that this is then.
+    """Ask the sender for a place in its pool, and return the address of the worker with its id.
 
     Args:
         address: one that many workers share.
@@ -189,22 +177,13 @@ def enter(address: Address, timeout: float) -> Address:
         AddressError: it has not answered in time.
     """
     entrance: Entrance = address.endpoint
-    backend = registry.find(registry.SCHEMES, address.scheme).innermost
-    stack = Stack(Defaults(address.strategy), backend)
     name = secrets.token_bytes(_NAME_NBYTES)
     deadline = time.monotonic() + timeout
     lost: SenderLostError | None = None
     while (left := deadline - time.monotonic()) > 0:
-        context = replace(
-            address.transport_context(backend.name, timeout),
-            token=entrance.token,
-            endpoint=entrance.admission,
-            worker_id=secrets.randbelow(_PLACES),
-            layout=_LAYOUT,
-            zero_copy=False,
-        )
+        place = replace(entrance.admission, worker_id=secrets.randbelow(PLACES))
         try:
-            with closing(stack.create_receiver_transport(context)) as transport:
+            with closing(place.connect(timeout)) as transport:
                 worker_id = _ask(transport, name, left)
         except SenderLostError as error:
             # Another worker has taken the place, or the sender is gone: the next attempt tells.
@@ -217,7 +196,7 @@ def enter(address: Address, timeout: float) -> Address:
     raise AddressError(f"the sender has not admitted this worker within {timeout:g} s")
 
 
-def _ask(transport: Any, name: bytes, timeout: float) -> int | None:
+def _ask(transport: ReceiverTransport, name: bytes, timeout: float) -> int | None:
     deadline = time.monotonic() + timeout
     while (payload := transport.receive(max(0.0, deadline - time.monotonic()))) is not None:
         content = _read(payload.tensors[0])
