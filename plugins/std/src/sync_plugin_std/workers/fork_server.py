@@ -110,15 +110,19 @@ def main(control: int, load: str) -> NoReturn:
 
     Args:
         control: the connection to the process that asks.
-        load: the modules that are imported before anything is forked, separated by commas.
+        load: what is imported before anything is forked, separated by commas: modules, or names
+            of lazy packages, such as ``sync_core:Receiver``.
     """
     # It outlives whatever ends its parent and the workers, to end what these have left behind.
     os.setpgid(0, 0)
     for number in _SURVIVED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    for module in load.split(","):
-        importlib.import_module(module)
+    for each in load.split(","):
+        module, _, name = each.partition(":")
+        imported = importlib.import_module(module)
+        if name:
+            getattr(imported, name)
     # Imported modules are never freed; a collection would only write to shared memory.
     gc.freeze()
     gc.enable()

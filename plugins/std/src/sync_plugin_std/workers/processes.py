@@ -308,7 +308,7 @@ class _Current:
         self._lock, self._server, self._closed = threading.Lock(), None, []
 
 
-_preloaded = ["sync_core.receiving.receiver"]
+_preloaded = ["sync_core:Receiver"]
 
 
 def preload(module: str) -> None:
@@ -318,7 +318,8 @@ def preload(module: str) -> None:
     process that forks workers; where there is none, it does nothing.
 
     Args:
-        module: its name, such as ``"sync_collector.collector_worker"``.
+        module: its name, such as ``"sync_collector.collector_worker"``; or ``"sync_core:Receiver"``
+            for what a lazy package imports when that name is used.
     """
     if module not in _preloaded:
         _preloaded.append(module)
