@@ -38,6 +38,8 @@ def remove_left(directory: Path) -> None:
                     path.unlink()
                 folder.rmdir()
                 _log.info("removed %s, which a trainer that is dead has left", folder)
+        except FileNotFoundError:
+            continue  # another sender has removed it meanwhile
         except OSError as error:
             _log.warning("cannot remove %s, which a dead trainer has left: %s", folder, error)
 
