@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from sync_plugin_scale import Chunked, Increments
-from sync_testing import SchemeConformance
+from sync_testing.schemes import DeliveryCases, FaultCases, ValueCases
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -24,13 +24,17 @@ def one_ray(ends_what_it_starts: None) -> Iterator[None]:
     ray.shutdown()
 
 
-class TestIncrementsOverRay(SchemeConformance):
+class Cases(DeliveryCases, ValueCases, FaultCases):
+    """Those that `ray` itself runs, and all values."""
+
+
+class TestIncrementsOverRay(Cases):
     scheme = Increments("ray")
 
 
-class TestChunkedOverRay(SchemeConformance):
+class TestChunkedOverRay(Cases):
     scheme = Chunked("ray", mb=0.1)
 
 
-class TestIncrementsInChunksOverRay(SchemeConformance):
+class TestIncrementsInChunksOverRay(Cases):
     scheme = Increments(Chunked("ray", mb=0.1))
