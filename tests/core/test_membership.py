@@ -77,37 +77,6 @@ def test_the_life_of_a_worker(members: Membership) -> None:
     assert str(status.error) == "worker 0: it is gone"
 
 
-def test_a_late_answer_counts_for_its_own_version_only(members: Membership) -> None:
-    first = send(members, 1)[0]
-    first.fail(WorkerTimeoutError(0, "is silent"))
-    second = send(members, 2)[0]
-    first.acknowledge()
-    assert (state(members), members.statuses[0].version) == ("behind", 1)
-    assert not second.wait(0)
-    second.acknowledge()
-    assert (state(members), members.statuses[0].version) == ("current", 2)
-    first.fail(WorkerLostError(0, "failed twice"))
-    assert state(members) == "current"
-
-
-def test_a_late_answer_makes_a_suspect_current(members: Membership) -> None:
-    delivery = send(members, 1)[0]
-    delivery.fail(WorkerTimeoutError(0, "is silent"))
-    delivery.acknowledge()
-    assert state(members) == "current"
-    assert isinstance(delivery.error, WorkerTimeoutError)
-
-
-def test_an_answer_of_one_that_was_removed_is_not_its_successors(members: Membership) -> None:
-    delivery = send(members, 1)[0]
-    members.remove(0)
-    members.add(0)
-    delivery.acknowledge()
-    assert (state(members), members.statuses[0].version) == ("connecting", 0)
-    members.notify(0, Notice("acknowledged", version=1))
-    assert state(members) == "current"
-
-
 def test_a_new_receiver_has_nothing(members: Membership) -> None:
     send(members, 1)[0].acknowledge()
     members.notify(0, Notice("connected"))

@@ -157,18 +157,6 @@ def test_a_sender_without_signs_is_lost(sender: Sender) -> None:
         receiver.receive(5.0)
 
 
-def test_an_id_that_is_used_again_is_a_new_worker(sender: Sender) -> None:
-    join(sender, 1).close()
-    with pytest.raises(SendError):
-        sender.send(worker_ids=1)
-    sender.remove_worker(1)
-    assert sender.add_worker(1) == 1
-    pending = sender.send_async(worker_ids=1)
-    with join(sender, 1) as receiver:
-        assert receiver.receive() == 2
-        assert pending.wait().updated == (1,)
-
-
 def test_a_removed_worker_learns_it(sender: Sender) -> None:
     with join(sender, 1) as receiver:
         sender.remove_worker(1)
