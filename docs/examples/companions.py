@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +34,7 @@ from sync_core import (
     SendReport,
     UnknownWorkerError,
     WorkerFailure,
+    WorkerLostError,
     WorkerState,
 )
 
@@ -72,7 +74,7 @@ class StatusFile:
 
 
 class OpenPool:
-    """Workers that come and go: each that joins is given an address, each that is lost is removed.
+    """Workers that come and go: each that joins is given an address, each that leaves is removed.
 
     Args:
         sender: the sender; it is not kept alive.
@@ -81,7 +83,8 @@ class OpenPool:
     def __init__(self, sender: Sender) -> None:
         self._sender = weakref.ref(sender)
         self._joined: set[int] = set()
-        self.close = sender.subscribe(self._remove_lost)
+        self._unsubscribe = sender.subscribe(self._remove_lost)
+        self._unregister = sender.settle_failures(self._settle)
 
     def join(self) -> Address:
         """Return the address of one more worker."""
@@ -92,11 +95,29 @@ class OpenPool:
         self._joined.add(worker_id)
         return sender.address(worker_id)
 
+    def close(self) -> None:
+        """Remove no more workers."""
+        self._unsubscribe()
+        self._unregister()
+
     def _remove_lost(self, event: MembershipEvent) -> None:
+        if event.after is WorkerState.LOST and event.worker_id in self._joined:
+            self._remove(event.worker_id)
+
+    def _settle(self, report: SendReport) -> SendReport:
+        """Remove the workers that left during a send, for which the send is not to raise."""
+        workers = dict(report.workers)
+        for worker_id, result in report.failed.items():
+            if worker_id in self._joined and isinstance(result.error, WorkerLostError):
+                self._remove(worker_id)
+                workers[worker_id] = replace(result, remedy="drop")
+        return replace(report, workers=workers)
+
+    def _remove(self, worker_id: int) -> None:
         sender = self._sender()
-        if event.after is WorkerState.LOST and event.worker_id in self._joined and sender:
+        if sender is not None:
             with suppress(UnknownWorkerError, ClosedError):
-                sender.remove_worker(event.worker_id)
+                sender.remove_worker(worker_id)
 
 
 class Respawn(FailurePolicy):
