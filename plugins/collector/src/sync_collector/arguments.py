@@ -46,7 +46,7 @@ from sync_plugin_std.workers import check_worker_options, choose_group, shares_p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What a collector is made of; nothing is started yet.
+    """The parts of a collector before anything is started.
 
     Args:
         specs: what each worker is made from, the policy among it.

@@ -195,7 +195,7 @@ _DEVICES = ("device", "env_device", "policy_device", "storing_device")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """How workers make batches: the argument ``per_worker`` of `Collector`.
+    """The way in which workers make batches: the argument ``per_worker`` of `Collector`.
 
     One object is for all workers, a list has one for each. None is the default.
 
@@ -240,7 +240,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """What batches have in them: the argument ``batch`` of `Collector`.
+    """The contents of batches: the argument ``batch`` of `Collector`.
 
     Args:
         split_trajs: yield a row for each trajectory (`split_trajectories`).

@@ -185,7 +185,7 @@ class TorchRLNames:
         Raises:
             SendError: some workers do not have the version; the others do. Dead ones are replaced
                 instead if they were given.
-            ModelError: there are no weights to send, or no policy to load them into.
+            ModelError: the collector has no weights to send, or no policy to load them into.
             KeyError: a model that there is not.
             ClosedError: the collector was shut down.
         """

@@ -134,7 +134,7 @@ def _column(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvOptions:
-    """What a collector asks of the environments that it adapts; see `GymEnv`.
+    """Options that a collector gives to environments; see `GymEnv`.
 
     Args:
         info_keys: entries of ``info`` to record beside observations.
