@@ -72,7 +72,6 @@ def addresses(ranks: int) -> list[Address]:
                 token="",
                 strategy="tensordict",
                 zero_copy=False,
-                partial=False,
                 cast=False,
                 timeout=60.0,
                 layout=layout,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sync_core import LayoutMismatchError, ModelError, Receiver, Sender, SendError
 from sync_plugin_scale import Sharded
+from sync_plugin_std import select
 
 
 def net() -> nn.Sequential:
@@ -141,7 +142,7 @@ def empty() -> Tensor:
         {"zero_copy": True},
         {"layers": ["checksum"]},
         {"layers": ["readback", "checksum"]},
-        {"partial": True},
+        {"layers": [select("*")]},
         {"scheme": "increments::shm"},
         {"layers": ["bf16"]},
         {"layers": ["zstd"]},

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sync_core import Receiver, Sender, SendError, WorkerState
 from sync_core.errors import LoadError
+from sync_plugin_std import select
 from sync_testing import Loopback
 
 
@@ -56,7 +57,7 @@ def test_an_engine_gets_what_was_sent() -> None:
 
 def test_an_engine_that_loaded_a_part_is_bad_until_it_has_a_whole_version() -> None:
     engine, source = Engine(), model(1.0)
-    with Sender(Loopback(), source, num_workers=1, partial=True) as sender:
+    with Sender(Loopback(), source, num_workers=1, layers=[select("*")]) as sender:
         receiver = Receiver(sender.address(0), load=engine.load_weights)
         push(sender, receiver)
         engine.fails = True

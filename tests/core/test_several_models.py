@@ -12,9 +12,8 @@ from tests.core.models import Counter, filled
 from torch import nn
 
 from sync_core import LayoutMismatchError, ModelError, Payload, Receiver, Sender, SendError, Update
-from sync_core.models import Binding, Strategy, named_tensors
-from sync_core.models.finder import finder
-from sync_plugin_std import from_getter
+from sync_core.models import Binding, Strategy, named_tensors, tensor_finder
+from sync_plugin_std import from_getter, select
 
 STRATEGIES: list[Strategy] = ["tensordict", "state_dict"]
 
@@ -190,7 +189,7 @@ def test_models_that_are_missing_or_unknown_are_named() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_of_them_may_be_sent_alone_where_that_is_allowed(strategy: Strategy) -> None:
     target = models(0.0)
-    options: Any = {"strategy": strategy, "partial": True}
+    options: Any = {"strategy": strategy, "layers": [select("*")]}
     with Sender("thread", models(0.0), num_workers=1, **options) as sender:
         receiver = Receiver(sender.address(0), target)
         deliver(sender, receiver, weights_dict={"critic": filled(nn.Linear(3, 1), 1.0)})
@@ -246,7 +245,7 @@ def test_references_need_a_context() -> None:
 
 def test_modules_are_not_searched_again_while_they_are_the_same() -> None:
     held = models(0.0)
-    find = finder(held, "tensordict")
+    find = tensor_finder(held, "tensordict")
     found = find()
     assert find() is found
     held["critic"].bias = nn.Parameter(torch.ones(1))
@@ -278,7 +277,7 @@ def test_a_module_that_replaces_another_holds_no_version(several: bool) -> None:
     source: Any = models(1.0) if several else models(1.0)["policy"]
     names: Any = {name: name for name in source} if several else "policy"
     worker = SimpleNamespace(**models(0.0))
-    with Sender("thread", source, num_workers=1, partial=True) as sender:
+    with Sender("thread", source, num_workers=1, layers=[select("*")]) as sender:
         receiver = Receiver(sender.address(0), names, context=worker)
         deliver(sender, receiver)
         worker.policy = models(0.0)["policy"]

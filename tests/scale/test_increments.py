@@ -25,6 +25,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_plugin_scale import Increments
+from sync_plugin_std import select
 from sync_testing import Loopback, LoopbackSender
 
 NAMES = ("a", "b", "c")
@@ -155,7 +156,7 @@ def test_the_rule_against_a_model_that_keeps_every_version(
     versions: dict[int, dict[str, Tensor]] = {}
     copies = [weights(-1.0), weights(-1.0)]
     scheme = Increments(Far()) if increments else Far()
-    with Sender(scheme, model, num_workers=2, partial=True, timeout=10) as sender:
+    with Sender(scheme, model, num_workers=2, layers=[select("*")], timeout=10) as sender:
         receivers = [Receiver(sender.address(i), copies[i]) for i in range(2)]
         for number, (kind, ids) in enumerate(operations, start=1):
             if kind == "come back":

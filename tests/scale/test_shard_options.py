@@ -153,7 +153,7 @@ def test_a_failure_that_one_rank_raises_is_not_hidden_by_another() -> None:
 
 
 def test_what_changes_alone_has_its_own_sender() -> None:
-    """The way that the error about ``partial=`` and ``only=`` names."""
+    """The way that the error about layers that leave tensors out names."""
     policy, model = nn.Linear(4, 4), nn.Linear(4, 4)
     with torch.no_grad():
         policy.weight.zero_()

@@ -182,8 +182,7 @@ class Doubling:
     ("arguments", "message"),
     [
         ({"zero_copy": True}, "scheme 'sharded::thread' cannot zero_copy"),
-        ({"partial": True}, "make a sender of the tensors that change: Sender(scheme, {name"),
-        ({"only": "trainable"}, "make a sender of the tensors that change: Sender(scheme, "),
+        ({"layers": ["select"]}, "make a sender of the tensors that change: Sender(scheme, {name"),
         ({"workers": [1]}, "type num_workers=… instead of workers="),
     ],
 )

@@ -31,6 +31,7 @@ from sync_core import (
 )
 from sync_core.errors import RequirementError
 from sync_core.transports import PointToPointTransport, checksum
+from sync_plugin_std import select
 from sync_plugin_std.checksums import buckets
 from sync_plugin_std.local import Publisher
 
@@ -327,7 +328,7 @@ def test_a_failed_readback_leaves_no_model_in_memory_that_is_lent_to_nobody() ->
 def test_partial_updates_and_several_models(proof: Any) -> None:
     models = {"actor": nn.Linear(3, 2), "critic": nn.Linear(3, 1)}
     copies = {"actor": nn.Linear(3, 2), "critic": nn.Linear(3, 1)}
-    with Sender("thread", models, num_workers=1, partial=True, layers=proof) as sender:
+    with Sender("thread", models, num_workers=1, layers=[select("*"), *proof]) as sender:
         receiver = Receiver(sender.address(0), copies)
         pending = sender.send_async()
         receiver.receive()

@@ -67,7 +67,8 @@ def test_layers_by_name_and_by_object() -> None:
 
 def test_a_layer_with_arguments_can_be_called_by_its_name() -> None:
     named = {entry.name: entry.load() for entry in registry.installed(registry.LAYERS)}
-    for name in named.keys() - {"interval", "metrics"}:
+    without = {"interval", "metrics", "checksum", "readback", "given", "held", "left-out"}
+    for name in named.keys() - without:
         assert getattr(sync_plugin_std, name) is named[name]
 
 
@@ -164,6 +165,26 @@ class TestSelect(LayerConformance):
 
 class TestSelectWithoutTheRest(LayerConformance):
     layer = Select("*", send_rest=False)
+
+
+class TestChecksum(LayerConformance):
+    layer = "checksum"
+
+
+class TestReadback(LayerConformance):
+    layer = "readback"
+
+
+class TestGiven(LayerConformance):
+    layer = "given"
+
+
+class TestLeftOut(LayerConformance):
+    layer = "left-out"
+
+
+class TestHeld(LayerConformance):
+    layer = "held"
 
 
 class TestZstd(LayerConformance):

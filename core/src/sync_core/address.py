@@ -63,7 +63,6 @@ class Address:
         token: the secret that proves that a peer was given this address.
         strategy: how weights are read and written.
         zero_copy: whether the receiver's parameters become views of what arrives.
-        partial: whether updates may lack some of the model's tensors.
         cast: whether what arrives is cast to the dtypes of the receiver's model.
         timeout: the default deadline of blocking calls, in seconds.
         layout: the layout that the receiver's model must have, but for ``cast``: that of the
@@ -81,7 +80,6 @@ class Address:
     token: str = field(repr=False)
     strategy: Strategy
     zero_copy: bool
-    partial: bool
     cast: bool
     timeout: float
     layout: Layout = field(repr=False)
@@ -119,14 +117,14 @@ class Address:
         plugin = registry.find(registry.SCHEMES, self.scheme)
         return make_receiver(plugin, self.transport_context(plugin.name, timeout))
 
-    def apply_context(self, version: int, held: int = 0) -> ApplyContext:
+    def apply_context(self, version: int, held: int = 0, *, partial: bool = False) -> ApplyContext:
         """Return the context for loading a version."""
         return ApplyContext(
             model_id=self.model_id,
             version=version,
             worker_id=self.worker_id,
             zero_copy=self.zero_copy,
-            partial=self.partial,
+            partial=partial,
             cast=self.cast,
             held=held,
             layout=self.layout,
@@ -370,7 +368,6 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "token": _is_text,
     "strategy": lambda value: value in get_args(Strategy),
     "zero_copy": _is_flag,
-    "partial": _is_flag,
     "cast": _is_flag,
     "timeout": lambda value: type(value) in (int, float) and 0 < value < math.inf,
 }

@@ -136,10 +136,12 @@ SCHEME_CAPABILITIES = MappingProxyType(
 LAYER_CAPABILITIES = MappingProxyType(
     {
         "cast": "floating-point tensors may travel in another dtype than the worker's model has",
+        "checks": "its ``apply_weights`` changes no update, so that a worker's model is compared "
+        "with the layout when its receiver is made",
         "checksums": "it proves that updates arrive unchanged; of a version that travels in parts, "
         "each part is proved instead",
-        "partial": "updates may lack tensors that the workers have already: see Update.base",
-        "held": "with ``partial``: workers have those from the start, which a digest proves",
+        "partial": "updates may lack tensors that the workers have: see Update.base; a layer "
+        "at both ends has to declare it, or one that is ``followed_by`` such a layer",
         "regions": "tensors are renamed, fused and cut, and nothing else: its ``region_sources()`` "
         "tells how, and is used instead of its hook where the model is spread over ranks",
     }
@@ -296,9 +298,12 @@ class SendContext:
         model: the sender's model, or what a reference leads to; None if the sender has none, or
             is given weights by hand.
         acknowledged: for each of these workers, the version that its model has completely; 0 for
-            none.
+            none. Empty where the scheme compares versions itself, and needs them whole.
         own: where `Sender.send` was given weights, and the sender has a model: returns the tensors
             of that model, by name. None otherwise.
+        by_hand: whether `Sender.send` was given weights.
+        skipped: whether no worker gets the update, as layers hold all back: nothing is sent. Only
+            senders that have a layer with the capability ``partial`` prepare such updates.
     """
 
     model_id: str
@@ -307,6 +312,8 @@ class SendContext:
     model: Any = None
     acknowledged: Mapping[int, int] = field(default_factory=dict)
     own: Callable[[], Mapping[str, Tensor]] | None = None
+    by_hand: bool = False
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,6 +362,7 @@ class BindContext:
         source_layout: (receiver) the layout of the trainer's model.
         capabilities: those of the scheme.
         strategy: how modules are read; see `sync_core.Sender`.
+        cast: (sender) whether a layer has the capability ``cast``.
     """
 
     side: Literal["sender", "receiver"]
@@ -364,6 +372,7 @@ class BindContext:
     source_layout: Layout | None = None
     capabilities: frozenset[str] = frozenset()
     strategy: Literal["tensordict", "state_dict", "checkpoint"] = "tensordict"
+    cast: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

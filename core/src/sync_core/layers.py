@@ -30,6 +30,7 @@ __all__ = [
     "in_order",
     "layouts_before",
     "travels",
+    "with_followers",
     "with_layout",
 ]
 
@@ -42,6 +43,21 @@ def travels(layer: Plugin) -> bool:
 def declares(capability: str, layers: Iterable[Plugin]) -> bool:
     """Return whether one of the layers declares a capability; layers need not declare any."""
     return any(capability in getattr(layer.object, "capabilities", ()) for layer in layers)
+
+
+def with_followers(layers: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Plugin, ...]]:
+    """Return layers and their plugins, with those that they name as ``followed_by``, each once.
+
+    These come before others that travel, so that they are given what stays with the sender has
+    made, and prove it where all others have restored it.
+    """
+    found = [registry.find(registry.LAYERS, layer) for layer in layers]
+    names: dict[str, None] = {}
+    for layer in found:
+        names |= dict.fromkeys(getattr(layer.object, "followed_by", ()))
+    followers = tuple(name for name in names if name not in layers)
+    plugins = (registry.find(registry.LAYERS, name) for name in followers)
+    return (*followers, *layers), (*plugins, *found)
 
 
 def in_order(layers: Iterable[Plugin]) -> list[Plugin]:

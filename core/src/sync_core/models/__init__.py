@@ -13,10 +13,12 @@ if TYPE_CHECKING:
         named_tensors,
         tensors_of_rank,
     )
+    from sync_core.models.finder import tensor_finder
     from sync_core.models.match import check_match
+    from sync_core.models.multi_model import modules_in
     from sync_core.models.paths import resolve
-    from sync_core.models.sampling import TensorState, states
     from sync_core.models.wrappers import plain_name
+    from sync_core.weights.checksums import bytes_of
     from sync_core.weights.layout import Region, RegionSource, place_of
 
 
@@ -29,10 +31,12 @@ _MODULES = {
         "named_tensors",
         "tensors_of_rank",
     ),
+    "sync_core.models.finder": ("tensor_finder",),
     "sync_core.models.match": ("check_match",),
+    "sync_core.models.multi_model": ("modules_in",),
     "sync_core.models.paths": ("resolve",),
-    "sync_core.models.sampling": ("TensorState", "states"),
     "sync_core.models.wrappers": ("plain_name",),
+    "sync_core.weights.checksums": ("bytes_of",),
     "sync_core.weights.layout": ("Region", "RegionSource", "place_of"),
 }
 
@@ -42,15 +46,16 @@ __all__ = [
     "Region",
     "RegionSource",
     "Strategy",
-    "TensorState",
+    "bytes_of",
     "check_match",
     "consolidate",
     "is_extra_state",
+    "modules_in",
     "named_tensors",
     "place_of",
     "plain_name",
     "resolve",
-    "states",
+    "tensor_finder",
     "tensors_of_rank",
 ]
 

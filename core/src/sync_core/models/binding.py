@@ -14,7 +14,7 @@ from sync_core.models.aliasing import Places, check_held, check_writable
 from sync_core.models.contiguous import ContiguousTensors
 from sync_core.models.extra_state import is_extra_state, is_json
 from sync_core.models.extract import Strategy, check_strategy, held_tensors
-from sync_core.models.finder import finder
+from sync_core.models.finder import tensor_finder
 from sync_core.models.match import check_match
 from sync_core.models.multi_model import modules_in
 from sync_core.models.tensor_layout import KnownLayout, check_memory, travelling
@@ -53,7 +53,7 @@ class Binding:
         check_strategy(strategy)
         self.model = model
         self._strategy = strategy
-        self._find = finder(model, strategy)
+        self._find = tensor_finder(model, strategy)
         self._named: dict[str, Tensor] = {}
         # Those of them that travel, in the order of the layout.
         self._tensors: list[Tensor] = []

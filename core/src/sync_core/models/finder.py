@@ -27,7 +27,7 @@ _values = operator.methodcaller("values")
 _dicts_of = operator.attrgetter("_parameters", "_buffers", "_modules")
 
 
-def finder(model: Any, strategy: Strategy) -> Callable[[], dict[str, Tensor]]:
+def tensor_finder(model: Any, strategy: Strategy) -> Callable[[], dict[str, Tensor]]:
     """A function that gives the model's named tensors as they are now."""
     if isinstance(model, Mapping):
         return _MappingFinder(model, strategy)
@@ -60,7 +60,7 @@ class _MappingFinder:
     def _find_in(self, name: str, module: nn.Module) -> dict[str, Tensor]:
         known = self._finders.get(name)
         if known is None or known[0] is not module:
-            known = self._finders[name] = (module, finder(module, self._strategy))
+            known = self._finders[name] = (module, tensor_finder(module, self._strategy))
         return known[1]()
 
 

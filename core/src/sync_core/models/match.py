@@ -142,8 +142,8 @@ def _problems(
         if name not in weights.index:
             if not partial:
                 yield (
-                    f"{name!r} is {there}, not {where} (partial=True allows that of weights given "
-                    "by hand)"
+                    f'{name!r} is {there}, not {where} (layers=[select("*")] allows that of '
+                    "weights given by hand)"
                 )
             continue
         theirs, mine = weights.specs[weights.index[name]], model.specs[model.index[name]]

@@ -12,7 +12,7 @@ from sync_core import registry
 from sync_core.address import Address
 from sync_core.errors import LayoutMismatchError, ModelError, SyncError
 from sync_core.hooks import BindContext, implemented
-from sync_core.layers import bind, with_layout
+from sync_core.layers import bind, declares, with_layout
 from sync_core.models.binding import Binding
 from sync_core.models.commit import drop_derived_weights
 from sync_core.models.extract import named_tensors
@@ -58,18 +58,19 @@ class Target:
         #: The payload that the model views until the next version, if it does.
         self.lease = Lease()
         self._keeps_views = address.zero_copy and load is None
-        self._same_object = "same_object" in backend.capabilities
-        #: Whether a version may lack some of the tensors.
-        self.partial = address.partial and not self._same_object
         self._defaults = Defaults(address.strategy, consolidate=consolidate, load=load)
+        found = [registry.find(registry.LAYERS, given) for given in address.layers]
         layers = [
-            _bound(address, backend, given, layout)
-            for given, layout in zip(address.layers, address.layouts, strict=True)
+            _bound(address, backend, layer, layout)
+            for layer, layout in zip(found, address.layouts, strict=True)
         ]
-        self.stack = Stack(self._defaults, backend, _with_checks(address, backend, layers))
+        #: Whether a version may lack some of the tensors.
+        self.partial = declares("partial", found)
+        self.stack = Stack(self._defaults, backend, layers)
         self._without_layers = Stack(self._defaults, backend)
         self._reshapes = any(
-            "apply_weights" in implemented(plugin.object) for plugin in (backend, *layers)
+            "apply_weights" in implemented(plugin.object) and not declares("checks", [plugin])
+            for plugin in (backend, *found)
         )
         self._model: Any = None
         self._refers = False
@@ -124,7 +125,7 @@ class Target:
                 self.stack.apply_weights,
                 update,
                 model,
-                address.apply_context(payload.version, held),
+                address.apply_context(payload.version, held, partial=self.partial),
             )
         except LayoutMismatchError as error:
             if self._was_changed(model):
@@ -168,7 +169,8 @@ class Target:
         if self._address.zero_copy:
             update = update.copied()
         try:
-            stack.apply_weights(update, self._resolve(), self._address.apply_context(version=0))
+            context = self._address.apply_context(version=0, partial=self.partial)
+            stack.apply_weights(update, self._resolve(), context)
         finally:
             drop_derived_weights()
         self.loaded = False
@@ -211,10 +213,9 @@ class Target:
         return self._found
 
 
-def _bound(address: Address, backend: Plugin, given: Any, layout: Layout) -> Plugin:
+def _bound(address: Address, backend: Plugin, layer: Plugin, layout: Layout) -> Plugin:
     """Return the layer for one worker, which is given the layout that it has to restore."""
-    context = _context(address, backend, layout)
-    return with_layout(bind(registry.find(registry.LAYERS, given), context), layout)
+    return with_layout(bind(layer, _context(address, backend, layout)), layout)
 
 
 def _context(address: Address, backend: Plugin, layout: Layout) -> BindContext:
@@ -227,15 +228,3 @@ def _context(address: Address, backend: Plugin, layout: Layout) -> BindContext:
         capabilities=backend.capabilities,
         strategy=address.strategy,
     )
-
-
-def _with_checks(address: Address, backend: Plugin, layers: list[Plugin]) -> tuple[Plugin, ...]:
-    """Return the layers with the proof of what is left out."""
-    used = tuple(layers)
-    partial = address.partial and "same_object" not in backend.capabilities
-    if partial:
-        from sync_core.left_out import LeftOut
-
-        proof = Plugin(registry.LAYERS, "left out", LeftOut(address.strategy))
-        used = (with_layout(proof, address.layout), *used)
-    return used

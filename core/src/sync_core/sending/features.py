@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING
 
 from sync_core import registry
 from sync_core.errors import OptionError, PluginError
-from sync_core.models.extract import Strategy
 from sync_core.wrapping import SEPARATOR
 
 if TYPE_CHECKING:
     from sync_core.sending.failure_policy import FailureHandler, OnFailure
-    from sync_core.sending.partial import PartialUpdates, TrainableOnly
-    from sync_core.sending.pipeline import Pipeline, Source
 
 # The similarity, from 0 to 1, from which a name is taken for another: that of `difflib`.
 _ALIKE = 0.6
@@ -28,6 +25,8 @@ _MOVED = {
     "Sharded",
     "regions": "Sender(Sharded({scheme!r}, rank, size, regions=…), …), with: "
     "from sync_plugin_scale import Sharded",
+    "partial": 'layers=[select("*")], with: from sync_plugin_std import select',
+    "only": 'layers=["select"], which sends the parameters that are trained',
     "verify": 'layers=["checksum"], and "readback" before it to read workers\' models, too',
     "status": "StatusServer(sender).address, with: from sync_tools import StatusServer",
 }
@@ -78,26 +77,6 @@ def _wraps(scheme: str) -> bool:
     except PluginError:
         return False
     return True
-
-
-def trainable_only(only: object, strategy: Strategy) -> TrainableOnly | None:
-    """Return what selects the parameters that are trained; None where all are sent."""
-    if only is None:
-        return None
-    from sync_core.sending.partial import TrainableOnly
-
-    return TrainableOnly.of(only, strategy)
-
-
-def partial_updates(
-    pipeline: Pipeline, source: Source, only: TrainableOnly | None
-) -> PartialUpdates | None:
-    """Return what completes partial updates; None where updates are whole."""
-    if not pipeline.partial:
-        return None
-    from sync_core.sending.partial import PartialUpdates
-
-    return PartialUpdates(source, only)
 
 
 def failure_handler(on_failure: OnFailure) -> FailureHandler | None:

@@ -23,13 +23,13 @@ from sync_core.layers import (
     in_order,
     layouts_before,
     travels,
+    with_followers,
 )
 from sync_core.models.binding import Binding
 from sync_core.models.extract import ComputedWeights, Strategy, check_strategy, named_tensors
 from sync_core.models.match import conform
 from sync_core.models.multi_model import look_up, names_of, refers, same
 from sync_core.models.tensor_layout import KnownLayout, check_memory, travelling
-from sync_core.registry import Plugin
 from sync_core.report import Reporter
 from sync_core.sending.membership import Membership
 from sync_core.stack import Defaults, Stack
@@ -184,7 +184,6 @@ class Terms:
     model_id: str
     strategy: Strategy
     zero_copy: bool
-    partial: bool
     timeout: float
     cast: bool = False
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
@@ -192,8 +191,8 @@ class Terms:
     def __post_init__(self) -> None:
         check_layers(self.layers)
         check_strategy(self.strategy)
-        if self.zero_copy and (self.partial or self.strategy != "tensordict"):
-            raise OptionError("zero_copy needs whole updates and strategy='tensordict'")
+        if self.zero_copy and self.strategy != "tensordict":
+            raise OptionError("zero_copy needs strategy='tensordict'")
 
     def address_maker(self, **known: Any) -> Callable[..., Address]:
         """Makes addresses from a worker's id and its endpoint; ``known`` are the other fields."""
@@ -204,7 +203,6 @@ class Terms:
             token=self.token,
             strategy=self.strategy,
             zero_copy=self.zero_copy,
-            partial=self.partial,
             cast=self.cast,
             timeout=self.timeout,
             **known,
@@ -236,12 +234,16 @@ class Pipeline:
     """
 
     def __init__(self, terms: Terms) -> None:
+        given, found = with_followers(terms.layers)
+        cast = declares("cast", found)
+        self._terms = replace(terms, cast=cast)
         scheme = registry.find(registry.SCHEMES, terms.scheme)
         context = BindContext(
             side="sender",
             model_id=terms.model_id,
             capabilities=scheme.capabilities,
             strategy=terms.strategy,
+            cast=cast,
         )
         self._backend = bind(scheme, context)
         #: The scheme, if it wraps another.
@@ -250,12 +252,10 @@ class Pipeline:
         if isinstance(self._backend.object, WrappingScheme):
             self.wrapping = self._backend.object
             adopted = [id(layer) for layer in self.wrapping.adopt(terms.layers)]
-            terms = replace(
-                terms, layers=[each for each in terms.layers if id(each) not in adopted]
-            )
+            kept = [id(each) not in adopted for each in given]
+            given, found = tuple(compress(given, kept)), tuple(compress(found, kept))
         if terms.zero_copy and "zero_copy" not in self._backend.capabilities:
             raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
-        found = [registry.find(registry.LAYERS, layer) for layer in terms.layers]
         #: The layers that are called with every report.
         self.reporters = [one.object for one in found if isinstance(one.object, Reporter)]
         # A reporter without hooks is nothing to a stack.
@@ -263,39 +263,28 @@ class Pipeline:
             bind(layer, context) for layer in found if set(HOOKS) & {*implemented(layer.object)}
         ]
         # The layers that receivers need, as the user gave them, and as they are used here.
-        self._travelling = tuple(compress(terms.layers, map(travels, found)))
+        self._travelling = tuple(compress(given, map(travels, found)))
         self._undone = tuple(filter(travels, layers))
-        leaves_out = declares("partial", layers)
-        self._terms = replace(
-            terms, cast=declares("cast", layers), partial=terms.partial or leaves_out
-        )
-        if leaves_out and self.moves_nothing is None:
-            from sync_core.left_out import LeftOut
-
-            proof = LeftOut(
-                terms.strategy,
-                from_start=declares("held", layers),
-                every=terms.partial,
-                cast=self._terms.cast,
-            )
-            layers = [Plugin(registry.LAYERS, "left out", proof), *layers]
-        used = tuple(layers)
         #: Whether workers may get less than the whole model.
-        self.partial = terms.partial and self.moves_nothing is None
-        #: Whether the transport leaves out what workers have, so that updates must be whole.
-        self.compares = "compares" in self._backend.capabilities
+        self.leaves_out = declares("partial", layers)
         #: Those of the scheme.
         self.capabilities = self._backend.capabilities
         # Whether a receiver needs the addresses of other senders, too.
         self._joined = "joined" in self.capabilities
-        if self._joined and self._terms.partial:
+        if self._joined and self.leaves_out:
             raise OptionError(
                 f"{self._backend.describe()} sends whole versions, since senders might leave out "
                 "different tensors; make a sender of the tensors that change: Sender(scheme, "
                 "{name: tensor, …}, model_id='adapter')"
             )
+        if terms.zero_copy and self.leaves_out:
+            raise OptionError(
+                "zero_copy needs whole updates; leave it out, or the layer that sends some tensors"
+            )
+        # A transport that compares versions leaves out what each worker has.
+        self._compares = "compares" in self._backend.capabilities
         self._defaults = Defaults(terms.strategy)
-        self._layers = in_order(used)
+        self._layers = in_order(layers)
         self.stack = Stack(self._defaults, self._backend, self._layers)
         #: Whether a plugin changes updates, and whether one may hold workers back.
         self.prepares = self.stack.calls_plugins("prepare_weights")
@@ -405,15 +394,30 @@ class Pipeline:
         worker_ids: tuple[int, ...],
         source: Source,
         acknowledged: Callable[[], Mapping[int, int]],
+        *,
+        by_hand: bool,
+        skipped: bool,
     ) -> Update:
-        """The update as the layers make it."""
+        """The update as the layers make it.
+
+        Args:
+            update: what was read from ``source``.
+            version: the version that carries it.
+            worker_ids: the workers that get it.
+            source: the sender's weights.
+            acknowledged: returns the version that each of these workers has.
+            by_hand: see `SendContext`, here and below.
+            skipped: see there.
+        """
         context = SendContext(
             model_id=self._terms.model_id,
             version=version,
             worker_ids=worker_ids,
             model=source.found,
-            acknowledged=acknowledged(),
+            acknowledged={} if self._compares else acknowledged(),
             own=source.own_tensors if source.by_hand else None,
+            by_hand=by_hand,
+            skipped=skipped,
         )
         prepared = self.stack.prepare_weights(update, context)
         if prepared is not update:

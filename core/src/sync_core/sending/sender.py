@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial as bind
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor
 
@@ -67,15 +67,6 @@ class Sender(Updater):
             and persistent buffers, under the names that checkpoints and engines have.
         zero_copy: let the workers' parameters be views of what arrives; they are read-only then,
             and after a write to one in place, where that is possible at all, `receive` raises.
-        partial: accept weights that lack some of the model's tensors; these count as unchanged.
-            A worker that lacks more, since it joined late or since a version was skipped or
-            missed, also gets what it lacks, all tensors if need be: from ``model``, or from a
-            copy that is kept of weights given by hand that are not the model's own. A worker that
-            joins gets its first version with the next `send`.
-        only: ``"trainable"``: of ``model``, a module, send parameters that do not require a
-            gradient once, and from then on only the others and buffers. Workers that lack more
-            get it. A frozen parameter that changes all the same makes `send` raise, which looks at
-            samples of them, and `check`, which looks at all. Implies ``partial``.
         on_failure: what is done about a worker that failed, after the others were updated:
             ``"raise"`` a `SendError`; ``"drop"`` it; ``"quarantine"``, do not wait for it for a
             time that doubles, though it gets every version, until it has committed the newest; or
@@ -116,8 +107,6 @@ class Sender(Updater):
         layers: Sequence[Any] = (),
         strategy: Strategy = "tensordict",
         zero_copy: bool = False,
-        partial: bool = False,
-        only: Literal["trainable"] | None = None,
         on_failure: OnFailure = "raise",
         on_report: Callable[[SendReport], object] | None = None,
         timeout: float = 60.0,
@@ -128,7 +117,6 @@ class Sender(Updater):
         timeout = check_seconds(timeout)
         if on_report is not None:
             check_function(on_report, "on_report")
-        selection = features.trainable_only(only, strategy)
         self.model_id = model_id
         self._terms = Terms(
             scheme=scheme,
@@ -137,7 +125,6 @@ class Sender(Updater):
             model_id=model_id,
             strategy=strategy,
             zero_copy=zero_copy,
-            partial=partial or only is not None,
             timeout=timeout,
         )
         self._members = Membership(range(count_workers(num_workers, workers)), timeout)
@@ -154,10 +141,9 @@ class Sender(Updater):
         self._source = Source(
             context,
             strategy,
-            partial=partial,
+            partial=self._pipeline.leaves_out,
             adapt=self._pipeline.adapt,
         )
-        self._partial = features.partial_updates(self._pipeline, self._source, selection)
         self._cadence = PushCounter(self._pipeline.stack, model_id)
         self._version = check_count(version, "version", least=0)
         # Reentrant, as a layer may add a worker.
@@ -511,27 +497,26 @@ class Sender(Updater):
         if self._pipeline.skips and not counted:
             due = self._cadence.due(addressed, self._version)
         to_none = self._publishes and worker_ids is None and not self._members.ids
-        if self._partial is not None:
-            # A transport that compares versions leaves out what each worker has.
-            held = () if self._pipeline.compares else self._members.acknowledged(due).values()
-            update = self._partial.complete(given, update, version, held)
         if extras:
             update.extras = checked(extras, self._extras)
             self._extras = kinds_of(update.extras)
-        if due or to_none:
-            if self._pipeline.prepares:
-                update = self._pipeline.prepare(
-                    update,
-                    version,
-                    due,
-                    self._source,
-                    bind(self._members.acknowledged, due),
-                )
+        sends = bool(due) or to_none
+        if (sends and self._pipeline.prepares) or self._pipeline.leaves_out:
+            update = self._pipeline.prepare(
+                update,
+                version,
+                due,
+                self._source,
+                bind(self._members.acknowledged, due),
+                by_hand=given is not None and given is not self._source.model,
+                skipped=not sends,
+            )
+        if sends:
             self._version = version
         prepared = time.perf_counter()
         packing = Stopwatch()
         deliveries = {}
-        if due or to_none:
+        if sends:
             deliveries = self._pipeline.send(update, self._version, due, packing)
         skipped = () if due is addressed else [i for i in addressed if i not in due]
         return PendingSend(
@@ -553,9 +538,7 @@ class Sender(Updater):
     def check(self, weights: Any = None) -> None:
         """Raise what `send` would raise about these weights, and send nothing."""
         self._check_open()
-        update = self._source.read(weights)
-        if weights is None and self._partial is not None:
-            self._partial.check(update)
+        self._source.read(weights)
 
     def _read(self) -> Update:
         return self._source.read()

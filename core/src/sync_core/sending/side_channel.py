@@ -65,7 +65,6 @@ class SideChannel(WrappingSender):
             token=self._context.token,
             strategy="tensordict",
             zero_copy=False,
-            partial=False,
             cast=False,
             timeout=self._context.timeout,
             layout=layout,

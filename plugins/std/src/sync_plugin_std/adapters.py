@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,6 +60,8 @@ class Lora:
             raise ValueError(f"Lora sends 'adapter' or 'merged', not {send!r}")
         self._layer = _Merged() if send == "merged" else _Adapters()
         self.capabilities: frozenset[str] = getattr(self._layer, "capabilities", frozenset())
+        #: The layer that comes with this one; see `sync_plugin_std.left_out`.
+        self.followed_by: tuple[str, ...] = getattr(self._layer, "followed_by", ())
 
     def bind(self, context: BindContext) -> Select | _Merged:
         """A layer for one sender."""
@@ -82,23 +84,16 @@ class _Adapters(Select):
         super().__init__(*_ADAPTERS, send_rest=False)
         self._trained: frozenset[str] | None = None
 
-    def bind(self, context: BindContext) -> _Adapters:
-        """A layer for one sender."""
-        del context
+    def _made(self) -> _Adapters:
         return _Adapters()
 
-    @hookimpl(wrapper=True)
-    def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
-        """Leave the base model out."""
+    def _chosen(
+        self, layout: Layout, named: Mapping[str, Tensor], context: SendContext
+    ) -> set[str]:
         if self._trained is None:
             model = context.model
             self._trained = frozenset(_trained(model) if isinstance(model, nn.Module) else ())
-        return (yield from super().prepare_weights(context))
-
-    def _is_chosen(self, layout: Layout, tensors: Sequence[Tensor], position: int) -> bool:
-        assert self._trained is not None
-        named = layout.specs[position].name in self._trained
-        return named or super()._is_chosen(layout, tensors, position)
+        return super()._chosen(layout, named, context) | (self._trained & named.keys())
 
     def _describe_none(self, layout: Layout, model: Any) -> str:
         del layout

@@ -51,7 +51,7 @@ class Checksum:
     """
 
     #: A scheme that sends versions in parts proves each part instead.
-    capabilities = frozenset({"checksums"})
+    capabilities = frozenset({"checks", "checksums"})
 
     def __init__(self) -> None:
         _check_installed("checksum")
@@ -119,6 +119,8 @@ class Readback:
         ...     receiver.receive()
         1
     """
+
+    capabilities = frozenset({"checks"})
 
     def __init__(self) -> None:
         _check_installed("readback")

@@ -171,9 +171,9 @@ class _Forced:
 
 
 class _Keeping:
-    """A scheme whose sender's side keeps what is sent."""
+    """A scheme whose sender's side keeps what is sent, whole."""
 
-    capabilities: frozenset[str] = frozenset()
+    capabilities = frozenset({"compares"})
 
     def __init__(self, kept: _Kept) -> None:
         self._kept = kept

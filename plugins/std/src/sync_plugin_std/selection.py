@@ -1,36 +1,50 @@
-"""The layer `Select`: after a whole version, only the tensors that change travel."""
+"""The layer `Select`: workers are sent what was given since the version that they hold."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from sync_core import BindContext, Layout, ModelError, SendContext, Update, hookimpl
-from sync_core.models import TensorState, states
+from sync_core.models import place_of, tensor_finder
+from sync_plugin_std.tensor_states import TensorState, states, total
+
+# The share of what is left out that is summed with each send, and the least, in bytes. A sum of 1
+# MB takes 0.2 ms.
+_AUDITED = 1 / 256
+_LEAST_AUDITED = 1 << 20
 
 
 class Select:
-    """Sends some of a model's tensors, once the workers have all of them.
+    """Sends the tensors that were given since the version that a worker holds. Named ``select``.
 
-    The first version is whole. A worker that joins later, or has not confirmed the last whole
-    version, gets a whole version with the next send, and so do all if a tensor that is left out
-    was changed. Changes that torch does not count (through ``.data``, or in numpy) are noticed by
-    a sample of each tensor, 64 elements or more: after one of single elements, make a new sender.
+    Tensors that are chosen count as given with each send. Of the others, the first version brings
+    all, and a later one those that have changed. A worker that lacks more, since it joined late, or
+    missed or skipped a version, gets what it lacks with the next send.
+
+    Weights given by hand may lack tensors, which count as not given: ``select("*")`` allows
+    ``sender.send({"head.weight": tensor})``. What a worker lacks besides is read from the sender's
+    model, or from a copy, which is kept of weights given by hand that are not the model's own.
+
+    A change of a tensor that is not chosen is noticed at the next send: by torch's counter, by its
+    place, and where neither shows it (``.data``, numpy) by a sample of 64 elements or more. A
+    write to other elements is noticed by sums of all bits, which each send makes of a part: at the
+    next send for up to 1 MB that is left out, within 256 sends for more.
 
     Each version brings a digest of what it leaves out. A worker whose tensors have another one
-    refuses the version, and gets a whole one with the next send. The digest is made of every whole
-    version, and compared again where a worker's tensors were changed.
+    refuses the version, and gets a whole one with the next send. The digest is compared again where
+    a worker's tensors were changed.
 
     Args:
-        names: patterns of the names of the tensors to send; ``*`` stands for anything.
-        trainable: send the parameters that require a gradient, and all buffers, as is done where no
-            names are given.
-        send_rest: whether the first version is whole. If not, workers must have what is left out
-            from the start, such as the checkpoint that the trainer began with; the digest proves
-            it, and a worker that does not have it refuses every version.
+        names: patterns of the names of the tensors to choose; ``*`` stands for anything.
+        trainable: choose the parameters that require a gradient, and all buffers, as is done where
+            no names are given.
+        send_rest: whether the tensors that are not chosen travel at all. If not, workers must have
+            them from the start, such as the checkpoint that the trainer began with; the digest
+            proves it, and a worker that does not have them refuses every version.
 
     Raises:
         ValueError: both names and ``trainable`` were given.
@@ -52,19 +66,36 @@ class Select:
         (True, True)
     """
 
+    capabilities = frozenset({"partial"})
+
     def __init__(self, *names: str, trainable: bool = False, send_rest: bool = True) -> None:
         if trainable and names:
             raise ValueError(f"give patterns or trainable=True, and not both: {names}")
-        self.capabilities = frozenset({"partial"} if send_rest else {"partial", "held"})
+        #: The layer that comes with this one; see `sync_plugin_std.left_out`.
+        self.followed_by: tuple[str, ...] = ("left-out",) if send_rest else ("held",)
+        if names == ("*",):
+            self.followed_by = ("given",)
         self._send_rest = send_rest
         self._names = names
         self._patterns = [re.compile(".*".join(map(re.escape, name.split("*")))) for name in names]
-        # The last whole version, its layout, and the changes counted of what is left out.
-        self._known: tuple[int, Layout, dict[str, TensorState]] = 0, Layout(()), {}
+        self._travels = True
+        # The layout of all tensors, and by name the version in which each was last given.
+        self._whole: Layout | None = None
+        self._given: dict[str, int] = {}
+        # Of tensors that are not chosen, the state in which they were given.
+        self._states: dict[str, TensorState] = {}
+        self._audited = 0
+        # Of tensors given by hand that are not the model's own.
+        self._copies: dict[str, Tensor] = {}
+        self._find: tuple[Any, Callable[[], Mapping[str, Tensor]]] | None = None
 
     def bind(self, context: BindContext) -> Select:
-        """A layer without a past, for one sender."""
-        del context
+        """A layer without a past, for one sender; an idle one where nothing travels."""
+        bound = self._made()
+        bound._travels = "same_object" not in context.capabilities
+        return bound
+
+    def _made(self) -> Select:
         return Select(*self._names, trainable=not self._names, send_rest=self._send_rest)
 
     @hookimpl(wrapper=True)
@@ -72,34 +103,143 @@ class Select:
         """Leave out the tensors that the workers have.
 
         Raises:
-            ModelError: nothing would be sent; or a tensor has changed that workers must have from
-                the start.
+            ModelError: nothing would be sent; a tensor has changed that workers must have from the
+                start; or a worker lacks one that the sender does not have.
         """
         update = yield
-        layout, tensors = update.layout, update.tensors
-        chosen = tuple(i for i in range(len(tensors)) if self._is_chosen(layout, tensors, i))
-        if not chosen:
-            raise ModelError(self._describe_none(layout, context.model))
-        left_out = sorted(set(range(len(tensors))) - set(chosen))
-        found = states([tensors[i] for i in left_out])
-        changes = {layout.specs[i].name: each for i, each in zip(left_out, found, strict=True)}
+        if not self._travels:
+            return update
+        named = dict(zip((s.name for s in update.layout.specs), update.tensors, strict=True))
+        known = self._whole
+        if known is None or update.layout.index.keys() >= known.index.keys():
+            self._whole = known = update.layout
+        chosen = self._chosen(update.layout, named, context)
+        if known is update.layout and not chosen:
+            raise ModelError(self._describe_none(update.layout, context.model))
+        # A tied tensor may be given under another name than that under which it travels.
+        given = {known.specs[known.index[name]].name: tensor for name, tensor in named.items()}
+        chosen = {known.specs[known.index[name]].name for name in chosen}
+        moved = self._moved({n: tensor for n, tensor in given.items() if n not in chosen})
         if context.version == 0:
-            self._keep(0, layout, changes)
-        elif self._can_leave_out(context, layout, changes):
-            update.become(layout.subset(chosen), [tensors[i] for i in chosen])
-            update.base = max(update.base, self._known[0])
-        elif self._send_rest:
-            self._keep(context.version, layout, changes)
-        else:
-            known = self._known[2]
-            changed = min(name for name in changes if changes[name] != known.get(name))
-            raise ModelError(self._describe_changed(changed))
+            if self._send_rest:
+                self._states.clear()
+            return update
+        if moved and not self._send_rest:
+            raise ModelError(self._describe_changed(min(moved)))
+        for name in chosen:
+            self._states.pop(name, None)
+        self._given.update(dict.fromkeys((*chosen, *moved), context.version))
+        self._copy(given, context)
+        self._leave_out(update, known, given, context)
         return update
 
-    def _keep(self, version: int, layout: Layout, changes: dict[str, TensorState]) -> None:
-        for state in changes.values():
-            state.settle()
-        self._known = version, layout, changes
+    def _chosen(
+        self, layout: Layout, named: Mapping[str, Tensor], context: SendContext
+    ) -> set[str]:
+        """Return the names of the tensors of an update that are chosen."""
+        if self._patterns:
+            return {n for n in named if any(each.fullmatch(n) for each in self._patterns)}
+        parameters = self._parameters(context.model)
+        names = {spec.name: [spec.name] for spec in layout.specs}
+        for alias, owner in layout.aliases:
+            names[owner].append(alias)
+        return {
+            name
+            for name, tensor in named.items()
+            # A layer before this one may have renamed tensors.
+            if any(_is_trained(parameters.get(each, tensor)) for each in names[name])
+        }
+
+    def _parameters(self, model: Any) -> Mapping[str, Tensor]:
+        """Return the tensors of what was read, which layers may have replaced in the update."""
+        if model is None:
+            return {}
+        if self._find is None or self._find[0] is not model:
+            self._find = model, tensor_finder(model, "tensordict")
+        return self._find[1]()
+
+    def _moved(self, rest: Mapping[str, Tensor]) -> set[str]:
+        """Return the names of the tensors that are not as they were given last, and note them."""
+        tensors = list(rest.values())
+        found = dict(zip(rest, states(tensors), strict=True))
+        moved = {name for name, state in found.items() if state != self._states.get(name)}
+        for name in self._due(rest):
+            if name not in moved and total(rest[name]) != self._states[name].total:
+                moved.add(name)
+        for name in moved:
+            found[name].settle()
+            self._states[name] = found[name]
+        return moved
+
+    def _due(self, rest: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of the tensors whose bits are summed this time: each in its turn."""
+        names = list(rest)
+        left = max(_LEAST_AUDITED, int(sum(t.nbytes for t in rest.values()) * _AUDITED))
+        due: list[str] = []
+        while len(due) < len(names) and left > 0:
+            name = names[self._audited % len(names)]
+            self._audited += 1
+            left -= rest[name].nbytes
+            due.append(name)
+        return due
+
+    def _copy(self, given: Mapping[str, Tensor], context: SendContext) -> None:
+        """Keep the values of tensors given by hand, unless they are the model's own."""
+        if not context.by_hand:
+            self._copies.clear()
+            return
+        own = {} if context.own is None else context.own()
+        for name, tensor in given.items():
+            if name in own and place_of(own[name]) == place_of(tensor):
+                self._copies.pop(name, None)
+            elif self._given.get(name) == context.version:
+                self._copies[name] = tensor.detach().to("cpu", copy=True)
+
+    def _leave_out(
+        self, update: Update, whole: Layout, given: Mapping[str, Tensor], context: SendContext
+    ) -> None:
+        """Make an update one of all that the workers lack."""
+        held = min(context.acknowledged.values(), default=0)
+        if context.skipped:
+            # Nothing is sent: what other layers are given is as small as with a next send.
+            held = context.version - 1
+        everything = [spec.name for spec in whole.specs]
+        sent = [n for n in everything if self._given.get(n, 0) > held or held == 0]
+        if not self._send_rest:
+            sent = [name for name in sent if name not in self._states]
+        if len(sent) < len(everything) or len(given) < len(everything):
+            tensors = self._find_tensors(sent, given, whole, context)
+            positions = tuple(whole.index[name] for name in sent)
+            update.become(whole.subset(positions).with_tensors(tensors), tensors)
+        left_out = set(everything) - set(sent)
+        update.base = max((self._given.get(name, 0) for name in left_out), default=0)
+
+    def _find_tensors(
+        self,
+        names: Collection[str],
+        given: Mapping[str, Tensor],
+        whole: Layout,
+        context: SendContext,
+    ) -> Sequence[Tensor]:
+        found: dict[str, Tensor] = {n: given[n] for n in names if n in given}
+        if len(found) < len(names):
+            own = {} if context.own is None else context.own()
+            found = {**own, **self._copies, **found}
+        for name in names:
+            spec, tensor = whole.specs[whole.index[name]], found.get(name)
+            if tensor is None:
+                raise ModelError(
+                    f"a worker lacks {name!r}, which the sender does not have; send the whole model"
+                )
+            if name not in given and (tensor.dtype, tuple(tensor.shape)) != (
+                spec.dtype,
+                spec.shape,
+            ):
+                raise ModelError(
+                    f"a worker lacks {name!r}, which another layer changes before this one; put "
+                    "select(…) first in layers="
+                )
+        return [found[name] for name in names]
 
     def _describe_none(self, layout: Layout, model: Any) -> str:
         """Return what is wrong where nothing was chosen."""
@@ -117,20 +257,6 @@ class Select:
             "and send_rest=False does not send it; make a new sender, or leave that out"
         )
 
-    def _is_chosen(self, layout: Layout, tensors: Sequence[Tensor], position: int) -> bool:
-        if self._patterns:
-            name = layout.specs[position].name
-            return any(pattern.fullmatch(name) for pattern in self._patterns)
-        tensor = tensors[position]
-        return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
-    def _can_leave_out(
-        self, context: SendContext, layout: Layout, changes: dict[str, TensorState]
-    ) -> bool:
-        version, known_layout, known = self._known
-        if not self._send_rest:
-            return changes.items() <= known.items()
-        # It is empty where a receiver asks a function for the weights, and gets them whole.
-        held = context.acknowledged.values()
-        seen = version > 0 and bool(held) and min(held) >= version
-        return seen and (known_layout, known) == (layout, changes)
+def _is_trained(tensor: Tensor) -> bool:
+    return tensor.requires_grad or not isinstance(tensor, nn.Parameter)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sync_core import Receiver, Sender, SendError, SendReport, SkipContext, SyncError, registry
 from sync_core.hooks import implemented
+from sync_plugin_std import select
 from sync_testing.cases import Conformance
 from sync_testing.expectations import VALUES
 from sync_testing.loopback import Loopback
@@ -241,7 +242,7 @@ class LayerValueCases(LayerCases):
 
     def test_a_partial_update(self, senders: ExitStack) -> None:
         source, target = make_policy(1.0), make_policy()
-        link = self.link(senders, source, target, partial=True)
+        link = self.link(senders, source, target, layers=[select("*"), self.layer])
         link.send()
         link.send({"0.bias": torch.full((4,), 6.0)})
         expected = source.state_dict() | {"0.bias": torch.full((4,), 6.0)}
@@ -482,7 +483,7 @@ class LayerPairConformance(HistoryCases, LayerCombinationCases):
         tolerance: as in `LayerConformance`.
 
     Example:
-        >>> from sync_plugin_std import rename
+        >>> from sync_plugin_std import rename, select
         >>> class TestRename(LayerPairConformance):
         ...     layer = rename({"w": "weight"})
         ...

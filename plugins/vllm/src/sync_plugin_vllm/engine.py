@@ -30,6 +30,7 @@ from vllm.logger import init_logger
 
 from sync_core import Address, Layout, OptionError, Receiver, SyncError
 from sync_core.errors import AddressError
+from sync_core.registry import LAYERS, find
 from sync_plugin_vllm.names import check_names, check_tied, is_tied, tied_names
 from sync_plugin_vllm.proof import Proof, check_provable
 from sync_plugin_vllm.reload import Kind, rehearse_loading, reload_weights
@@ -237,11 +238,11 @@ def _read(texts: Any, world_size: int) -> list[Address]:
             f"{given}; type Sender(…, num_workers=target.num_workers)"
         )
     addresses = [Address.from_json(text) for text in texts]
-    if any(address.partial for address in addresses):
-        typed = "layers that leave out tensors" if addresses[0].layers else "partial=True"
+    layers = [find(LAYERS, layer).object for address in addresses for layer in address.layers]
+    if any("partial" in getattr(layer, "capabilities", ()) for layer in layers):
         raise AddressError(
             "vLLM loads whole versions, and the versions of this sender may lack tensors; type "
-            f"Sender(…) without {typed}"
+            "Sender(…) without layers that leave out tensors"
         )
     return addresses
 

@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 from sync_core import Sender, SendError, SendReport, WorkerState
+from sync_plugin_std import select
 from sync_testing.expectations import REPORT, VALUES
 from sync_testing.schemes.delivery import DeliveryCases
 from sync_testing.schemes.faults import FaultCases
@@ -142,7 +143,7 @@ class CalledSchemeConformance(DeliveryCases, FaultCases, IncrementCases):
 
     def test_a_model_that_was_replaced_gets_everything(self, start: Start) -> None:
         policy = make_policy(1.0)
-        workers = start(policy, partial=True)
+        workers = start(policy, layers=[select("*")])
         workers.send()
         workers.pool.call(0, Worker.rebuild)
         fill(policy, 2.0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_core import SendError, SkipContext, WorkerState, WorkerTimeoutError, hookimpl
+from sync_plugin_std import select
 from sync_testing.expectations import NO_NEWS, RECEIVED, REPORT, VALUES
 from sync_testing.schemes.models import fill, fingerprints, make_policy
 from sync_testing.schemes.pool import PROMPT, SchemeCases, Start, ended
@@ -168,7 +169,7 @@ class DeliveryCases(SchemeCases):
 
     def test_a_partial_update(self, start: Start) -> None:
         self.need_one_sender()
-        workers = start(make_policy(1.0), 1, partial=True)
+        workers = start(make_policy(1.0), 1, layers=[select("*")])
         workers.send({"0.bias": torch.full((4,), 6.0)})
         assert workers.values() == [{1.0, 6.0}], VALUES
         whole = workers.send().nbytes
@@ -180,7 +181,7 @@ class DeliveryCases(SchemeCases):
     def test_partial_updates_that_are_skipped(self, start: Start) -> None:
         self.need_one_sender()
         policy = make_policy(1.0)
-        workers = start(policy, 1, partial=True, layers=[EveryOther()])
+        workers = start(policy, 1, layers=[select("*"), EveryOther()])
         workers.send()
         for value in (2.0, 4.0):
             fill(policy[2], value)
@@ -197,7 +198,7 @@ class DeliveryCases(SchemeCases):
     @pytest.mark.usefixtures("asking")
     def test_partial_updates_after_one_that_was_missed(self, start: Start) -> None:
         self.need_one_sender()
-        workers = start(make_policy(1.0), 1, partial=True)
+        workers = start(make_policy(1.0), 1, layers=[select("*")])
         workers.send()
         with pytest.raises(SendError):
             workers.sender.send_async({"0.bias": torch.full((4,), 6.0)}).wait(0.0)

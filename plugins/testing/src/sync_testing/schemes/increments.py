@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sync_plugin_scale import Increments
+from sync_plugin_std import select
 from sync_testing.expectations import BASE, RECEIVED, VALUES
 from sync_testing.schemes.models import fingerprints, make_policy
 from sync_testing.schemes.pool import SchemeCases, Start, Workers
@@ -122,7 +123,7 @@ class IncrementCases(SchemeCases):
 
     def test_increments_of_partial_updates(self, start: Start) -> None:
         self.need_one_sender()
-        policy, workers = self._start(start, partial=True)
+        policy, workers = self._start(start, layers=[select("*")])
         workers.send()
         first, second, *_ = policy.named_parameters()
         change(policy, 6)

@@ -25,6 +25,7 @@ from sync_core import (
 )
 from sync_core.errors import AddressError
 from sync_plugin_scale import Pool
+from sync_plugin_std import select
 from sync_testing.expectations import MEMBERS, NO_NEWS, RECEIVED, REPORT, VALUES
 from sync_testing.processes import descendants
 from sync_testing.schemes.models import fill, make_policy
@@ -193,7 +194,7 @@ class LifetimeCases(SchemeCases):
     def test_a_late_worker_after_a_partial_update_gets_a_whole_version(self, start: Start) -> None:
         self.need("late_join")
         self.need_one_sender()
-        workers = start(make_policy(1.0), 1, partial=True)
+        workers = start(make_policy(1.0), 1, layers=[select("*")])
         workers.send()
         workers.send({"0.bias": torch.full((4,), 6.0)})
         workers.connect(workers.sender.add_worker())

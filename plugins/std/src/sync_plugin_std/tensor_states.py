@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sync_core.weights.layout import place_of
+from sync_core.models import place_of
 
 # The elements of a tensor that are looked at, evenly spread over it.
 _SAMPLED = 64

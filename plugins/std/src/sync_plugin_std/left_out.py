@@ -2,7 +2,7 @@
 
 A layer such as ``Select`` leaves out tensors that the workers have already. `LeftOut` comes right
 after the layers that stay with the sender, so it is given the tensors as they travel: under the
-workers' names, and cast. It keeps a digest of each tensor of a whole version. With an update that
+workers' names, and cast. It keeps a digest of each tensor that may be left out. With an update that
 lacks some, the digest of those travels as an extra, and each worker compares its model's.
 
 Workers may hold in 16 bits what travels in 32. So the digest has parts of 16 bytes: of the tensors
@@ -19,16 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sync_core.errors import ReadbackError
-from sync_core.hooks import ApplyContext, SendContext, hookimpl
-from sync_core.models.extra_state import is_extra_state
-from sync_core.models.extract import Strategy
-from sync_core.models.finder import finder
-from sync_core.models.multi_model import modules_in
-from sync_core.models.sampling import samples
-from sync_core.weights.checksums import bytes_of
-from sync_core.weights.layout import Layout, place_of
-from sync_core.weights.payload import Update
+from sync_core import (
+    ApplyContext,
+    BindContext,
+    Layout,
+    ReadbackError,
+    SendContext,
+    Update,
+    hookimpl,
+)
+from sync_core.models import bytes_of, is_extra_state, modules_in, place_of, tensor_finder
+from sync_plugin_std.tensor_states import samples
 
 _NAMES_SHOWN = 4
 _PART = 16
@@ -38,57 +39,74 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SETTINGS = ("merged_adapters", "scaling", "token_indices", "fan_in_fan_out")
 
 
+class Given:
+    """Lets updates lack tensors that workers hold; `Select` brings it along. Named ``given``."""
+
+    capabilities = frozenset({"checks", "partial"})
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self) -> Generator[None, bool, bool]:
+        """Change nothing."""
+        return (yield)
+
+
 class LeftOut:
-    """Adds the digest of what an update leaves out, and checks it against the worker's model.
+    """Proves by a digest what updates leave out; `Select` brings it along. Named ``left-out``.
 
-    A tensor is hashed by the sender with each whole version, and by the worker when the tensor
-    was changed or was replaced since its last check, as torch counts or a sample shows.
-
-    Args:
-        strategy: how the worker's model is read.
-        from_start: whether workers have what is left out without a whole version, so that the
-            sender hashes what it prepares at its start.
-        every: whether tensors change in updates that are not whole, too.
-        cast: whether workers may hold tensors in another dtype than that in which they travel.
+    A tensor is hashed by the sender when it travels, unless it travels always, and by the worker
+    when the tensor was changed or was replaced since its last check, as torch counts or a sample
+    shows.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        *,
-        from_start: bool = False,
-        every: bool = False,
-        cast: bool = False,
-    ) -> None:
-        self._strategy = strategy
-        self._cast = cast
-        self._from_start = from_start
-        self._every = every
-        # At the sender: the digests of each tensor; and of those that a layout leaves out.
+    capabilities = frozenset({"checks", "partial"})
+    #: Whether workers have what is left out without a whole version, so that the sender hashes what
+    #: it prepares at its start.
+    from_start = False
+
+    def __init__(self) -> None:
+        self._travels = True
+        self._cast = False
+        # At the sender: the digests of each tensor; the names of those that were left out once; of
+        # those that have travelled since they were hashed; and the digest of what a layout lacks.
         self._digests: dict[str, list[bytes]] = {}
+        self._rest: set[str] = set()
+        self._stale: set[str] = set()
         self._last: tuple[Layout, bytes] | None = None
         # At the receiver: what was found to be equal last.
         self._checked: tuple[bytes, bytes, list[object]] | None = None
         self._find: Any = None
         self._model: Any = None
 
+    def bind(self, context: BindContext) -> LeftOut:
+        """A layer for one end of one worker; an idle one where nothing travels."""
+        bound = type(self)()
+        bound._travels = "same_object" not in context.capabilities
+        bound._cast = context.cast
+        return bound
+
     @hookimpl(wrapper=True)
     def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
-        """Hash a whole version; give an update that is not whole the digest of the rest."""
+        """Hash what may be left out later; give an update that lacks some the digest of those."""
         update = yield
-        if context.version == 0 and not self._from_start:
+        if not self._travels or (context.version == 0 and not self.from_start):
             return update
         missing = self._digests.keys() - update.layout.index.keys()
-        if not missing or self._every:
-            self._digests.update((name, self._digest(tensor)) for name, tensor in update.items())
-            self._last = None
-        if missing:
+        for name, tensor in update.items():
+            if name in self._rest or name not in self._digests:
+                self._digests[name] = self._digest(tensor)
+                self._stale.discard(name)
+                self._last = None
+            else:
+                self._stale.add(name)
+        self._rest |= missing
+        # What always travelled before is hashed when it does the next time.
+        if missing and not missing & self._stale:
             if self._last is None or self._last[0] is not update.layout:
                 rest = {n: d for n, d in self._digests.items() if n in missing}
                 parts = zip(*rest.values(), strict=True)
                 combined = [_combined(dict(zip(rest, part, strict=True))) for part in parts]
                 self._last = update.layout, b"".join(combined)
-            settings = _settings(context.model) if self._from_start else bytes(_PART)
+            settings = _settings(context.model) if self.from_start else bytes(_PART)
             digest = bytearray(self._last[1] + settings)
             update.extras[_DIGEST] = torch.frombuffer(digest, dtype=torch.uint8)
         return update
@@ -114,7 +132,7 @@ class LeftOut:
 
     def _check(self, update: Update, digest: bytes, model: Any, context: ApplyContext) -> None:
         if self._find is None or self._model is not model:
-            self._model, self._find = model, finder(model, self._strategy)
+            self._model, self._find = model, tensor_finder(model, context.strategy)
         held: Mapping[str, Tensor] = self._find()
         settings = _settings(model)
         assert context.layout is not None
@@ -140,6 +158,12 @@ class LeftOut:
             raise ReadbackError(context.worker_id, _describe_settings(context.version))
         if None not in map(_changes, there):
             self._checked = digest, settings, state
+
+
+class Held(LeftOut):
+    """Proves by a digest what workers have from the start; brought by `Select`. Named ``held``."""
+
+    from_start = True
 
 
 def _part_of(
