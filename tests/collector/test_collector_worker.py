@@ -365,7 +365,7 @@ def test_options_of_single_workers(argument: str) -> None:
         ({"frames_per_trajectory": 3}, TypeError, "no argument 'frames_per_trajectory'; did you"),
         ({"episode_stats": True}, TypeError, r"type batch=BatchOptions\(episode_stats=True\)"),
         ({"num_envs": 2}, TypeError, r"type per_worker=WorkerOptions\(num_envs=2\)"),
-        ({"zero_copy": True}, TypeError, "type scheme_options={'zero_copy': True}"),
+        ({"strategy": "state_dict"}, TypeError, "type scheme_options={'strategy': 'state_dict'}"),
         ({"model_id": "policy"}, TypeError, "models are named in weight_sync_schemes="),
         ({"batch": {"split_trajs": True}}, TypeError, r"type batch=sync_collector\.BatchOptions"),
         (

@@ -104,6 +104,7 @@ class Arguments:
         scheme: Any,
         scheme_options: Mapping[str, Any] | None,
         layers: Sequence[Any],
+        zero_copy: bool,
         weight_sync_schemes: Mapping[str, Any] | None,
         models: Mapping[str, Any] | None,
         update_after_each_batch: bool,
@@ -133,7 +134,7 @@ class Arguments:
             check_function(batch.postproc, "postproc")
         # Workers have no process group of torch's, and act with the module inside.
         policy, known = unwrapped(policy), unwrapped_models(models)
-        of_sender = {"layers": layers, **(scheme_options or {})}
+        of_sender = {"layers": layers, "zero_copy": zero_copy, **(scheme_options or {})}
         all_schemes = schemes_of(scheme, of_sender, weight_sync_schemes, known)
         schemes, held = own(all_schemes), elsewhere(all_schemes)
         own_models = {name: model for name, model in known.items() if name not in held}

@@ -63,8 +63,9 @@ class Collector(TorchRLNames):
         policy_factory: makes a worker's policy in the worker; or a list, one for each worker. Only
             policies whose weights have the same names and shapes in every worker can be updated.
         scheme: how weights travel: the name of a scheme, or a plugin object; ``"shm"`` by default.
-        scheme_options: options of the scheme, and arguments of its `Sender`.
+        scheme_options: options of the scheme, and other arguments of its `Sender`.
         layers: layers for the weights on their way.
+        zero_copy: let the workers' parameters be views of what arrives.
         weight_sync_schemes: instead, several models by name, each with a scheme, or with a mapping
             that has ``"scheme"`` and its options. A name is a path in a worker: ``"policy"``,
             ``"policy.critic"``, ``"env.transform[0]"``. Workers commit several models together,
@@ -133,6 +134,7 @@ class Collector(TorchRLNames):
         scheme: Any = None,
         scheme_options: Mapping[str, Any] | None = None,
         layers: Sequence[Any] = (),
+        zero_copy: bool = False,
         weight_sync_schemes: Mapping[str, Any] | None = None,
         models: Mapping[str, Any] | None = None,
         update_after_each_batch: bool = False,
@@ -163,6 +165,7 @@ class Collector(TorchRLNames):
             scheme=scheme,
             scheme_options=scheme_options,
             layers=layers,
+            zero_copy=zero_copy,
             weight_sync_schemes=weight_sync_schemes,
             models=models,
             update_after_each_batch=update_after_each_batch,
