@@ -70,3 +70,14 @@ def test_a_relay_of_a_chain_that_came_as_json() -> None:
 def test_chains_that_make_no_sense(scheme: str, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         registry.find(registry.SCHEMES, scheme)
+
+
+@pytest.mark.parametrize("name", ["increments", "chunked", "sharded"])
+def test_a_chain_whose_distribution_is_not_installed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = registry.installed(registry.SCHEMES)
+    others = [entry for entry in entries if not entry.value.startswith("sync_plugin_scale.")]
+    monkeypatch.setattr(registry, "installed", lambda group: others)
+    with pytest.raises(PluginNotFoundError, match="type: pip install sync-plugin-scale"):
+        registry.find(registry.SCHEMES, f"{name}::shm")
