@@ -1,6 +1,7 @@
 """Every chain of our wrapping schemes over our schemes passes the suite, wherever `keeps` allows.
 
-One of them, `increments::chunked::shm`, runs with every change: `tests/scale/test_chains.py`.
+Two of them run with every change: `increments::chunked::shm` in `tests/scale/test_chains.py`, and
+`Sharded("thread", 0, 1)`, the trainer of one rank, in `tests/scale/test_shard_conformance.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from sync_core import OptionError, registry
-from sync_plugin_scale import Chunked, Increments
+from sync_plugin_scale import Chunked, Increments, Sharded
 from sync_testing import SchemeConformance
 
 pytestmark = pytest.mark.timeout(180)
@@ -25,6 +26,8 @@ def chains(inner: str) -> dict[str, Any]:
         "Increments": Increments(inner),
         "Chunked": Chunked(inner, mb=0.1),
         "IncrementsInChunks": Increments(Chunked(inner, mb=0.1)),
+        "Sharded": Sharded(inner, 0, 1),
+        "ShardedIncrements": Sharded(Increments(inner), 0, 1),
     }
 
 
@@ -49,4 +52,5 @@ for test, chain in ALLOWED.items():
 
 def test_an_increment_is_refused_where_nothing_leaves_the_process() -> None:
     made = {f"Test{name}Over{inner.capitalize()}" for inner in INNER for name in chains(inner)}
-    assert made - ALLOWED.keys() == {"TestIncrementsOverThread", "TestIncrementsInChunksOverThread"}
+    refused = ("Increments", "IncrementsInChunks", "ShardedIncrements")
+    assert made - ALLOWED.keys() == {f"Test{name}OverThread" for name in refused}

@@ -1,4 +1,7 @@
-"""A trainer of one rank, whose workers have whole models, is a sender as any other."""
+"""A trainer of one rank, whose workers have whole models, is a sender as any other.
+
+Over other schemes, and with increments: `tests/kit/test_compositions.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,3 @@ pytestmark = pytest.mark.timeout(90)
 
 class TestOverThreads(SchemeConformance):
     scheme = Sharded("thread", 0, 1)
-
-
-class TestIncrementsOverSharedMemory(SchemeConformance):
-    scheme = Sharded("increments::shm", 0, 1)

@@ -23,6 +23,8 @@ from sync_core import (
     SenderLostError,
     SyncError,
 )
+from sync_core.wrapping import WrappingReceiver
+from sync_testing.fuzz import find
 from sync_testing.schemes.models import fill, fingerprints, make_policy
 
 
@@ -169,8 +171,10 @@ class Worker:
     def spoil(self) -> None:
         """Flip a bit of what the next increment is applied to."""
         assert self.receiver is not None
-        transport: Any = self.receiver._transport
-        transport.kept.body[3] ^= 1
+        # A worker of several senders has an increment of each.
+        for transport in find(self.receiver._transport, WrappingReceiver):
+            incremental: Any = transport
+            incremental.kept.body[3] ^= 1
 
     def update_by_hand(self, value: float) -> int | None:
         """Commit weights that did not come from the sender."""
