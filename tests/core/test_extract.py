@@ -263,6 +263,6 @@ def test_who_collects_nothing_does_not_wait_for_tensordict() -> None:
     source = """
 import sys, sync_core, sync_tools.commands, sync_testing.schemes
 assert "tensordict" not in sys.modules
-assert not sync_core.models.multi_model.is_tensordict({})
+assert not sync_core.models.lookup.is_tensordict({})
 """
     subprocess.run([sys.executable, "-c", source], check=True, timeout=50)

@@ -45,7 +45,7 @@ def _with_and_without_guards(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if request.param == "python":
-        monkeypatch.setattr("sync_core.models.tensor_layout.TensorGuards", None)
+        monkeypatch.setattr("sync_core.models.finder.TensorGuards", None)
 
 
 def assert_read(binding: Binding, model: dict[str, Tensor]) -> None:

@@ -6,7 +6,6 @@ from sync_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from sync_core.models.binding import Binding, consolidate
-    from sync_core.models.extra_state import is_extra_state
     from sync_core.models.extract import (
         ComputedWeights,
         Strategy,
@@ -14,28 +13,20 @@ if TYPE_CHECKING:
         tensors_of_rank,
     )
     from sync_core.models.finder import tensor_finder
+    from sync_core.models.lookup import modules_in, resolve
     from sync_core.models.match import check_match
-    from sync_core.models.multi_model import modules_in
-    from sync_core.models.paths import resolve
-    from sync_core.models.wrappers import plain_name
+    from sync_core.models.modules import is_extra_state, plain_name
     from sync_core.weights.checksums import bytes_of
     from sync_core.weights.layout import Region, RegionSource, place_of
 
 
 _MODULES = {
     "sync_core.models.binding": ("Binding", "consolidate"),
-    "sync_core.models.extra_state": ("is_extra_state",),
-    "sync_core.models.extract": (
-        "ComputedWeights",
-        "Strategy",
-        "named_tensors",
-        "tensors_of_rank",
-    ),
+    "sync_core.models.extract": ("ComputedWeights", "Strategy", "named_tensors", "tensors_of_rank"),
     "sync_core.models.finder": ("tensor_finder",),
+    "sync_core.models.lookup": ("modules_in", "resolve"),
     "sync_core.models.match": ("check_match",),
-    "sync_core.models.multi_model": ("modules_in",),
-    "sync_core.models.paths": ("resolve",),
-    "sync_core.models.wrappers": ("plain_name",),
+    "sync_core.models.modules": ("is_extra_state", "plain_name"),
     "sync_core.weights.checksums": ("bytes_of",),
     "sync_core.weights.layout": ("Region", "RegionSource", "place_of"),
 }

@@ -10,20 +10,19 @@ from torch import Tensor
 
 from sync_core.errors import LayoutMismatchError, ModelError
 from sync_core.models import commit
-from sync_core.models.aliasing import Places, check_held, check_writable
 from sync_core.models.contiguous import ContiguousTensors
-from sync_core.models.extra_state import is_extra_state, is_json
 from sync_core.models.extract import Strategy, check_strategy, held_tensors
-from sync_core.models.finder import tensor_finder
+from sync_core.models.finder import KnownLayout, check_memory, tensor_finder, travelling
+from sync_core.models.lookup import modules_in
 from sync_core.models.match import check_match
-from sync_core.models.multi_model import modules_in
-from sync_core.models.tensor_layout import KnownLayout, check_memory, travelling
+from sync_core.models.memory import Places, check_held, check_writable
+from sync_core.models.modules import is_extra_state, is_json
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Update
 
 if TYPE_CHECKING:
-    from sync_core.models.zero_copy import ParameterViews, WriteGuard
+    from sync_core.models.memory import ParameterViews, WriteGuard
 
 # Below this size in bytes, one copy takes as long as one for each tensor.
 _WORTHWHILE = 1 << 20
@@ -233,7 +232,7 @@ class Binding:
         """Find what is pointed and what is copied into; see `_check_places`."""
         check_memory(self._named)
         if self._pointing is None or not self._pointing.is_for(self._named, layout):
-            from sync_core.models.zero_copy import ParameterViews
+            from sync_core.models.memory import ParameterViews
 
             self._check_writable(self._named)
             self._pointing = ParameterViews(self._named, layout, self._module_prefixes())

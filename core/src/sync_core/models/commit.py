@@ -11,9 +11,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from sync_core.errors import ModelError
-from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state, rebuild
 from sync_core.models.extract import non_persistent_buffers
-from sync_core.models.wrappers import plain_name
+from sync_core.models.modules import (
+    flatten,
+    is_extra_state,
+    modules_with_extra_state,
+    plain_name,
+    rebuild,
+)
 from sync_core.weights.copying import writing_to
 from sync_core.weights.layout import QUANTIZED, place_of
 

@@ -11,9 +11,15 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from sync_core.errors import ModelError
-from sync_core.models.extra_state import flatten, is_extra_state, modules_with_extra_state
-from sync_core.models.multi_model import leaves
-from sync_core.models.wrappers import check_flat, check_sharded, plain_name
+from sync_core.models.lookup import leaves
+from sync_core.models.modules import (
+    check_flat,
+    check_sharded,
+    flatten,
+    is_extra_state,
+    modules_with_extra_state,
+    plain_name,
+)
 from sync_core.weights.layout import QUANTIZED, place_of
 
 

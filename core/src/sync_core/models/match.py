@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from sync_core.errors import LayoutMismatchError
-from sync_core.models.extra_state import is_extra_state
-from sync_core.models.wrappers import WRAPPERS
+from sync_core.models.modules import WRAPPERS, is_extra_state
 from sync_core.weights.layout import Layout, TensorSpec, place_of
 from sync_core.weights.payload import Update
 

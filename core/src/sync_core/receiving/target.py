@@ -16,8 +16,8 @@ from sync_core.layers import bind, declares, with_layout
 from sync_core.models.binding import Binding
 from sync_core.models.commit import drop_derived_weights
 from sync_core.models.extract import named_tensors
+from sync_core.models.lookup import look_up, refers, same
 from sync_core.models.match import check_match
-from sync_core.models.multi_model import look_up, refers, same
 from sync_core.receiving.exclusive import Lease, vacate
 from sync_core.registry import Plugin
 from sync_core.stack import Defaults, Load, Stack

@@ -27,9 +27,9 @@ from sync_core.layers import (
 )
 from sync_core.models.binding import Binding
 from sync_core.models.extract import ComputedWeights, Strategy, check_strategy, named_tensors
+from sync_core.models.finder import KnownLayout, check_memory, travelling
+from sync_core.models.lookup import look_up, names_of, refers, same
 from sync_core.models.match import conform
-from sync_core.models.multi_model import look_up, names_of, refers, same
-from sync_core.models.tensor_layout import KnownLayout, check_memory, travelling
 from sync_core.report import Reporter
 from sync_core.sending.membership import Membership
 from sync_core.stack import Defaults, Stack
@@ -302,12 +302,6 @@ class Pipeline:
         """Return what makes of weights what is read; None where they are read themselves."""
         wrapping = self.wrapping
         return None if wrapping is None else partial(wrapping.adapt, strategy=self._terms.strategy)
-
-    @property
-    def moves_nothing(self) -> str | None:
-        """The scheme, to be named in a message, if workers act with the sender's own model."""
-        shared = "same_object" in self._backend.capabilities
-        return self._backend.describe() if shared else None
 
     @property
     def takes_worker_paths(self) -> bool:

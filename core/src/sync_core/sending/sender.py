@@ -20,13 +20,12 @@ from sync_core.address import Address
 from sync_core.checks import check_count, check_function, check_seconds, normalize, normalize_one
 from sync_core.errors import ClosedError, OptionError, PendingSendError
 from sync_core.models.extract import Strategy
-from sync_core.models.paths import resolve
+from sync_core.models.lookup import resolve
 from sync_core.report import SendReport
-from sync_core.sending import features
+from sync_core.sending.arguments import as_id, check_handle, count_workers, with_near_miss
 from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
 from sync_core.sending.pipeline import Pipeline, Source, Terms
-from sync_core.sending.worker_ids import as_id, check_handle, count_workers
 from sync_core.sending.worker_state import WorkerStatus
 from sync_core.stack import PushCounter
 from sync_core.transports.transport import SenderTransport
@@ -132,7 +131,11 @@ class Sender(Updater):
         self._called = bool(workers)
         self._context = context
         self._pipeline = Pipeline(self._terms)
-        self._failure_handler = features.failure_handler(on_failure)
+        self._failure_handler: FailureHandler | None = None
+        if on_failure != "raise":
+            from sync_core.sending.failure_policy import FailureHandler
+
+            self._failure_handler = FailureHandler(on_failure)
         self._closers: list[weakref.finalize[..., Any]] = []
         self._reporters: dict[object, Callable[[SendReport], object]] = {}
         for reporter in (*self._pipeline.reporters, on_report):
@@ -664,7 +667,7 @@ class Sender(Updater):
             if error.unknown not in self._terms.options:
                 raise
             arguments = inspect.signature(Sender).parameters.keys() - {"options"}
-            raise features.with_near_miss(error, arguments, self._pipeline.scheme) from None
+            raise with_near_miss(error, arguments, self._pipeline.scheme) from None
         return self._pipeline.opened
 
     def _find_worker(self, handle: Any) -> Any:

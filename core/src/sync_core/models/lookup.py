@@ -1,17 +1,87 @@
-"""Several models as one: a mapping from names to modules, TensorDicts and tensors."""
+"""Models by reference, such as ``"env.transform[0]"``, and mappings of several by name."""
 
 from __future__ import annotations
 
+import inspect
 import operator
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
 
-from sync_core.errors import ModelError
-from sync_core.models.extra_state import flatten, is_extra_state, is_whole_extra_state
-from sync_core.models.paths import resolve
+from sync_core.errors import ModelError, ModelPathError
+from sync_core.models.modules import flatten, is_extra_state, is_whole_extra_state
+
+_STEP = re.compile(
+    r"""
+    (?:^|\.)(?P<attribute>[^\W\d]\w*)            # .name
+    | \[(?P<index>-?\d+)\]                       # [0]
+    | \[(?P<quote>['"])(?P<key>.*?)(?P=quote)\]  # ['key']
+    """,
+    re.VERBOSE,
+)
+
+
+def resolve(root: Any, path: str) -> Any:
+    """Follow a dotted and subscripted path from ``root``.
+
+    Args:
+        root: where the path starts.
+        path: attributes, integer subscripts and quoted string subscripts.
+
+    Raises:
+        ModelPathError: the path is malformed, or a step is missing; the message names the step
+            and the type of the object that lacks it.
+
+    Example:
+        >>> resolve(torch.nn.Sequential(torch.nn.Linear(2, 3)), "[0].weight").shape
+        torch.Size([3, 2])
+    """
+    target, position = root, 0
+    while position < len(path):
+        match = _STEP.match(path, position)
+        if match is None or match.end() == position:
+            raise ModelPathError(
+                f"{path!r} is not a path: cannot read {path[position:]!r}; "
+                'write it like "env.transform[0]" or "heads[\'a\']"'
+            )
+        where = path[:position] or "the root"
+        try:
+            target = _step(target, match)
+        except (AttributeError, LookupError, TypeError) as error:
+            if not _is_absent(error, target, match):
+                raise
+            raise ModelPathError(
+                f"{path!r} leads nowhere: {where!r}, a {type(target).__name__}, "
+                f"has no {match.group().removeprefix('.')!r} ({type(error).__name__}: {error})"
+            ) from error
+        position = match.end()
+    return target
+
+
+def _step(target: Any, match: re.Match[str]) -> Any:
+    attribute = match["attribute"]
+    if attribute is not None:
+        declared = inspect.getattr_static(type(target), attribute, None)
+        if isinstance(declared, property):
+            # nn.Module.__getattr__ would replace an AttributeError that the property raises.
+            return declared.__get__(target)
+        return getattr(target, attribute)
+    if match["index"] is not None:
+        return target[int(match["index"])]
+    return target[match["key"]]
+
+
+def _is_absent(error: Exception, target: Any, match: re.Match[str]) -> bool:
+    """Return whether a step failed because the target lacks it, not inside user code."""
+    if match["attribute"] is None:
+        return not isinstance(error, AttributeError)
+    if not isinstance(error, AttributeError):
+        return False
+    return error.obj is target and error.name == match["attribute"]
+
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase

@@ -1,14 +1,10 @@
-"""Extra state of modules (`get_extra_state`) as named tensors, and back.
-
-State that is made of tensors in dicts, lists and tuples travels as these tensors. State that holds
-anything else also travels as JSON, in a uint8 tensor: its structure, with strings, bytes, numbers,
-booleans and None. That tensor is padded, so that most changes leave its shape as it is.
-"""
+"""Modules: names without wrappers, and state that is neither a parameter nor a buffer."""
 
 from __future__ import annotations
 
 import base64
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from inspect import unwrap
 from typing import Any
@@ -16,9 +12,88 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from sync_core.errors import ModelError, PayloadError
-from sync_core.models.wrappers import plain_name
+
+_COMPILED = "_orig_mod"
+_PARALLEL = "module"
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+#: The parts of names that come from wrappers, and these wrappers.
+WRAPPERS = {
+    _COMPILED: "torch.compile",
+    _PARALLEL: "DistributedDataParallel or DataParallel",
+    _CHECKPOINTED: "activation checkpointing",
+}
+
+
+def plain_name(module: nn.Module) -> Callable[[str], str]:
+    """Return the function that removes the prefixes of wrappers from names of a module's tensors.
+
+    Example:
+        >>> parallel = torch.nn.DataParallel(torch.nn.Linear(2, 1))
+        >>> list(map(plain_name(parallel), parallel.state_dict()))
+        ['weight', 'bias']
+    """
+    compiled = _type_of("torch._dynamo.eval_frame", "OptimizedModule")
+    checkpointed = _type_of(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"
+    )
+    prefixes: list[tuple[str, str]] = []
+    for name, submodule in module.named_modules(remove_duplicate=False):
+        outer = f"{name}." if name else ""
+        if isinstance(submodule, compiled):
+            prefixes.append((f"{outer}{_COMPILED}.", outer))
+        elif isinstance(submodule, checkpointed):
+            prefixes.append((f"{outer}{_CHECKPOINTED}.", outer))
+        elif isinstance(submodule, (DataParallel, DistributedDataParallel)):
+            prefixes.append((f"{outer}{_PARALLEL}.", outer))
+    if not prefixes:
+        return str
+    # The innermost first, so that the prefixes of those around it still are in the name.
+    prefixes.sort(key=lambda pair: len(pair[0]), reverse=True)
+
+    def strip(name: str) -> str:
+        for prefix, outer in prefixes:
+            if name.startswith(prefix):
+                name = outer + name.removeprefix(prefix)
+        return name
+
+    return strip
+
+
+def check_flat(module: nn.Module) -> None:
+    """Raise `ModelError` for FSDP1, whose parameters are parts of flat ones."""
+    flat = _type_of("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if any(isinstance(submodule, flat) for submodule in module.modules()):
+        raise ModelError(
+            "the module is wrapped by FullyShardedDataParallel (FSDP1), which replaces its "
+            "parameters by flat ones; shard it with torch.distributed.fsdp.fully_shard and type "
+            "Sender(scheme, gathered(model)), or send a full state_dict: "
+            "FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)"
+        )
+
+
+def check_sharded(module: nn.Module) -> None:
+    """Raise `ModelError` for FSDP2, whose last forward may have left its parameters whole."""
+    sharded = _type_of("torch.distributed.fsdp", "FSDPModule")
+    if any(isinstance(submodule, sharded) for submodule in module.modules()):
+        raise ModelError(
+            "the module is sharded by fully_shard (FSDP2), so that this rank has parts of its "
+            "tensors; to send it, type Sender(scheme, gathered(model)) on every rank; for a worker "
+            "with such a model, type Sender(Sharded(scheme, rank, size), …)"
+        )
+
+
+def _type_of(module: str, name: str) -> type[nn.Module] | tuple[()]:
+    """Return a type of torch's; it has no instance before its module is imported.
+
+    Those of compiled modules and of activation checkpointing have no public name. Where torch
+    names them otherwise, nothing is removed, and the error about names says what to do.
+    """
+    found: type[nn.Module] | tuple[()] = getattr(sys.modules.get(module), name, ())
+    return found
+
 
 _SUFFIX = "_extra_state"
 _JSON = "__json__"

@@ -1,17 +1,16 @@
-"""The features of a sender that few use: each is imported when an argument asks for it."""
+"""Checks of a sender's arguments, and what to type in place of those that it does not have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING
+from typing import Any
 
 from sync_core import registry
+from sync_core.checks import check_count
 from sync_core.errors import OptionError, PluginError
 from sync_core.wrapping import SEPARATOR
-
-if TYPE_CHECKING:
-    from sync_core.sending.failure_policy import FailureHandler, OnFailure
 
 # The similarity, from 0 to 1, from which a name is taken for another: that of `difflib`.
 _ALIKE = 0.6
@@ -30,6 +29,56 @@ _MOVED = {
     "verify": 'layers=["checksum"], and "readback" before it to read workers\' models, too',
     "status": "StatusServer(sender).address, with: from sync_tools import StatusServer",
 }
+
+
+def as_id(worker_id: int) -> int:
+    """The id of a worker to be added.
+
+    Raises:
+        ValueError: that is not an id.
+    """
+    try:
+        index = operator.index(worker_id)
+    except TypeError as error:
+        raise ValueError(_no_id(worker_id)) from error
+    if isinstance(worker_id, bool) or index < 0:
+        raise ValueError(_no_id(worker_id))
+    return index
+
+
+def count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int:
+    """The number of workers that a sender starts with.
+
+    Raises:
+        OptionError: the workers are not a list.
+        TypeError: the number is not an integer.
+        ValueError: none is given, or two that differ, or less than no workers.
+    """
+    if workers is not None and (isinstance(workers, str) or not isinstance(workers, Sequence)):
+        raise OptionError(f"workers is a list: workers=[{workers!r}]")
+    if num_workers is not None:
+        num_workers = check_count(num_workers, "num_workers", least=0)
+    if workers is not None:
+        if num_workers not in (None, len(workers)):
+            raise ValueError(f"num_workers={num_workers}, but {len(workers)} workers were given")
+        return len(workers)
+    if num_workers is None:
+        raise ValueError(
+            "no workers were given; give num_workers=…, or workers=[…] if the scheme calls them"
+        )
+    return num_workers
+
+
+def check_handle(worker: Any, *, needed: bool) -> None:
+    """Raise `OptionError` for a worker without a handle, or with one, unlike the others."""
+    if needed and worker is None:
+        raise OptionError("the sender calls its workers by their handles: add_worker(worker=…)")
+    if worker is not None and not needed:
+        raise OptionError("the workers connect by their addresses; leave worker= out")
+
+
+def _no_id(worker_id: object) -> str:
+    return f"the id of a worker is a number from 0 on, not {worker_id!r}"
 
 
 def with_near_miss(error: OptionError, arguments: Iterable[str], scheme: str) -> OptionError:
@@ -77,12 +126,3 @@ def _wraps(scheme: str) -> bool:
     except PluginError:
         return False
     return True
-
-
-def failure_handler(on_failure: OnFailure) -> FailureHandler | None:
-    """Return what acts on workers that fail; None where a send raises and no more."""
-    if on_failure == "raise":
-        return None
-    from sync_core.sending.failure_policy import FailureHandler
-
-    return FailureHandler(on_failure)
