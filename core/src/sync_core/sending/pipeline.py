@@ -122,10 +122,6 @@ class Source:
         """The registered model's tensors by name; none without a registered model."""
         return {} if self.model is None else dict(self._read(self.model).items())
 
-    def own_model(self) -> Any:
-        """The sender's model, or what a reference leads to; None if there is none."""
-        return None if self.model is None else look_up(self.model, self._context)
-
     def _read(self, weights: Any) -> Update:
         own = weights is self.model
         if weights is None:
