@@ -17,7 +17,7 @@ IMPORTS = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from sync_core import OptionError, SyncError, hookimpl
-from sync_plugin_std.none import NoneReceiver, NoneScheme, NoneSender
+from sync_plugin_std.none import NoneScheme
 """
 
 PLUGINS = {
@@ -41,6 +41,9 @@ class Scheme(NoneScheme):
     "liar": """
 class Scheme(NoneScheme):
     capabilities = frozenset()
+    @hookimpl
+    def apply_weights(self, context):
+        return True if context.version else None
 """,
     "crash": """
 class Scheme(NoneScheme):
@@ -68,7 +71,7 @@ class Scheme(NoneScheme):
     def create_transport(self, context):
         if context.side == "receiver":
             raise RuntimeError("no receiver\\nfor you")
-        return NoneSender(context)
+        return super().create_transport(context)
 """,
 }
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -53,9 +54,11 @@ class NoneScheme:
         # Of the sender; None at a receiver in another process, and before a sender is open.
         self._own: _Own | None = None
 
-    def bind(self, context: BindContext) -> NoneScheme:
+    def bind(self, context: BindContext) -> Self:
         """Make the object for one end, whose hooks know the sender's model."""
-        return NoneScheme(context.strategy)
+        bound = copy(self)
+        bound._strategy, bound._own = context.strategy, None
+        return bound
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
