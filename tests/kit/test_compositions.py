@@ -21,11 +21,11 @@ INNER = ("thread", "shm", "mp", "dist", "file")
 
 
 def chains(inner: str) -> dict[str, Any]:
-    """The chains over a scheme; chunks are so small that large models have hundreds."""
+    """The chains over a scheme; chunks are so small that a large model has hundreds."""
     return {
         "Increments": Increments(inner),
-        "Chunked": Chunked(inner, mb=0.1),
-        "IncrementsInChunks": Increments(Chunked(inner, mb=0.1)),
+        "Chunked": Chunked(inner, mb=0.5),
+        "IncrementsInChunks": Increments(Chunked(inner, mb=0.5)),
         "Sharded": Sharded(inner, 0, 1),
         "ShardedIncrements": Sharded(Increments(inner), 0, 1),
     }

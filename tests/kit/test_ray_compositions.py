@@ -33,8 +33,8 @@ class TestIncrementsOverRay(Cases):
 
 
 class TestChunkedOverRay(Cases):
-    scheme = Chunked("ray", mb=0.1)
+    scheme = Chunked("ray", mb=0.5)
 
 
 class TestIncrementsInChunksOverRay(Cases):
-    scheme = Increments(Chunked("ray", mb=0.1))
+    scheme = Increments(Chunked("ray", mb=0.5))
