@@ -19,7 +19,6 @@ from sync_core import (
     WorkerState,
 )
 from sync_plugin_scale import Pool, Sharded
-from sync_plugin_std import select
 from sync_testing import eventually
 
 pytestmark = pytest.mark.timeout(60)
@@ -104,7 +103,7 @@ def test_a_pool_grows_and_shrinks_while_versions_are_sent(scheme: str, tmp_path:
         ("thread", {}),
         ("chunked::thread", {}),
         ("shm", {}),
-        ("shm", {"layers": [select("*")]}),
+        ("shm", {"layers": ["select"]}),
         ("dist", {}),
         ("increments::dist", {}),
         ("chunked::dist", {}),
@@ -203,7 +202,7 @@ def test_a_worker_that_is_silent_is_removed_and_the_others_are_updated() -> None
     [
         ("thread", {}),
         ("chunked::thread", {}),
-        ("shm", {"layers": [select("*")]}),
+        ("shm", {"layers": ["select"]}),
         ("shm", {"zero_copy": True}),
         ("increments::dist", {}),
         ("dist", {"topology": "broadcast"}),
