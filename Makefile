@@ -18,7 +18,7 @@ TORCHRL := .venv-torchrl/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests test-kit tests-alone test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
+.PHONY: help test check tests test-kit test-chains tests-alone test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
 
 help:
 	@echo "make test                        every check and every test"
@@ -26,7 +26,8 @@ help:
 	@echo "make demo-llm [SCHEME=] [ENGINE=]  GRPO of SmolLM2-135M, sampled by vLLM or by ENGINE=hf"
 	@echo "make check                       linters, types and import contracts"
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
-	@echo "make test-kit [ARGS=]            that the suites catch broken plugins, the searches, every chain of schemes"
+	@echo "make test-kit [ARGS=]            that the suites catch broken plugins, and the searches of every order of events"
+	@echo "make test-chains [ARGS=]         the suite over every chain of schemes, a stranger's included; an hour"
 	@echo "make tests-alone [SEED=]         those of each distribution by themselves, in random order"
 	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
 	@echo "make test-torchrl TORCHRL_TESTS=  TorchRL's own tests of weight sync, with our schemes"
@@ -56,6 +57,9 @@ tests: $(INSTALLED)
 # What tests the tests, and what is too long for every change.
 test-kit: $(INSTALLED)
 	$(PYTEST) tests/kit $(ARGS)
+
+test-chains: $(INSTALLED)
+	$(PYTEST) tests/chains $(ARGS)
 
 tests-alone: $(INSTALLED)
 	@seed=$(SEED); failed=; \

@@ -190,7 +190,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             if _over_ray(nodeid):
                 return "ray"
             # Long, and with nothing that the tests of a file share but fixtures.
-            parts = 2 if nodeid.startswith("tests/kit/") else 1
+            parts = 2 if nodeid.startswith(("tests/kit/", "tests/chains/")) else 1
             return "::".join(nodeid.split("::")[:parts])
 
     return Scheduling(config, log)
@@ -202,4 +202,4 @@ def _digest(seed: str, name: str) -> bytes:
 
 
 def _over_ray(nodeid: str) -> bool:
-    return nodeid.startswith(("tests/plugins_ray/", "tests/kit/test_ray"))
+    return nodeid.startswith(("tests/plugins_ray/", "tests/chains/test_ray"))

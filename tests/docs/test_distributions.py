@@ -64,7 +64,7 @@ def test_the_workflow_runs_what_exists() -> None:
     assert {*jobs["test"]["strategy"]["matrix"]["os"]} == {"ubuntu-latest", "macos-latest"}
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     targets = {command.split()[1] for command in commands if command.startswith("make ")}
-    assert targets == {"test", "test-kit", "tests-alone", "dist"}
+    assert targets == {"test", "test-kit", "test-chains", "tests-alone", "dist"}
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
 
 

@@ -1,4 +1,4 @@
-"""The example of a wrapping scheme of the page for authors; it passes the suite in `tests/kit`."""
+"""The page's example of a wrapping scheme, which passes the suite in `tests/chains`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chains of schemes do what every scheme does; `tests/kit/test_compositions.py` has all others."""
+"""Chains of schemes do what every scheme does; the others run in `tests/chains`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A trainer of one rank, whose workers have whole models, is a sender as any other.
 
-Over other schemes, and with increments: `tests/kit/test_compositions.py`.
+Over other schemes, and with increments: `tests/chains/test_compositions.py`.
 """
 
 from __future__ import annotations
