@@ -65,6 +65,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with those over Ray: they take longest, and one process runs them meanwhile."""
+    if differing := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        message = f"the id of {differing[0]} differs in each process; type pytest.param(…, id=…)"
+        raise pytest.UsageError(message)
     seed = config.option.shuffle
     if seed is not None:
         items.sort(key=lambda item: [_digest(seed, part) for part in item.nodeid.split("::")])

@@ -142,7 +142,7 @@ def empty() -> Tensor:
         {"zero_copy": True},
         {"layers": ["checksum"]},
         {"layers": ["readback", "checksum"]},
-        {"layers": [select("*")]},
+        pytest.param({"layers": [select("*")]}, id="select"),
         {"scheme": "increments::shm"},
         {"layers": ["bf16"]},
         {"layers": ["zstd"]},
