@@ -274,3 +274,10 @@ def test_bad_updates() -> None:
     collector.shutdown()
     with pytest.raises(ClosedError):
         collector.set_seed(0)
+
+
+def test_a_collector_says_what_it_is() -> None:
+    options: dict[str, Any] = {"scheme": "shm", "workers": "thread", "num_workers": 2}
+    with Collector(CountingEnv, Scale(), frames_per_batch=4, **options) as made:
+        next(made)
+        assert repr(made) == "<Collector schemes=['shm'], workers=2, version=0, frames=4>"

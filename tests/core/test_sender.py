@@ -489,3 +489,13 @@ def test_a_worker_that_joins_while_a_send_begins_gets_that_version(scheme: Any) 
         with Receiver(sender.address(1), nn.Linear(2, 2)) as receiver:
             # A mailbox answers at once, and its sender posts in a thread.
             assert eventually(lambda: receiver.receive(1.0) == 1)
+
+
+def test_senders_and_receivers_say_what_they_are() -> None:
+    with Sender("thread", nn.Linear(2, 1), num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 1))
+        assert repr(sender) == "<Sender 'thread' of 'policy': workers=1, version=0>"
+        assert repr(receiver) == "<Receiver 'thread' of 'policy': worker_id=0, version=0>"
+        receiver.close()
+        assert "closed" in repr(receiver)
+    assert repr(sender) == "<Sender 'thread' of 'policy': closed, version=0>"

@@ -394,6 +394,14 @@ class Receiver(Updated):
             "and make another one there: Receiver(address, model)"
         )
 
+    def __repr__(self) -> str:
+        state = "closed, " if self._closed else ""
+        scheme = registry.find(registry.SCHEMES, self._address.scheme).name
+        return (
+            f"<Receiver {scheme!r} of {self.model_id!r}: {state}worker_id={self.worker_id}, "
+            f"version={self._version}>"
+        )
+
     def __enter__(self) -> Self:
         return self
 

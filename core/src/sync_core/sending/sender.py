@@ -626,6 +626,10 @@ class Sender(Updater):
             "give workers their addresses: sender.address(worker_id)"
         )
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"workers={len(self.workers)}"
+        return f"<Sender {self.scheme!r} of {self.model_id!r}: {state}, version={self._version}>"
+
     def __enter__(self) -> Self:
         return self
 

@@ -485,6 +485,14 @@ class Collector(TorchRLNames):
             )
         self._background.end(seconds)
 
+    def __repr__(self) -> str:
+        schemes = [sender.scheme for sender in self._weights.senders.values()]
+        stats = self._delivery.stats()
+        return (
+            f"<Collector schemes={schemes}, workers={len(self._pool.ids)}, "
+            f"version={stats.version}, frames={stats.frames}>"
+        )
+
     def __enter__(self) -> Self:
         return self
 
