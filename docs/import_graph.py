@@ -22,7 +22,7 @@ FLOORS = "The core's five floors: imports never go up"
 DISTRIBUTIONS = "Distributions import what they declare as their dependencies"
 #: Imports that go up the floors, and why.
 UPWARDS: Mapping[tuple[str, str], str] = {
-    ("sync_core.registry", "sync_core"): "reads __version__, which build tools read there",
+    ("sync_core.distributions", "sync_core"): "reads __version__, which build tools read there",
 }
 
 

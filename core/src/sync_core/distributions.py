@@ -1,0 +1,199 @@
+"""Read from installed distributions their entry points, and the core that they were made for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from importlib_metadata import (
+    Distribution,
+    EntryPoint,
+    EntryPoints,
+    PackageNotFoundError,
+    entry_points,
+    version,
+)
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import sync_core
+from sync_core.errors import PluginVersionError
+
+__all__ = [
+    "DistributionInfo",
+    "check_core",
+    "core_remedy",
+    "core_requirement",
+    "entry_points_of",
+    "installed_version",
+    "is_core",
+    "is_met",
+    "owner_of",
+    "promised_to",
+    "requirements_of",
+]
+
+_CORE = "sync-core"
+# Operators of requirements that an older version does not meet.
+_LEAST = frozenset({">=", ">", "~=", "=="})
+
+
+class DistributionInfo(Protocol):
+    """The part of a distribution's interface that is read here."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def requires(self) -> list[str] | None: ...
+
+
+def requirements_of(distribution: DistributionInfo) -> Iterator[Requirement]:
+    """The requirements that hold on this machine; those of extras are left out."""
+    for text in distribution.requires or ():
+        # pip installs nothing whose requirements cannot be read; other tools may have.
+        with suppress(InvalidRequirement):
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                yield requirement
+
+
+def core_requirement(distribution: DistributionInfo | None) -> Requirement | None:
+    """Return a plugin's requirement of the core."""
+    known: Any = distribution  # hashable, which the type of importlib_metadata does not say
+    return None if distribution is None else _core_requirement(known)
+
+
+# Every sender and receiver asks, and it takes milliseconds to read.
+@lru_cache(maxsize=256)
+def _core_requirement(distribution: DistributionInfo) -> Requirement | None:
+    return next(filter(is_core, requirements_of(distribution)), None)
+
+
+def is_core(requirement: Requirement) -> bool:
+    """Return whether it is the core that is required."""
+    return canonicalize_name(requirement.name) == _CORE
+
+
+def installed_version(requirement: Requirement) -> str | None:
+    """The version of what is required that is installed, or None."""
+    # Of the core, the one that runs: its sources may lie before what is installed.
+    if is_core(requirement):
+        return sync_core.__version__
+    try:
+        return version(requirement.name)
+    except PackageNotFoundError:
+        return None
+
+
+def is_met(requirement: Requirement) -> bool:
+    """Return whether a version that fits is installed; a pre-release counts as one.
+
+    Example:
+        >>> is_met(Requirement("sync-core>=0.1")), is_met(Requirement("sync-core<0.1"))
+        (True, False)
+    """
+    found = installed_version(requirement)
+    return found is not None and requirement.specifier.contains(found, prereleases=True)
+
+
+def promised_to(core: str) -> str:
+    """The requirement of a plugin that uses nothing deprecated in a version of the core.
+
+    A name that the next minor release deprecates still works in that and in the one after it:
+    ``docs/reference/stability.md``.
+
+    Example:
+        >>> promised_to("0.1.3")
+        'sync-core>=0.1,<0.4'
+    """
+    major, minor = Version(core).release[:2]
+    return f"{_CORE}>={major}.{minor},<{major}.{minor + 3}"
+
+
+def check_core(owner: str, distribution: DistributionInfo | None) -> None:
+    """Refuse a plugin that was made for another core.
+
+    Args:
+        owner: names the plugin in the message.
+        distribution: where it comes from; None is asked nothing.
+
+    Raises:
+        PluginVersionError: says which core it was made for, which one this is, and what to type.
+    """
+    requirement = core_requirement(distribution)
+    if distribution is None or requirement is None or is_met(requirement):
+        return
+    raise PluginVersionError(
+        f"{owner} was made for {requirement}, and this is {_CORE} {sync_core.__version__}; "
+        f"type: pip install {core_remedy(distribution.name, requirement)}"
+    )
+
+
+def core_remedy(plugin: str, requirement: Requirement) -> str:
+    """Return what pip is to install where a plugin's requirement of the core is not met.
+
+    Example:
+        >>> core_remedy("my-transport", Requirement("sync-core<0.1"))
+        '-U my-transport'
+        >>> core_remedy("my-transport", Requirement("sync-core>=7"))
+        "-U 'sync-core>=7'"
+    """
+    core = Version(sync_core.__version__)
+    least = [each.version for each in requirement.specifier if each.operator in _LEAST]
+    if any(Version(each.removesuffix(".*")) > core for each in least):
+        return f"-U '{requirement}'"
+    # The core has other plugins too, so it is the one that does not fit which changes.
+    return f"-U {plugin}"
+
+
+def entry_points_of(group: str) -> list[EntryPoint]:
+    """The entry points of a group, sorted by name; a distribution seen twice counts once.
+
+    Every sender and receiver looks plugins up, and to read the metadata of all distributions takes
+    tens of milliseconds. Installing or removing changes the folder, by which
+    `importlib_metadata` tells too whether its own list of such a folder still holds.
+
+    Args:
+        group: such as ``"sync.schemes"``.
+
+    Example:
+        >>> "bf16" in {entry.name for entry in entry_points_of("sync.layers")}
+        True
+    """
+    found = _read(tuple(map(_state_of, sys.path))).select(group=group)
+    return sorted(found, key=lambda entry: (entry.name, str(owner_of(entry))))
+
+
+def owner_of(entry: EntryPoint) -> tuple[str | None, str | None]:
+    """The name and version of the distribution that an entry point comes from."""
+    known: Any = entry.dist  # hashable, which its type does not say
+    return (None, None) if entry.dist is None else _name_and_version(known)
+
+
+@lru_cache(maxsize=1)
+def _read(path: object) -> EntryPoints:
+    del path  # whose entry points these are
+    return entry_points()
+
+
+def _state_of(folder: str) -> object:
+    try:
+        found = Path(folder).stat()
+    except OSError:
+        return folder
+    return folder, found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+# As many as there may be with plugins; those that are gone must not be kept for ever.
+@lru_cache(maxsize=256)
+def _name_and_version(distribution: Distribution) -> tuple[str, str]:
+    return distribution.name, distribution.version
