@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest_plugins = ["pytester"]
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("loaded_torch")]
+pytestmark = pytest.mark.timeout(300)
 
 FOLDER = Path(__file__).with_name("mutants")
 
@@ -50,10 +50,14 @@ class Chosen:
 @pytest.mark.parametrize(
     ("kind", "least"), [("schemes", 50), ("layers", 15), ("stores", 7), ("increments", 6)]
 )
-def test_every_mutant_is_caught(pytester: pytest.Pytester, kind: str, least: int) -> None:
+def test_every_mutant_is_caught(
+    torch_modules: object, pytester: pytest.Pytester, kind: str, least: int
+) -> None:
     chosen = Chosen()
     path = FOLDER / f"{kind}.py"
-    pytester.inline_run(path, "-p", "no:cacheprovider", "-q", "--tb=no", plugins=[chosen])
+    pytester.inline_run(
+        path, "-p", "no:cacheprovider", "-q", "--tb=no", plugins=[chosen, torch_modules]
+    )
     chosen.module.released.set()
     while chosen.module.__dict__.get("descriptors"):
         os.close(chosen.module.descriptors.pop())

@@ -118,20 +118,27 @@ def test_a_worker_cannot_write_to_slots_or_cut_them_short() -> None:
 
 @linux
 def test_what_a_worker_is_given_is_sealed() -> None:
+    before = _shared_memory().keys()
     with Sender("mp", {"w": torch.ones(4)}, num_workers=1) as sender:
         receiver = Receiver(sender.address(0), {"w": torch.zeros(4)})
         pending = sender.send_async()
         receiver.receive()
         pending.wait()
-        sealed = 0
-        for descriptor in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
-                if "memfd:sync-core" in os.readlink(f"/proc/self/fd/{descriptor}"):
-                    seals = fcntl.fcntl(int(descriptor), fcntl.F_GET_SEALS)
-                    assert seals & fcntl.F_SEAL_SHRINK
-                    sealed += 1
-        assert sealed >= 2
+        made = {file: seals for file, seals in _shared_memory().items() if file not in before}
+        assert len(made) >= 2
+        assert all(seals & fcntl.F_SEAL_SHRINK for seals in made.values())
         receiver.close()
+
+
+def _shared_memory() -> dict[int, int]:
+    """Return the seals of this process's anonymous memory, by inode."""
+    found = {}
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if "memfd:sync-core" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+                found[os.fstat(descriptor).st_ino] = seals
+    return found
 
 
 def test_sockets_are_nobody_elses() -> None:

@@ -24,6 +24,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_plugin_scale import IncrementError, Increments
+from sync_plugin_std import select
 
 # A send that takes longer counts as hanging, in seconds.
 _DEADLINE = 20.0
@@ -127,8 +128,7 @@ class Order:
             scheme,
             self.model,
             num_workers=2,
-            partial=self.partial,
-            layers=[self.skipper],
+            layers=[select("*"), self.skipper] if self.partial else [self.skipper],
             timeout=_DEADLINE,
             **self._options,
         )

@@ -250,6 +250,7 @@ class Worker:
         """Send a tensor by several senders; return an address of each."""
         for flag in zero_copy:
             weights = {"weight": torch.full((1000,), 5.0)}
-            sender = Sender(scheme, weights, num_workers=1, zero_copy=flag, timeout=20.0, **options)
+            arguments = {"timeout": 20.0, **options}
+            sender = Sender(scheme, weights, num_workers=1, zero_copy=flag, **arguments)
             self._sending.append((sender, sender.send_async()))
         return [sender.address(0) for sender, _ in self._sending]
