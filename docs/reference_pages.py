@@ -232,7 +232,7 @@ def pages() -> dict[str, str]:
         "testing": _exported("Conformance classes and helpers", "sync_testing"),
         "faults": _exported("Faults", "sync_testing.faults"),
         "fuzz": _exported("Hostile workers", "sync_testing.fuzz"),
-        "scheme-cases": _exported("Cases of schemes", "sync_testing.schemes", but="sync_testing"),
+        "scheme-cases": _exported("Cases of schemes", "sync_testing.schemes"),
         "models-of-cases": _exported("Models of the cases", "sync_testing.schemes.models"),
         "group-cases": _exported("Cases of worker groups", "sync_testing.worker_groups"),
         "collector-cases": _exported("Cases of collectors", "sync_collector.testing"),
@@ -502,14 +502,10 @@ def _printed(key: str, described: type) -> str:
     return head + _table(("key", "what it is"), rows)
 
 
-def _exported(title: str, module: str, *, but: str | None = None) -> str:
-    """A page with the names of a module, without those that are on the page of another one."""
+def _exported(title: str, module: str) -> str:
     found = importlib.import_module(module)
-    elsewhere = () if but is None else importlib.import_module(but).__all__
     about = f"``{module}``: {_first_paragraph(found)}"
-    return _page(
-        title, about, *(_automatic(module, name) for name in found.__all__ if name not in elsewhere)
-    )
+    return _page(title, about, *(_automatic(module, name) for name in found.__all__))
 
 
 def _kit(module: str, title: str, names: tuple[str, ...]) -> str:

@@ -18,7 +18,8 @@ from sync_testing.layers import LayerConformance, LayerPairConformance  # noqa: 
 from sync_testing.loopback import Loopback, LoopbackReceiver, LoopbackSender  # noqa: E402
 from sync_testing.negated import Negated  # noqa: E402
 from sync_testing.processes import descendants  # noqa: E402
-from sync_testing.schemes import CalledSchemeConformance, SchemeConformance  # noqa: E402
+from sync_testing.schemes import SchemeConformance  # noqa: E402
+from sync_testing.schemes.called import CalledSchemeConformance  # noqa: E402
 from sync_testing.worker_groups import (  # noqa: E402
     WorkerGroupConformance,
     count_threads,

@@ -1,4 +1,4 @@
-"""Conformance of schemes: `SchemeConformance` and `CalledSchemeConformance`, and their parts.
+"""Conformance of schemes, `SchemeConformance`, and its parts.
 
 A scheme that shares its slots with another inherits the groups of cases in which it differs; tests
 of one's own borrow the workers (`SchemeCases`, `SharedGroup`, `Workers`) and the models.
@@ -6,7 +6,6 @@ of one's own borrow the workers (`SchemeCases`, `SharedGroup`, `Workers`) and th
 
 from __future__ import annotations
 
-from sync_testing.schemes.called import CalledSchemeConformance
 from sync_testing.schemes.delivery import DeliveryCases
 from sync_testing.schemes.faults import FaultCases
 from sync_testing.schemes.increments import IncrementCases
@@ -18,7 +17,6 @@ from sync_testing.schemes.values import IsolationCases, ValueCases
 from sync_testing.schemes.worker import Worker
 
 __all__ = [
-    "CalledSchemeConformance",
     "CombinationCases",
     "DeliveryCases",
     "FaultCases",
