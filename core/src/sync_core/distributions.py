@@ -47,13 +47,16 @@ class DistributionInfo(Protocol):
     """The part of a distribution's interface that is read here."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name."""
 
     @property
-    def version(self) -> str: ...
+    def version(self) -> str:
+        """The version."""
 
     @property
-    def requires(self) -> list[str] | None: ...
+    def requires(self) -> list[str] | None:
+        """The requirements."""
 
 
 def requirements_of(distribution: DistributionInfo) -> Iterator[Requirement]:
