@@ -88,8 +88,10 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+# The first gathers the model, the second sends each rank's parts.
+@pytest.mark.parametrize("block", [2, 3])
 @pytest.mark.usefixtures("group")
-def test_a_sharded_trainer_sends_to_a_server(server: Server) -> None:
+def test_a_sharded_trainer_sends_to_a_server(server: Server, block: int) -> None:
     import torch
 
     model = make_llama(8)
@@ -99,5 +101,5 @@ def test_a_sharded_trainer_sends_to_a_server(server: Server) -> None:
         "http://10.0.0.7:8000": server.url,
         "range(100)": "range(2)",
     }
-    run_block(python_block(2, **replaced), model=model, torch=torch, train=lambda _: None)
+    run_block(python_block(block, **replaced), model=model, torch=torch, train=lambda _: None)
     assert server.generated() == (greedy(make_llama(8)), ["2"])
