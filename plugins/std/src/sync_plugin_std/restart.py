@@ -25,6 +25,8 @@ class Restart(FailurePolicy):
         OptionError: ``group`` is not a worker group, or cannot restart its workers.
 
     Example:
+        >>> import torch
+        >>> from sync_core import Receiver, Sender
         >>> from sync_plugin_std.workers import ThreadGroup
         >>> class Worker:
         ...     def __init__(self, worker_id):

@@ -94,6 +94,8 @@ class StatusServer:
         ClosedError: the sender is closed.
 
     Example:
+        >>> import torch
+        >>> from sync_core import Sender
         >>> with Sender("none", torch.nn.Linear(4, 2), num_workers=1) as sender:
         ...     server = StatusServer(sender)
         ...     sender.send().version
