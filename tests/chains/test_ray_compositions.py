@@ -25,7 +25,7 @@ def one_ray(ends_what_it_starts: None) -> Iterator[None]:
 
 
 class Cases(DeliveryCases, ValueCases, FaultCases):
-    """Those that `ray` itself runs, and all values."""
+    """The cases that `ray` itself runs, and all values."""
 
 
 class TestIncrementsOverRay(Cases):

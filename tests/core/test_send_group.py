@@ -128,7 +128,7 @@ def test_a_worker_that_commits_half_is_late(world: World) -> None:
     report = raised.value.report
     assert report.updated == (1,)
     assert isinstance(report.failed[0].error, WorkerTimeoutError)
-    # The report of each sender has what became of its own part.
+    # The report of each sender covers its own part.
     assert [each.updated for each in world.reports] == [(0, 1), (1,)]
 
 

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-#: What a worker's model holds after a failure: the version that it had, the new one, or anything.
+#: The weights of a model after a failure: the version that it had, the new one, or anything.
 ModelState = Literal["kept", "new", "bad"]
 
 
@@ -212,7 +212,7 @@ class WorkerError(SyncError):
         return f"worker {self.worker_id}: {self.message}"
 
 
-# What a class's word may be, and the classes by their words.
+# The pattern of the words of failures, and the classes by their words.
 _FAILURE = re.compile("[a-z0-9-]{1,64}")
 _failures: dict[str, type[WorkerError]] = {}
 

@@ -108,9 +108,9 @@ _MAX_RANK = 64
 _METADATA = "__metadata__"
 #: What to do about a quantized model.
 QUANTIZED = "send the module as it was before it was quantized, and let each worker quantize a copy"
-#: What the names begin with of tensors that a transport adds to those of the weights.
+#: The prefix of the names of tensors that a transport adds to those of the weights.
 RESERVED_PREFIX = "__sync__."
-#: What the names of extras begin with in a layout; see `sync_core.weights.extras`.
+#: The prefix of the names of extras in a layout; see `sync_core.weights.extras`.
 EXTRA_PREFIX = f"{RESERVED_PREFIX}extra."
 
 

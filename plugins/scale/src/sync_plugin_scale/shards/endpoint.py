@@ -1,4 +1,4 @@
-"""What the ranks of a trainer hold and where they are reached; it travels in addresses."""
+"""The parts of the ranks of a trainer and their endpoints, as addresses carry them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Sharded(WrappingScheme):
 
     @cached_property
     def _shards(self) -> LocalShards:
-        """What reads the model of one sender; see `bind`."""
+        """Reads the model of one sender; see `bind`."""
         return LocalShards(self.regions)
 
     def bind(self, context: BindContext) -> Self:
