@@ -18,7 +18,7 @@ TORCHRL := .venv-torchrl/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests test-kit test-chains tests-alone test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
+.PHONY: help test check tests test-kit test-chains tests-alone test-versions test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
 
 help:
 	@echo "make test                        every check and every test"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-kit [ARGS=]            that the suites catch broken plugins, and the searches of every order of events"
 	@echo "make test-chains [ARGS=]         the suite over every chain of schemes, a stranger's included; an hour"
 	@echo "make tests-alone [SEED=]         those of each distribution by themselves, in random order"
+	@echo "make test-versions [ARGS=]       tests with the oldest and newest Python, torch, tensordict, pluggy, Ray"
 	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
 	@echo "make test-torchrl TORCHRL_TESTS=  TorchRL's own tests of weight sync, with our schemes"
 	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
@@ -67,6 +68,10 @@ tests-alone: $(INSTALLED)
 	    $(PYTEST) --shuffle $$seed $$folder/src tests/$${folder#plugins/} $(ARGS) || failed="$$failed $$folder"; \
 	done; \
 	test -z "$$failed" || { echo "Failed, in the order of SEED=$$seed:$$failed" >&2; exit 1; }
+
+# Each version in an environment of its own; those that cannot be had here are named, with the reason.
+test-versions:
+	$(PYTHON) .ci/versions.py $(ARGS)
 
 test-engines:
 	@PYTHON=$(PYTHON) tests/engines/make_environment.sh; made=$$?; \

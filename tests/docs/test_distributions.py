@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from packaging.requirements import Requirement
 
 import sync_core
 
@@ -19,6 +21,7 @@ FOLDERS = sorted(
     path.parent for path in [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
 )
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+VERSIONS = runpy.run_path(str(ROOT / ".ci" / "versions.py"))
 _of_each = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 
@@ -64,8 +67,23 @@ def test_the_workflow_runs_what_exists() -> None:
     assert {*jobs["test"]["strategy"]["matrix"]["os"]} == {"ubuntu-latest", "macos-latest"}
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     targets = {command.split()[1] for command in commands if command.startswith("make ")}
-    assert targets == {"test", "test-kit", "test-chains", "tests-alone", "dist"}
+    assert targets == {"test", "test-kit", "test-chains", "tests-alone", "test-versions", "dist"}
+    columns = {column.name for column in VERSIONS["COLUMNS"]}
+    assert {*jobs["versions"]["strategy"]["matrix"]["column"]} == columns
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
+
+
+@pytest.mark.parametrize("column", VERSIONS["COLUMNS"], ids=lambda column: column.name)
+def test_the_oldest_version_that_is_tried_is_the_one_that_is_required(column: Any) -> None:
+    oldest = set()
+    for folder in FOLDERS:
+        project = project_of(folder)
+        required = [*project["dependencies"], f"Python{project['requires-python']}"]
+        parsed = (Requirement(requirement) for requirement in required)
+        oldest |= {str(each.specifier) for each in parsed if each.name == column.name}
+    assert oldest == {f">={column.oldest}"}
+    assert f"| {column.name} | {column.oldest} " in VERSIONS["PAGE"].read_text()
+    assert all((ROOT / test).exists() for test in column.tests)
 
 
 def test_the_workflow_is_valid() -> None:
