@@ -9,11 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from statistics import median
 
-from rich.console import Console
-from rich.table import Table
-
 from sync_collector.bench.measure import MODES, CollectorMeasurement, measure_collector
 from sync_collector.bench.training import ENVS
+from sync_tools.tables import print_table
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -64,19 +62,9 @@ def run(rest: Sequence[str], workers: int, rounds: int, as_json: bool) -> int:
 
 
 def _print(measured: Iterator[CollectorMeasurement]) -> None:
-    table = Table(
-        caption=(
-            "sync, by hand and bare: milliseconds until all workers have the weights; refresh: "
-            "until they are sent"
-        ),
-        caption_justify="left",
-    )
-    for column in ("", "mode"):
-        table.add_column(column, no_wrap=True)
-    for column in ("frames/s", "sync", "by hand", "bare", "refresh"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for measurement in measured:
-        table.add_row(
+    figures = ("frames/s", "sync", "by hand", "bare", "refresh")
+    rows = [
+        (
             measurement.env,
             measurement.mode,
             f"{median(measurement.frames_per_second):.0f}",
@@ -85,7 +73,13 @@ def _print(measured: Iterator[CollectorMeasurement]) -> None:
             _milliseconds(measurement.bare_seconds),
             _milliseconds(measurement.refresh_seconds),
         )
-    Console().print(table)
+        for measurement in measured
+    ]
+    print_table(("", "mode", *figures), rows, right=figures)
+    sys.stdout.write(
+        "sync, by hand and bare: milliseconds until all workers have the weights; refresh: until "
+        "they are sent\n"
+    )
 
 
 def _milliseconds(seconds: Sequence[float]) -> str:

@@ -9,12 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from importlib_metadata import entry_points
-from rich.console import Console
-from rich.table import Table
 
 from sync_core.errors import PluginNotFoundError
 from sync_tools.bench import MODELS, Measurement, measure
 from sync_tools.commands.scheme_options import parse_scheme_options
+from sync_tools.tables import print_table
 
 _MODEL = "large"
 
@@ -98,31 +97,27 @@ def _as_json(measurement: Measurement) -> dict[str, Any]:
 
 
 def _print(measurement: Measurement) -> None:
-    table = Table(
-        title=(
-            f"{measurement.plugin}, {measurement.model}: {measurement.nbytes / 1e6:.3g} MB in "
-            f"{measurement.tensors} tensors to {measurement.workers} workers on "
-            f"{measurement.cores} cores{', zero-copy' * measurement.zero_copy}"
-            f"{', consolidated' * measurement.consolidated}"
-        ),
-        title_justify="left",
+    sys.stdout.write(
+        f"{measurement.plugin}, {measurement.model}: {measurement.nbytes / 1e6:.3g} MB in "
+        f"{measurement.tensors} tensors to {measurement.workers} workers on "
+        f"{measurement.cores} cores{', zero-copy' * measurement.zero_copy}"
+        f"{', consolidated' * measurement.consolidated}\n"
     )
-    for column in ("", "median ms", "min ms", "max ms", "GB/s"):
-        table.add_column(column, justify="right" if column else "left")
-    rows = {"send": measurement.seconds, "limit (pack and copies)": measurement.limit}
+    rows = []
     moved = measurement.nbytes * measurement.workers
-    for name, seconds in rows.items():
+    measured = {"send": measurement.seconds, "limit (pack and copies)": measurement.limit}
+    for name, seconds in measured.items():
         if seconds:
             middle = sorted(seconds)[len(seconds) // 2]
             figures = [1e3 * middle, 1e3 * min(seconds), 1e3 * max(seconds), moved / middle / 1e9]
-            table.add_row(name, *(f"{figure:.2f}" for figure in figures))
-    console = Console()
-    console.print(table)
+            rows.append((name, *(f"{figure:.2f}" for figure in figures)))
+    figures_of = ("median ms", "min ms", "max ms", "GB/s")
+    print_table(("", *figures_of), rows, right=figures_of)
     if measurement.changed is not None:
         share = measurement.travelled / measurement.nbytes
-        console.print(
+        sys.stdout.write(
             f"{measurement.changed:.2%} changed; {measurement.travelled / 1e6:.3g} MB travelled to "
-            f"each worker, {share:.2%} of a whole version"
+            f"each worker, {share:.2%} of a whole version\n"
         )
     if measurement.share_of_limit is not None:
-        console.print(f"share of the limit reached: {measurement.share_of_limit:.2f}")
+        sys.stdout.write(f"share of the limit reached: {measurement.share_of_limit:.2f}\n")

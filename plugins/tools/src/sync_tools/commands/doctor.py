@@ -13,16 +13,14 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import Any, Literal
 
 from importlib_metadata import EntryPoint
-from rich.console import Console
-from rich.table import Table
 
 from sync_core import registry
 from sync_core.errors import PluginError, PluginNotFoundError
@@ -31,8 +29,9 @@ from sync_core.registry import owner_of
 from sync_core.wrapping import SEPARATOR
 from sync_plugin_std.workers import WorkerProcess, start_process
 from sync_tools.commands.findings import check_imports, check_machine, check_plugins
-from sync_tools.commands.listing import make_console, wraps_another
+from sync_tools.commands.listing import wraps_another
 from sync_tools.commands.scheme_options import format_scheme_options, parse_scheme_options
+from sync_tools.tables import paint, print_table
 
 #: Each trial sends this model of `sync_tools.bench` to so many workers, so many times.
 MODEL = "small"
@@ -43,7 +42,7 @@ GRACE = 5.0
 # An interpreter that imports torch has so long, which says nothing about the scheme.
 _START = 120.0
 _MAIN = "sync_tools.commands.trial:answer"
-_STYLES = {"ok": "green", "failed": "red", "skipped": "yellow"}
+_COLOURS = {"ok": "green", "failed": "red", "skipped": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +198,8 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     if not 0 < arguments.timeout < math.inf:
         parser.error("--timeout is a number of seconds above 0")
     diagnoses, findings = [], []
-    # On the terminal even when the output goes elsewhere: this takes seconds for each scheme.
-    progress = Console(stderr=True)
     for scheme, entry in _entries(arguments.schemes).items():
-        with progress.status(f"trying {scheme}"):
+        with _progress(f"trying {scheme}"):
             diagnosis, found = diagnose(entry, arguments.timeout, options, scheme=scheme)
         diagnoses.append(diagnosis)
         findings += found
@@ -215,9 +212,9 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
         }
         sys.stdout.write(json.dumps(told, indent=2) + "\n")
     else:
-        print_table(diagnoses)
+        print_diagnoses(diagnoses)
         for finding in findings:
-            make_console().print(str(finding), style="yellow")
+            sys.stdout.write(paint(str(finding), "yellow") + "\n")
     return int(any(each.verdict == "failed" for each in diagnoses))
 
 
@@ -244,21 +241,37 @@ def _wraps(entry: EntryPoint) -> bool:
         return False  # trying it reports the error
 
 
-def print_table(diagnoses: list[Diagnosis]) -> None:
+@contextmanager
+def _progress(text: str) -> Iterator[None]:
+    """Show a line in the terminal while something runs, also where the output goes elsewhere."""
+    shown = sys.stderr.isatty()
+    if shown:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    try:
+        yield
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def print_diagnoses(diagnoses: list[Diagnosis]) -> None:
     """Print a row for each scheme."""
-    # No lines, and one column for what pip knows: the sentence needs the room.
-    table = Table(box=None, pad_edge=False)
-    for column in ("scheme", "distribution", "verdict"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("ms", justify="right", no_wrap=True)
-    table.add_column("what is wrong", overflow="fold")
-    for each in diagnoses:
-        table.add_row(
-            each.name,
-            f"{each.distribution} {each.version}",
-            each.verdict,
-            None if each.milliseconds is None else f"{each.milliseconds:.2f}",
-            each.problem,
-            style=_STYLES[each.verdict],
-        )
-    make_console().print(table)
+    # One column for what pip knows: the sentence needs the room.
+    print_table(
+        ("scheme", "distribution", "verdict", "ms", "what is wrong"),
+        [
+            (
+                each.name,
+                f"{each.distribution} {each.version}",
+                each.verdict,
+                None if each.milliseconds is None else f"{each.milliseconds:.2f}",
+                each.problem,
+            )
+            for each in diagnoses
+        ],
+        right={"ms"},
+        whole={"scheme", "distribution", "verdict", "ms"},
+        colours=[_COLOURS[each.verdict] for each in diagnoses],
+    )

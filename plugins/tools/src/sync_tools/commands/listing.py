@@ -10,15 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from importlib_metadata import EntryPoint
-from rich.box import HEAVY_HEAD, Box
-from rich.console import Console
-from rich.table import Table
 
 from sync_core import WorkerGroup, registry
 from sync_core.errors import PluginError, RequirementError
 from sync_core.hooks import HOOKS, implemented
 from sync_core.registry import core_requirement, owner_of
 from sync_core.wrapping import WrappingScheme
+from sync_tools.tables import paint, print_table, terminal_width
 
 _TITLES = {
     registry.SCHEMES: "schemes",
@@ -29,8 +27,6 @@ _TITLES = {
 _OTHERS = {"sync.environments": "adapters of environments"}
 _DISABLED = f"disabled; to use it, take it out of {registry.DISABLE}"
 _GIVEN_TO_EVERY_GROUP = frozenset(inspect.signature(WorkerGroup).parameters)
-# Where no terminal sets a width, as in a pipe, a plugin keeps to one line.
-_UNWRAPPED = 10_000
 # A narrower terminal has no room for whole names beside the other columns.
 _WHOLE = 60
 
@@ -88,12 +84,6 @@ def listed() -> list[Listed]:
         for group, title in (_TITLES | _OTHERS).items()
         for entry in registry.entry_points_of(group)
     ]
-
-
-def make_console() -> Console:
-    """Return the console for tables, which keeps text as it is and never wraps in a pipe."""
-    width = None if sys.stdout.isatty() else _UNWRAPPED
-    return Console(width=width, markup=False, highlight=False)
 
 
 def _listed(group: str, kind: str, entry: EntryPoint) -> Listed:
@@ -166,45 +156,47 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(plugin) for plugin in plugins], indent=2) + "\n")
         return 0
-    console = make_console()
-    box = HEAVY_HEAD if sys.stdout.isatty() else None
     for group, title in (_TITLES | _OTHERS).items():
         of_kind = [plugin for plugin in plugins if plugin.kind == title]
         if of_kind:
-            console.print(_table(title, of_kind, box, console.width))
+            sys.stdout.write(f"{title}\n")
+            _print(of_kind)
+            sys.stdout.write("\n")
         elif group in _TITLES:
-            console.print(f"{title}: none is installed; to install some, type:")
-            _print_known(console, group)
+            sys.stdout.write(f"{title}: none is installed; to install some, type:\n")
+            _print_known(group)
     for plugin in plugins:
         if remark := _remark(plugin):
             # Not in the table, which would break what has to be typed.
-            console.print(f"{plugin.name}: {remark}", style=_style(plugin), soft_wrap=True)
+            sys.stdout.write(paint(f"{plugin.name}: {remark}", _colour(plugin)) + "\n")
     return 0
 
 
-def _print_known(console: Console, group: str) -> None:
+def _print_known(group: str) -> None:
     known = registry.KNOWN[group]
     for distribution in dict.fromkeys(known.values()):
         names = ", ".join(name for name, owner in known.items() if owner == distribution)
-        console.print(f"  pip install {distribution}  # {names}", soft_wrap=True)
+        sys.stdout.write(f"  pip install {distribution}  # {names}\n")
 
 
-def _table(title: str, plugins: list[Listed], box: Box | None, width: int) -> Table:
-    table = Table(title=title, title_justify="left", box=box)
-    for column in ("name", "distribution", "version", "hooks", "capabilities"):
-        # Names are typed: they stay whole where there is room, and are broken before they are cut.
-        whole = column in {"name", "distribution"} and width >= _WHOLE
-        table.add_column(column, overflow="fold", no_wrap=whole)
-    for plugin in plugins:
-        table.add_row(
-            plugin.name,
-            plugin.distribution,
-            plugin.version,
-            ", ".join(plugin.hooks),
-            "see below" if _remark(plugin) else _capabilities(plugin),
-            style=_style(plugin),
-        )
-    return table
+def _print(plugins: list[Listed]) -> None:
+    # Names are typed: they stay whole where there is room, and are broken before they are cut.
+    width = terminal_width()
+    print_table(
+        ("name", "distribution", "version", "hooks", "capabilities"),
+        [
+            (
+                plugin.name,
+                plugin.distribution,
+                plugin.version,
+                ", ".join(plugin.hooks),
+                "see below" if _remark(plugin) else _capabilities(plugin),
+            )
+            for plugin in plugins
+        ],
+        whole={"name", "distribution"} if width is None or width >= _WHOLE else (),
+        colours=[_colour(plugin) for plugin in plugins],
+    )
 
 
 def _capabilities(plugin: Listed) -> str:
@@ -217,7 +209,7 @@ def _capabilities(plugin: Listed) -> str:
     return f"wraps another: {typed if joined else f'{plugin.name}::shm'}; keeps {listed}"
 
 
-def _style(plugin: Listed) -> str | None:
+def _colour(plugin: Listed) -> str | None:
     return "red" if plugin.error else "yellow" if plugin.disabled or plugin.needs else None
 
 

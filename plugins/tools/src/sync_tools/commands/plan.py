@@ -14,11 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-
-from sync_tools.commands.listing import make_console
+from sync_tools.tables import print_table
 
 #: Bytes of one parameter.
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -387,7 +383,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     if arguments.json:
         sys.stdout.write(json.dumps([asdict(estimate) for estimate in found], indent=2) + "\n")
         return 0
-    _print(job, found, make_console())
+    _print(job, found)
     if by_params and arguments.dtype == "fp32":
         sys.stdout.write('layers=["bf16"] halves the bytes; add --dtype bf16 to see it.\n')
     return 0
@@ -426,30 +422,34 @@ def _check_sharded(arguments: argparse.Namespace, parser: argparse.ArgumentParse
             parser.error(f"--{name} is for models that are not sharded; leave it out")
 
 
-def _print(job: Job, found: list[Estimate], console: Console) -> None:
+def _print(job: Job, found: list[Estimate]) -> None:
     network = f" on {job.nodes} machines, {job.gbit:g} Gbit/s" if job.nodes > 1 else ""
     if job.sharded:
         network = f", each copy on {job.worker_ranks}, {job.gbit:g} Gbit/s for each"
     ranks = f" from {job.ranks} ranks" if job.ranks > 1 else ""
-    console.print(f"{size_text(job.gigabytes)}{ranks} to {job.workers} workers{network}")
-    table = Table(box=SIMPLE, padding=0)
-    table.add_column("way")
-    for column in ("seconds", "memory: here", "elsewhere", "worker"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for estimate in found:
-        memory = estimate.trainer_gb, estimate.node_gb, estimate.worker_gb
-        table.add_row(estimate.way, seconds_text(estimate), *map(size_text, memory))
-    console.print(table)
-    for estimate in found:
-        if estimate.remark:
-            console.print(f"{estimate.way}: {estimate.remark}", soft_wrap=True)
-    if faster := _faster_by_shards(job, found):
-        console.print(faster, soft_wrap=True)
-    console.print(
-        "Memory besides models: on the trainer's machine, on each other one, and in each worker; "
-        "below 0 where a worker needs no model.",
-        soft_wrap=True,
+    sys.stdout.write(f"{size_text(job.gigabytes)}{ranks} to {job.workers} workers{network}\n\n")
+    figures = ("seconds", "memory: here", "elsewhere", "worker")
+    print_table(
+        ("way", *figures),
+        [
+            (
+                each.way,
+                seconds_text(each),
+                *map(size_text, (each.trainer_gb, each.node_gb, each.worker_gb)),
+            )
+            for each in found
+        ],
+        right=figures,
+        whole=figures,
     )
+    remarks = [f"{estimate.way}: {estimate.remark}" for estimate in found if estimate.remark]
+    if faster := _faster_by_shards(job, found):
+        remarks.append(faster)
+    remarks.append(
+        "Memory besides models: on the trainer's machine, on each other one, and in each worker; "
+        "below 0 where a worker needs no model."
+    )
+    sys.stdout.write("\n" + "\n".join(remarks) + "\n")
 
 
 def _faster_by_shards(job: Job, found: list[Estimate]) -> str:

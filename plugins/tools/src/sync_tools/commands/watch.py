@@ -6,30 +6,25 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-from rich.box import SIMPLE
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
 from sync_core.errors import SyncError
+from sync_tools.tables import format_table, paint, terminal_width
 
 # A sender that does not answer in this time is stopped, or busy with other readers, in seconds.
 _DEADLINE = 5.0
-_STYLES = {
+_COLOURS = {
     "current": "green",
     "behind": "yellow",
     "connecting": "yellow",
     "restarting": "yellow",
     "suspect": "red",
     "quarantined": "red",
-    "bad": "bold red",
-    "lost": "bold red",
+    "bad": "red",
+    "lost": "red",
 }
 # The milliseconds of a worker's last update, by the title of their column.
 _PHASES = {
@@ -94,45 +89,48 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     if not arguments.interval > 0:
         parser.error(f"--interval must be more than 0 seconds, got {arguments.interval}")
     status = fetch(arguments.address)
-    console = Console()
     if arguments.json:
         sys.stdout.write(json.dumps(status, indent=2) + "\n")
     elif arguments.once:
-        console.print(render(status))
+        sys.stdout.write(f"{render(status)}\n")
     else:
-        _watch(arguments.address, status, arguments.interval, console)
+        _watch(arguments.address, status, arguments.interval)
     return 0
 
 
-def _watch(address: str, status: Mapping[str, Any], interval: float, console: Console) -> None:
+def _watch(address: str, status: Mapping[str, Any], interval: float) -> None:
+    # A terminal shows one table, and a file has them one after the other.
+    top = "\x1b[H\x1b[J" if sys.stdout.isatty() else ""
     try:
-        with Live(render(status), console=console, auto_refresh=False) as live:
-            while True:
-                live.refresh()
-                time.sleep(interval)
-                live.update(render(fetch(address)))
+        while True:
+            sys.stdout.write(f"{top}{render(status)}\n")
+            sys.stdout.flush()
+            time.sleep(interval)
+            status = fetch(address)
     except KeyboardInterrupt:
         return
     except StatusError as error:
-        console.print(f"{error}; it was closed, or its process has ended", markup=False)
+        sys.stdout.write(f"{error}; it was closed, or its process has ended\n")
 
 
-def render(status: Mapping[str, Any]) -> Group:
+def render(status: Mapping[str, Any]) -> str:
     """Return a line about the sender, a table of its workers, and their errors.
 
     Args:
         status: the fields of `SenderView`.
     """
-    table = Table(box=SIMPLE, padding=0, caption_justify="left")
-    table.caption = "deliver to answer: milliseconds of the worker's last update"
-    table.add_column("worker", justify="right")
-    table.add_column("state")
-    for column in ("since", "version", "lag", *_PHASES, "MB"):
-        table.add_column(column, justify="right")
-    for worker in status["workers"]:
-        table.add_row(*_cells(worker))
-    errors = [Text(w["error"], style="red") for w in status["workers"] if w["error"]]
-    return Group(Text(_headline(status)), table, *errors)
+    workers = status["workers"]
+    figures = ("since", "version", "lag", *_PHASES, "MB")
+    table = format_table(
+        ("worker", "state", *figures),
+        [_cells(worker) for worker in workers],
+        right={"worker", *figures},
+        colours=[_COLOURS.get(worker["state"]) for worker in workers],
+        width=terminal_width(),
+    )
+    errors = [paint(worker["error"], "red") for worker in workers if worker["error"]]
+    caption = "deliver to answer: milliseconds of the worker's last update"
+    return "\n".join([_headline(status), "", table, "", caption, *errors])
 
 
 def _headline(status: Mapping[str, Any]) -> str:
@@ -153,16 +151,15 @@ def _headline(status: Mapping[str, Any]) -> str:
     )
 
 
-def _cells(worker: Mapping[str, Any]) -> Sequence[str | Text]:
-    state = worker["state"]
+def _cells(worker: Mapping[str, Any]) -> list[str]:
     # Of an update that failed, nothing is known but how long that took.
     last = None if worker["last"] is None or worker["last"]["error"] else worker["last"]
     return [
         str(worker["worker_id"]),
-        Text(state, style=_STYLES.get(state, "")),
+        worker["state"],
         f"{worker['state_seconds']:.0f} s",
         str(worker["version"]),
-        Text(str(worker["lag"]), style="yellow" if worker["lag"] else ""),
+        str(worker["lag"]),
         *(_milliseconds(last, field) for field in _PHASES.values()),
         "" if last is None else f"{last['nbytes'] / 1e6:,.1f}",
     ]

@@ -1,0 +1,103 @@
+"""Plain text for the terminal: tables that fit its width, and colours where it shows them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
+from itertools import zip_longest
+
+__all__ = ["format_table", "paint", "print_table", "terminal_width"]
+
+_GAP = 2
+# A column is not made narrower than this, in characters.
+_NARROWEST = 4
+_COLOURS = {"red": "31", "green": "32", "yellow": "33"}
+
+
+def terminal_width() -> int | None:
+    """Return the width of the terminal in characters; None where the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def paint(text: str, colour: str | None) -> str:
+    """Return text in a colour, where standard output is a terminal that shows colours.
+
+    Args:
+        text: the text.
+        colour: ``"red"``, ``"green"`` or ``"yellow"``; None for the terminal's own.
+
+    Example:
+        >>> paint("failed", "red")  # not in a terminal
+        'failed'
+    """
+    if not text or colour is None or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
+
+
+def format_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str | None]],
+    *,
+    right: Collection[str] = (),
+    whole: Collection[str] = (),
+    colours: Sequence[str | None] = (),
+    width: int | None = None,
+) -> str:
+    """Return a table as lines of text, the first of them with the names of its columns.
+
+    Args:
+        columns: the names of the columns.
+        rows: a cell of each column; None is an empty cell.
+        right: columns whose cells are aligned to the right, such as numbers.
+        whole: columns whose cells are never broken into lines.
+        colours: the colour of each row, as `paint` takes it.
+        width: characters of a line; the cells of the widest columns are broken into lines until
+            the table fits. None leaves every row on one line.
+
+    Example:
+        >>> print(format_table(("scheme", "ms"), [("shm", "0.76"), ("ray", "11.20")], right={"ms"}))
+        scheme     ms
+        shm      0.76
+        ray     11.20
+    """
+    cells = [[*columns], *([cell or "" for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    foldable = [number for number, name in enumerate(columns) if name not in whole]
+    while width is not None and foldable and sum(widths) + _GAP * (len(widths) - 1) > width:
+        widest = max(foldable, key=widths.__getitem__)
+        if widths[widest] <= _NARROWEST:
+            break
+        widths[widest] -= 1
+    align = [str.rjust if name in right else str.ljust for name in columns]
+    lines = []
+    for row, colour in zip_longest(cells, (None, *colours)):
+        for parts in zip_longest(*map(_fold, row, widths), fillvalue=""):
+            aligned = (
+                put(part, room) for put, part, room in zip(align, parts, widths, strict=True)
+            )
+            lines.append(paint((" " * _GAP).join(aligned).rstrip(), colour))
+    return "\n".join(lines)
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str | None]],
+    *,
+    right: Collection[str] = (),
+    whole: Collection[str] = (),
+    colours: Sequence[str | None] = (),
+) -> None:
+    """Print a table that fits the terminal; the arguments are those of `format_table`."""
+    table = format_table(
+        columns, rows, right=right, whole=whole, colours=colours, width=terminal_width()
+    )
+    sys.stdout.write(f"{table}\n")
+
+
+def _fold(cell: str, width: int) -> Iterator[str]:
+    """Yield the lines of a cell; a word that is too long is broken, and nothing is cut off."""
+    yield from textwrap.wrap(cell, width, break_on_hyphens=False) or [""]
