@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
@@ -53,6 +53,46 @@ class Flaky(CountingEnv):
                 time.sleep(1e4)
             os._exit(3)
         return super().step(tensordict)
+
+
+class Broken(nn.Module):
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.act(observation)
+
+    def act(self, observation: Tensor) -> Tensor:
+        raise KeyError("hidden") from ZeroDivisionError("before")
+
+
+class Unplugged(CountingEnv):
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        del tensordict
+        raise OSError("the cable is out")
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "shown", "last"),
+    [
+        (CountingEnv, Broken(), ["forward", "act"], "KeyError: 'hidden'"),
+        (Unplugged, Scale(), ["step"], "OSError: the cable is out"),
+    ],
+    ids=["policy", "environment"],
+)
+def test_a_traceback_shows_the_users_code_and_folds_what_calls_it(
+    make: Any, policy: Any, shown: list[str], last: str
+) -> None:
+    with (
+        Collector(make, policy, scheme="shm", frames_per_batch=4) as failing,
+        pytest.raises(RemoteCallError) as caught,
+    ):
+        next(failing)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("worker 0: ")
+    assert lines[0].endswith(last)
+    frames = [line for line in lines if line.startswith("  File ")]
+    assert [line.partition(" in ")[2] for line in frames] == shown
+    assert any("frames of sync_collector" in line for line in lines)
+    assert ("ZeroDivisionError: before" in lines) == (make is CountingEnv)
+    assert lines[-1] == last
 
 
 def collector(make: Any, policy: Any, remedy: Any, **options: Any) -> Collector:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -13,6 +12,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from sync_plugin_ray.inbox import take_calls
+from sync_plugin_std.workers import describe_failure
 
 #: Concurrency group of the methods that run beside a call: the one that `waits`, and `end`.
 BESIDE = "beside"
@@ -43,11 +43,9 @@ class Failed:
 
     @classmethod
     def because(cls, verdict: str, error: BaseException) -> Failed:
-        """A failure with an exception, told from the frame below the one that caught it."""
-        below = error.__traceback__ and error.__traceback__.tb_next
-        frames = traceback.format_exception(type(error), error, below)
-        summary = traceback.format_exception_only(error)[0].strip()
-        return cls(f"{verdict} {summary}", "".join(frames), error)
+        """A failure with an exception, where it was caught."""
+        summary, frames = describe_failure(error)
+        return cls(f"{verdict} {summary}", frames, error)
 
 
 Outcome = Returned | Failed

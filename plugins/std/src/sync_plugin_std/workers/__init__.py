@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         start_process,
     )
     from sync_plugin_std.workers.thread_group import ThreadGroup
+    from sync_plugin_std.workers.tracebacks import describe_failure
 
 _MODULES = {
     "sync_plugin_std.workers.calls": (
@@ -46,6 +47,7 @@ _MODULES = {
         "start_process",
     ),
     "sync_plugin_std.workers.thread_group": ("ThreadGroup",),
+    "sync_plugin_std.workers.tracebacks": ("describe_failure",),
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "check_worker_options",
     "choose_group",
     "close_hosted",
+    "describe_failure",
     "fork_server_pids",
     "gather",
     "pickle_factory",

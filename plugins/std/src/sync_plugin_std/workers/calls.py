@@ -17,6 +17,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from sync_core.errors import RemoteCallError, WorkerLostError, WorkerTimeoutError
+from sync_plugin_std.workers.tracebacks import describe_failure
 
 # From this many bytes on, leaving an array out of the pickle pays for the system calls it takes.
 _BIG = 1 << 16
@@ -179,11 +180,9 @@ class CallOutcome:
 
     @classmethod
     def failure(cls, verdict: str, error: BaseException) -> CallOutcome:
-        """A failure by an exception, told from the frame below the one that caught it."""
-        below = error.__traceback__ and error.__traceback__.tb_next
-        frames = traceback.format_exception(type(error), error, below)
-        summary = traceback.format_exception_only(error)[0].strip()
-        return cls(None, f"{verdict} {summary}", "".join(frames), error)
+        """A failure by an exception, where it was caught."""
+        summary, frames = describe_failure(error)
+        return cls(None, f"{verdict} {summary}", frames, error)
 
     @property
     def failed(self) -> bool:
