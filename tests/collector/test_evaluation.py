@@ -107,6 +107,29 @@ def test_its_environment_is_closed_with_the_collector() -> None:
         collector.evaluate(1)
 
 
+@pytest.mark.parametrize("scheme", ["none", "thread", "shm"])
+def test_after_the_last_batch(scheme: str) -> None:
+    Paid.closed.clear()
+    policy = Policy(1.0)
+    with make(policy, scheme=scheme, workers="inline", total_frames=8) as collector:
+        assert len(list(collector)) == 2
+        ended = len(Paid.closed)
+        with torch.no_grad():
+            policy.weight.fill_(2.0)
+        assert collector.evaluate(3).rewards == (8.0,) * 3
+        assert collector.evaluate(1, weights=Policy(3.0)).rewards == (12.0,)
+        assert len(Paid.closed) == ended + 2, "nothing else closes these environments"
+    assert collector.evaluate(1).rewards == (8.0,)
+
+
+def test_policies_that_the_workers_made_end_with_them() -> None:
+    with make(policy_factory=lambda: Policy(3.0), total_frames=4) as collector:
+        list(collector)
+        with pytest.raises(ClosedError, match="weights="):
+            collector.evaluate(1)
+        assert collector.evaluate(1, weights=Policy(5.0)).rewards == (20.0,)
+
+
 def test_episodes_that_do_not_end() -> None:
     with (
         Collector(lambda: CountingEnv(10**9), scheme="none", frames_per_batch=4) as collector,

@@ -337,7 +337,8 @@ class Collector(TorchRLNames):
         Raises:
             TimeoutError: not all episodes ended in time.
             LayoutMismatchError: weights that are others than the policy's.
-            ClosedError: the collector was shut down.
+            ClosedError: the collector was shut down before its last batch; or after it, where
+                ``policy_factory`` made the policies and no ``weights`` are given.
 
         Example:
             >>> from sync_collector.envs import CountingEnv
@@ -345,7 +346,6 @@ class Collector(TorchRLNames):
             ...     collector.evaluate(episodes=2).lengths
             (5, 5)
         """
-        self._check_open()
         run = functools.partial(
             self._evaluator.evaluate,
             episodes,
@@ -354,7 +354,14 @@ class Collector(TorchRLNames):
             seed=seed,
             timeout=self._timeout if timeout is None else timeout,
         )
-        result = self._at_rest(run) if self._evaluator.needs_rest else run()
+        if not self._close.alive and self._delivery.wanted == 0:
+            self._background.check()
+            # After the last batch no worker needs to rest, and nothing else closes what this makes.
+            with closing(self._evaluator):
+                result = run()
+        else:
+            self._check_open()
+            result = self._at_rest(run) if self._evaluator.needs_rest else run()
         self._reporter.log_evaluation(result, self._delivery.stats().frames)
         return result
 

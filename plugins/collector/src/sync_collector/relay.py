@@ -275,7 +275,16 @@ class PolicyRelay:
         self.pass_on(POLICY)
 
     def read_model(self, name: str) -> Mapping[str, Tensor]:
-        """Return a copy of a model's tensors as a worker has them; empty if it has none."""
+        """Return a copy of a model's tensors as a worker has them; empty if it has none.
+
+        Raises:
+            ClosedError: the workers have ended.
+        """
+        if self._pool.dismissed:
+            raise ClosedError(
+                "the workers, which made their policies, have ended after the last batch; type "
+                "evaluate(weights=…) to evaluate those of a model"
+            )
         return self._pool.gather_one(
             self._pool.ids[0], f"read its {name!r}", CollectorWorker.read_model, name
         )
