@@ -10,10 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
+from torch import nn
 
 import sync_core
-from sync_core import PluginNotFoundError, Sender, hookimpl, registry
+from sync_core import Address, PluginNotFoundError, Receiver, Sender, hookimpl, registry
 from sync_core.errors import (
     NotAPluginError,
     PluginConflictError,
@@ -108,7 +110,11 @@ def test_only_the_plugin_that_was_named_is_loaded(site: Site) -> None:
             "did you mean 'shm'.; for a plugin of your own, .* .installed: chunked, file",
         ),
         (registry.SCHEMES, "SHM", "did you mean 'shm'"),
-        (registry.SCHEMES, "smoke-signal", "'smoke-signal' is installed; for a plugin of your own"),
+        (
+            registry.SCHEMES,
+            "smoke-signal",
+            "is installed; its distribution may be called sync-plugin-smoke-signal; for a plugin",
+        ),
         (registry.LAYERS, "bf61", "no layer 'bf61' is installed; did you mean 'bf16'"),
         (registry.WORKERS, "proces", "no worker group 'proces' .* did you mean 'process'"),
     ],
@@ -125,6 +131,25 @@ def test_two_distributions_that_claim_one_name(site: Site) -> None:
         PluginConflictError, match=r"other-plugin 1\.2 and pigeon-plugin 1\.2; .*pip uninstall"
     ):
         registry.find(registry.SCHEMES, "carrier-pigeon")
+
+
+def test_the_name_of_a_distribution_before_the_name_of_a_plugin(site: Site) -> None:
+    site.install("other-plugin", SCHEME, name="shm")
+    with pytest.raises(PluginConflictError, match=r"name one, as other-plugin:shm, or remove one"):
+        registry.find(registry.SCHEMES, "shm")
+    assert registry.find(registry.SCHEMES, "other-plugin:shm").version == "1.2"
+    chain = registry.find(registry.SCHEMES, "increments::sync-plugin-std:shm")
+    assert chain.innermost.distribution == "sync-plugin-std"
+    source, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    with Sender("sync-plugin-std:shm", source, num_workers=1) as sender:
+        address = Address.from_json(sender.address(0).to_json())
+        with Receiver(address, target) as receiver:
+            pending = sender.send_async()
+            assert receiver.receive() == 1
+            pending.wait()
+    assert torch.equal(source.weight, target.weight)
+    with pytest.raises(PluginNotFoundError, match="no scheme 'other-plugin:mp' is installed"):
+        registry.find(registry.SCHEMES, "other-plugin:mp")
 
 
 def test_who_claims_a_name_of_ours_is_the_one_to_remove(site: Site) -> None:

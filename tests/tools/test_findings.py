@@ -118,7 +118,8 @@ def test_two_distributions_for_one_name(install: Install) -> None:
     (finding,) = findings.conflicts()
     assert_line(
         str(finding),
-        "pigeon: 2 distributions claim the layer 'pigeon': first 1.0 and second 1.0; remove one",
+        "pigeon: 2 distributions claim the layer 'pigeon': first 1.0 and second 1.0; name one, as "
+        "first:pigeon, or remove one",
     )
 
 

@@ -152,8 +152,9 @@ def find(group: str, name: Any) -> Plugin:
 
     Args:
         group: ``"sync.schemes"``, ``"sync.layers"`` or ``"sync.workers"``.
-        name: its name, or a plugin object (or class, or module) to be used as it is. Of schemes
-            also a chain, such as ``"increments::dist"``: the names of schemes that wrap others,
+        name: its name, or a plugin object (or class, or module) to be used as it is. Where several
+            distributions claim the name, ``"sync-plugin-std:shm"`` says whose. Of schemes also a
+            chain, such as ``"increments::dist"``: the names of schemes that wrap others,
             from the outside in, and last the one that is wrapped.
 
     Raises:
@@ -271,11 +272,21 @@ def is_disabled(entry: EntryPoint) -> bool:
 def entry_point(group: str, name: str) -> EntryPoint:
     """The only entry point of a name, not loaded.
 
+    Args:
+        group: the group.
+        name: the name; where several distributions claim it, one of them may stand before it, as in
+            ``"sync-plugin-std:shm"``.
+
     Raises:
         PluginNotFoundError: there is none.
         PluginConflictError: there are several.
     """
-    entries = [entry for entry in installed(group) if entry.name == name]
+    owner, _, own = name.rpartition(":")
+    entries = [
+        entry
+        for entry in installed(group)
+        if entry.name == own and (not owner or owner_of(entry)[0] == owner)
+    ]
     if not entries:
         raise PluginNotFoundError(_not_found(group, name))
     if len(entries) > 1:
@@ -285,8 +296,8 @@ def entry_point(group: str, name: str) -> EntryPoint:
         other = max(names, key=lambda owner: owner != KNOWN[group].get(name))
         raise PluginConflictError(
             f"{len(entries)} distributions claim the {_KINDS[group]} {name!r}: "
-            f"{' and '.join(owners)}; remove one, for example: pip uninstall {other}; "
-            f"or set {DISABLE}={other}"
+            f"{' and '.join(owners)}; name one, as {names[-1]}:{name}, or remove one, for "
+            f"example: pip uninstall {other}; or set {DISABLE}={other}"
         )
     return entries[0]
 
@@ -304,6 +315,8 @@ def _not_found(group: str, name: str) -> str:
         message += f"; did you mean {near[0]!r}?"
         if near[0] not in there:
             message += f" Then type: pip install {known[near[0]]}"
+    elif name.replace("-", "").isalnum():
+        message += f"; its distribution may be called sync-plugin-{name}"
     if name not in known:
         message += "; for a plugin of your own, type in its folder: pip install -e ."
     return f"{message} (installed: {', '.join(there) or 'none'})"

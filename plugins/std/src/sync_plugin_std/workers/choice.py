@@ -64,8 +64,10 @@ def shares_policy(scheme: Any) -> bool:
 
 def _default_group(scheme: registry.Plugin) -> str:
     names = {entry.name for entry in registry.installed(registry.WORKERS)}
-    if scheme.innermost.name in names:
-        return scheme.innermost.name
+    # Without the distribution that stands before it where several claim the name.
+    name = scheme.innermost.name.rpartition(":")[2]
+    if name in names:
+        return name
     return "process" if "cross_process" in scheme.capabilities else "inline"
 
 
