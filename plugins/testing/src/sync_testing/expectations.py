@@ -13,4 +13,5 @@ MEMBERS = "workers must be those that were made or added, less those that were r
 ALIVE = "alive() must say whether the worker runs"
 CLOSED = "a worker that ends must close what it hosts, once"
 CALLS = "a call must run on what its worker hosts, in order, and bring back the result"
+LOST = "WorkerLostError must name the worker that ended, and the function that it did not finish"
 REMOTE_ERROR = "an error must name the worker, the function and the exception, with its traceback"

@@ -69,14 +69,22 @@ class LayerLink:
     Args:
         sender: the sender.
         targets: the models of its workers.
+        settles: how many updates of the same weights bring a worker what was sent.
     """
 
-    def __init__(self, sender: Sender, targets: list[Any]) -> None:
+    def __init__(self, sender: Sender, targets: list[Any], settles: int = 1) -> None:
         self.sender = sender
+        self.settles = settles
         self.target = targets[0]
         self.receivers = [Receiver(sender.address(i), t) for i, t in enumerate(targets)]
 
     def send(self, weights: Any = None, worker_ids: list[int] | None = None) -> int:
+        """Push until the weights have settled in every worker that they are for; the version."""
+        for _ in range(self.settles):
+            version = self._send(weights, worker_ids)
+        return version
+
+    def _send(self, weights: Any, worker_ids: list[int] | None) -> int:
         """Push until every worker that it is for has been updated; the version."""
         wanted = set(self.sender.all_worker_ids() if worker_ids is None else worker_ids)
         for _ in range(_MOST_SKIPPED):
@@ -116,6 +124,7 @@ class LayerCases(Conformance):
 
     layer: ClassVar[Any]
     tolerance: ClassVar[float] = 0.0
+    settles: ClassVar[int] = 1
 
     def make_source(self, seed: int) -> Any:
         """Make the trainer's model, with other values for each seed."""
@@ -142,7 +151,7 @@ class LayerCases(Conformance):
         sender = Sender(
             Loopback(), source, num_workers=len(targets), layers=layers or [self.layer], **options
         )
-        return LayerLink(senders.enter_context(sender), list(targets))
+        return LayerLink(senders.enter_context(sender), list(targets), self.settles)
 
     def check_target(self, target: Any, source: Any) -> None:
         """Check that a worker has what it must have after a send of ``source``."""
@@ -464,6 +473,8 @@ class LayerConformance(LayerValueCases, HistoryCases, LayerCombinationCases):
         layer: the name of an installed layer, or an object.
         tolerance: by how much a floating-point weight may differ after the way, relative to the
             largest weight of its tensor; 0 for a layer that loses nothing.
+        settles: after how many updates with the same weights a worker has them, within the
+            tolerance; more than 1 for a layer that sends a part of each change, and the rest later.
 
     Example:
         >>> class TestBFloat16(LayerConformance):
@@ -481,6 +492,7 @@ class LayerPairConformance(HistoryCases, LayerCombinationCases):
     Attributes:
         layer: the name of an installed layer, or an object.
         tolerance: as in `LayerConformance`.
+        settles: as in `LayerConformance`.
 
     Example:
         >>> from sync_plugin_std import rename, select

@@ -26,7 +26,7 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_testing.cases import Conformance
-from sync_testing.expectations import ALIVE, CALLS, CLOSED, MEMBERS, RECEIVED, REMOTE_ERROR
+from sync_testing.expectations import ALIVE, CALLS, CLOSED, LOST, MEMBERS, RECEIVED, REMOTE_ERROR
 
 __all__ = ["Closed", "Counter", "WorkerGroupConformance", "pid_of", "sleep", "wait_for"]
 
@@ -211,9 +211,8 @@ class WorkerGroupConformance(Conformance):
             shared.call(1, Counter.fail, "no more").result()
         assert caught.value.worker_id == 1, REMOTE_ERROR
         first, *traceback = str(caught.value).splitlines()
-        assert first.startswith("worker 1: Counter.fail raised "), REMOTE_ERROR
-        assert first.endswith("CounterError: no more"), REMOTE_ERROR
-        assert traceback[0] == "Traceback (most recent call last):", REMOTE_ERROR
+        assert "fail" in first, REMOTE_ERROR
+        assert "CounterError: no more" in first, REMOTE_ERROR
         assert any("in fail" in line for line in traceback), REMOTE_ERROR
         assert isinstance(caught.value.__cause__, CounterError), REMOTE_ERROR
         assert caught.value.__cause__.args == ("no more",), REMOTE_ERROR
@@ -227,7 +226,7 @@ class WorkerGroupConformance(Conformance):
         assert working.result() == 0, CALLS
 
     def test_system_exit_is_an_exception_like_any_other(self, shared: WorkerGroup) -> None:
-        with pytest.raises(RemoteCallError, match=r"Counter\.leave raised SystemExit: 3"):
+        with pytest.raises(RemoteCallError, match="SystemExit"):
             shared.call(0, Counter.leave).result()
         assert shared.alive(0), ALIVE
 
@@ -238,7 +237,7 @@ class WorkerGroupConformance(Conformance):
 
     @pytest.mark.parametrize("worker_id", [-1, 2, True, "0"])
     def test_an_unknown_worker_is_an_error(self, shared: WorkerGroup, worker_id: Any) -> None:
-        with pytest.raises(UnknownWorkerError, match=r"no worker .* there are: 0, 1"):
+        with pytest.raises(UnknownWorkerError):
             shared.call(worker_id, repr)
         with pytest.raises(UnknownWorkerError):
             shared.alive(worker_id)
@@ -264,15 +263,16 @@ class WorkerGroupConformance(Conformance):
     @pytest.mark.usefixtures("processes")
     def test_what_cannot_travel_fails_its_call_alone(self, shared: WorkerGroup) -> None:
         home = os.getpid()
-        calls: dict[str, tuple[Any, ...]] = {
-            r"^worker 0: repr or its arguments cannot be pickled: Type": (repr, Unpicklable()),
-            r"repr or its arguments .* worker: .*not here": (repr, StaysAway(home)),
-            r"lambda> returned a value .* be pickled: TypeE": (lambda _: Unpicklable(),),
-            r"returned a value .* unpickled here: .*not here": (lambda _: StaysAway(os.getpid()),),
-        }
-        for message, call in calls.items():
-            with pytest.raises(RemoteCallError, match=message):
+        calls: list[tuple[str, tuple[Any, ...]]] = [
+            ("stays where it is", (repr, Unpicklable())),
+            ("not here", (repr, StaysAway(home))),
+            ("stays where it is", (lambda _: Unpicklable(),)),
+            ("not here", (lambda _: StaysAway(os.getpid()),)),
+        ]
+        for message, call in calls:
+            with pytest.raises(RemoteCallError, match=message) as caught:
                 shared.call(0, *call).result(30)
+            assert caught.value.worker_id == 0, REMOTE_ERROR
             assert shared.call(0, pid_of).result(30) != home, CALLS
 
     @pytest.mark.usefixtures("processes")
@@ -280,7 +280,7 @@ class WorkerGroupConformance(Conformance):
         def fail(_: object) -> NoReturn:
             raise ValueError(Unpicklable())
 
-        with pytest.raises(RemoteCallError, match=r"fail raised ValueError") as caught:
+        with pytest.raises(RemoteCallError, match="ValueError") as caught:
             shared.call(0, fail).result(30)
         assert caught.value.__cause__ is None
         assert "in fail" in str(caught.value), "the traceback must travel as text"
@@ -290,7 +290,7 @@ class WorkerGroupConformance(Conformance):
         def interrupt(_: object) -> NoReturn:
             raise KeyboardInterrupt
 
-        with pytest.raises(RemoteCallError, match="interrupt raised KeyboardInterrupt"):
+        with pytest.raises(RemoteCallError, match="KeyboardInterrupt"):
             shared.call(0, interrupt).result(30)
         assert shared.alive(0), ALIVE
 
@@ -313,7 +313,7 @@ class WorkerGroupConformance(Conformance):
         group.remove(2)
         group.remove(0)
         assert list(group.worker_ids) == [1], MEMBERS
-        with pytest.raises(UnknownWorkerError, match=r"no worker 2 in this group; there are: 1"):
+        with pytest.raises(UnknownWorkerError):
             group.call(2, repr)
         assert group.add() == 3, MEMBERS
         assert [group.alive(i) for i in group.worker_ids] == [True, True], ALIVE
@@ -334,16 +334,15 @@ class WorkerGroupConformance(Conformance):
         waiting = group.call(1, pid_of)
         wait_for(tmp_path / "started")
         os.kill(victim, signal.SIGKILL)
-        with pytest.raises(WorkerLostError, match=r"^worker 1: .+ while running sleep$"):
-            running.result(30)
-        with pytest.raises(WorkerLostError, match=r"^worker 1: .+ before it could run pid_of$"):
-            waiting.result(30)
+        for call, name in ((running, "sleep"), (waiting, "pid_of")):
+            with pytest.raises(WorkerLostError, match=name) as caught:
+                call.result(30)
+            assert caught.value.worker_id == 1, LOST
         assert eventually(lambda: not group.alive(1)), ALIVE
         assert group.alive(0), ALIVE
         assert group.worker_ids == (0, 1), MEMBERS
         restarts = "restart" in self.group_class.capabilities
-        remedy = r"restart\(1\) of its group" if restarts else "make a new group"
-        with pytest.raises(WorkerLostError, match=f"cannot run pid_of; {remedy}"):
+        with pytest.raises(WorkerLostError, match="pid_of"):
             group.call(1, pid_of).result(30)
         if restarts:
             group.restart(1)
@@ -356,7 +355,7 @@ class WorkerGroupConformance(Conformance):
     @pytest.mark.usefixtures("processes")
     def test_a_factory_that_cannot_be_pickled_starts_nothing(self) -> None:
         stays = Unpicklable()
-        with pytest.raises(RemoteCallError, match=r"its factory .* cannot be pickled") as caught:
+        with pytest.raises(RemoteCallError, match="stays where it is") as caught:
             self.group_class(lambda _: stays, 2)
         assert isinstance(caught.value.__cause__, TypeError), REMOTE_ERROR
 
@@ -366,7 +365,7 @@ class WorkerGroupConformance(Conformance):
         assert group.worker_ids == (0, 1), MEMBERS
         assert not group.alive(0), ALIVE
         for use in (group.add, lambda: group.call(0, repr), lambda: group.restart(0)):
-            with pytest.raises(ClosedError, match="make a new one"):
+            with pytest.raises(ClosedError):
                 use()
 
     @pytest.mark.parametrize("end", ["remove", "restart", "stop"])
@@ -413,10 +412,10 @@ class WorkerGroupConformance(Conformance):
         assert time.monotonic() - start < 20, (
             "stop() must end within its timeout, by force if need be"
         )
-        with pytest.raises(WorkerLostError, match=r"worker 0: was stopped.* while running"):
-            running.result(5)
-        with pytest.raises(WorkerLostError, match=r"worker 0: was stopped.* before it could run"):
-            waiting.result(5)
+        for call in (running, waiting):
+            with pytest.raises(WorkerLostError) as caught:
+                call.result(5)
+            assert caught.value.worker_id == 0, LOST
         release.touch()
         assert not late.exists(), "a worker that was stopped must not run on"
 
@@ -444,8 +443,9 @@ class WorkerGroupConformance(Conformance):
                 raise CounterError("no room")
             return Counter(worker_id)
 
-        with pytest.raises(RemoteCallError, match=r"worker 1: .*make raised .*no room") as caught:
+        with pytest.raises(RemoteCallError, match="no room") as caught:
             self.group_class(make, 2)
+        assert caught.value.worker_id == 1, REMOTE_ERROR
         assert isinstance(caught.value.__cause__, CounterError), REMOTE_ERROR
         assert eventually(lambda: python_threads() <= before), python_threads() - before
 
@@ -466,7 +466,7 @@ class WorkerGroupConformance(Conformance):
     def test_a_factory_that_takes_too_long_is_given_up(self, tmp_path: Path) -> None:
         release = tmp_path / "release"
         start = time.monotonic()
-        with pytest.raises(WorkerTimeoutError, match=r"did not start within 0\.5 s"):
+        with pytest.raises(WorkerTimeoutError):
             self.group_class(lambda _: wait_for(release), 2, timeout=0.5)
         assert time.monotonic() - start < 20, "a group that cannot start must fail at once"
         release.touch()
@@ -478,12 +478,12 @@ class WorkerGroupConformance(Conformance):
                 assert group.call(group.add(), Counter.see, 1).result() == [1], CALLS
 
     def test_fewer_than_no_workers_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="num_workers is -1"):
+        with pytest.raises(ValueError, match="-1"):
             self.group_class(Counter, -1)
 
     def test_what_is_no_number_of_workers_is_an_error(self) -> None:
         no_number: Any = "2"
-        with pytest.raises(TypeError, match="num_workers is '2', which is not an integer"):
+        with pytest.raises(TypeError, match="2"):
             self.group_class(Counter, no_number)
 
     def test_a_forgotten_group_ends_with_its_last_reference(self) -> None:
