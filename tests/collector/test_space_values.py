@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -266,30 +265,42 @@ def test_a_simulator_of_tensors(mode: AutoresetMode, nested: bool) -> None:
     assert batch["next", "terminated"][0, :, 0].tolist() == [False] * 4 + [True] + [False] * 2
 
 
-def test_a_lost_last_observation_is_said() -> None:
-    env = as_env(Simulator(AutoresetMode.SAME_STEP, final=False))
-    with pytest.raises(TypeError, match=r"without info\['final_obs'\].*autoreset_mode="):
-        collect(env, None, 21)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_lost_last_observation_is_said(nested: bool) -> None:
+    env = as_env(Simulator(AutoresetMode.SAME_STEP, final=False, nested=nested))
+    with pytest.warns(UserWarning, match=r"without info\['final_obs'\].*the observation before"):
+        batch = collect(env, None, 36)
+    key = "a" if nested else "observation"
+    assert batch[key][0, :, 0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+    # The observation before stands for the one that was lost.
+    assert batch["next", key][0, :, 0].tolist() == [1, 2, 3, 4, 4, 1, 2, 3, 4, 4, 1, 2]
 
 
-def test_several_agents_are_not_one() -> None:
-    class Parallel:
-        possible_agents = ("a", "b")
+class Bare:
+    """A simulator of tensors that is like Gymnasium's vectors, and of none of its classes."""
 
-        def observation_space(self, agent: str) -> Any:
-            raise NotImplementedError
+    def __init__(self) -> None:
+        self._inner = Simulator(AutoresetMode.SAME_STEP)
+        self.num_envs = 3
+        self.single_observation_space = self._inner.single_observation_space
+        self.single_action_space = self._inner.single_action_space
+        self.action_space = self._inner.action_space
 
-        action_space = observation_space
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self._inner.reset(seed=seed, options=options)
 
-        def reset(self, seed: Any = None, options: Any = None) -> Any:
-            raise NotImplementedError
+    def step(self, actions: Any) -> Any:
+        *made, info = self._inner.step(actions)
+        # As it was called before Gymnasium 1.0.
+        return (*made, {"final_observation": info["final_obs"]})
 
-        def step(self, actions: Any) -> Any:
-            raise NotImplementedError
+    def close(self) -> None:
+        pass
 
-    make: Callable[[], Any] = Parallel
-    with pytest.raises(TypeError, match=r"several agents \(PettingZoo\).*PettingZooWrapper"):
-        as_env(make())
+
+def test_a_simulator_that_says_nothing_resets_in_the_same_step() -> None:
+    seen = collect(as_env(Bare()), None, 21)["next", "observation"]
+    assert seen[0, :, 0].tolist() == [1, 2, 3, 4, 5, 1, 2]
 
 
 def test_an_info_entry_keeps_its_value() -> None:

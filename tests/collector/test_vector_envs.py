@@ -11,6 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import (
     DictInfoToList,
@@ -77,23 +78,50 @@ def test_vector_environments_in_processes(mode: AutoresetMode) -> None:
         env.close()
 
 
+class Rigid(CartPoleVectorEnv):
+    """Resets all environments, whatever part is asked for."""
+
+    def reset(self, **given: Any) -> Any:
+        return super().reset(**given)
+
+
 def test_a_vector_environment_that_resets_when_it_likes() -> None:
-    entry = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point")
     with pytest.raises(TypeError, match="autoreset_mode"):
-        VectorGymEnv(entry)
-    with pytest.raises(TypeError, match="autoreset_mode"):
-        as_env(RecordEpisodeStatistics(entry))
-    entry.close()
+        VectorGymEnv(Rigid(2))
+    with pytest.raises(TypeError, match=r"take.*options=\{'reset_mask'"):
+        as_env(RecordEpisodeStatistics(Rigid(2)))
+    registered = Rigid(2)
+    registered.spec = gymnasium.spec("CartPole-v1")
+    with pytest.warns(UserWarning, match="vectorization_mode='sync'"):
+        assert collect(as_env(registered), None, 60)["next", "done"].any()
 
 
-@pytest.mark.parametrize("mode", [None, "sync", "async", "vector_entry_point"])
+@pytest.mark.parametrize("wrap", [lambda env: env, RecordEpisodeStatistics])
+def test_the_cart_pole_of_gymnasium_as_it_is(wrap: Callable[[Any], Any]) -> None:
+    made = gymnasium.make_vec(
+        "CartPole-v1", 8, vectorization_mode="vector_entry_point", max_episode_steps=20
+    )
+    env: Any = as_env(wrap(made))
+    assert env.set_seed(3) == env.set_seed(3)
+    first, second = (collect(env, None, 8 * 50), collect(env, None, 8 * 50))
+    assert isinstance(made, CartPoleVectorEnv)
+    for batch in (first, second):
+        done = batch["next", "done"].squeeze(-1)
+        assert done[:, :-1].any()
+        after, following = batch["observation"][:, 1:], batch["next", "observation"]
+        # A step begins where the last one ended, but for episodes that begin.
+        assert (after == following[:, :-1])[~done[:, :-1]].all()
+        assert after[done[:, :-1]].abs().max() <= 0.05
+        fallen = following[..., 2].abs() > 12 * np.pi / 180
+        assert torch.equal(batch["next", "terminated"].squeeze(-1), fallen)
+        assert (batch["next", "reward"] == 1).all()
+    assert not torch.equal(first["observation"], second["observation"])
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_vectors_by_an_id(mode: str | None) -> None:
     made = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode=mode, max_episode_steps=5)
-    if mode in ("sync", "async"):
-        vector: Any = as_env(made)
-    else:
-        with pytest.warns(UserWarning, match="vectorization_mode='sync'"):
-            vector = as_env(made)
+    vector: Any = as_env(made)
     single = GymEnv(lambda: gymnasium.make("CartPole-v1", max_episode_steps=5), num_envs=2)
     try:
         assert vector.set_seed(3) == single.set_seed(3)

@@ -244,9 +244,11 @@ def totals_of(batch: TensorDictBase) -> BatchTotals | None:
         return None
     dims = batch.ndim
     ended = [following[key].flatten(dims).any(-1) for key in flags]
+    # Those of agents, whose names come first.
+    alike = [key for key in rewards if _last(key) == _last(rewards[0])]
     return BatchTotals(
         ended=torch.stack(ended).any(0),
-        reward=following[rewards[0]].flatten(dims).mean(-1),
+        reward=torch.stack([following[key].flatten(dims).mean(-1) for key in alike]).mean(0),
         length=following[EPISODE_LENGTH].squeeze(-1),
     )
 

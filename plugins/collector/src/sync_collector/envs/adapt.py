@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase, stack
 
+from sync_collector.envs.agents import AgentsEnv
 from sync_collector.envs.arrays import (
     ArrayEnv,
     Arrays,
@@ -215,30 +216,50 @@ class _Gymnasium(EnvironmentAdapter):
         if hasattr(made, "possible_agents"):
             return False
         is_single = hasattr(made, "action_space") and hasattr(made, "observation_space")
-        return is_single or hasattr(made, "single_action_space")
+        return is_single or _is_vector(made)
 
     def adapt(self, made: Any, options: EnvOptions) -> Env:
         _check_steps(made)
-        if not hasattr(made, "single_action_space"):
+        if not _is_vector(made):
             env: Env = GymEnv(lambda: made, **options.given())
             return env
-        # It imports gymnasium, which is needed for such an environment only.
-        from sync_collector.envs.vector import VectorGymEnv, resettable
+        # They import gymnasium, which is needed for such an environment only.
+        from sync_collector.envs.simulators import resettable
+        from sync_collector.envs.vector import VectorGymEnv
 
         return VectorGymEnv(resettable(made), **options.given())
+
+
+def _is_vector(made: Any) -> bool:
+    """Return whether an environment is several: of Gymnasium, of EnvPool or of a simulator."""
+    return hasattr(made, "single_action_space") or hasattr(made, "all_env_ids")
+
+
+class _PettingZoo(EnvironmentAdapter):
+    """Environments of several agents that act at once, as PettingZoo's parallel environments do."""
+
+    def accepts(self, made: Any) -> bool:
+        return hasattr(made, "possible_agents") and not hasattr(made, "batch_size")
+
+    def adapt(self, made: Any, options: EnvOptions) -> Env:
+        _check_steps(made)
+        return AgentsEnv(made, options)
 
 
 _NONE = EnvOptions()
 
 #: The adapter of Gymnasium's environments.
 GYMNASIUM = _Gymnasium()
+#: The adapter of PettingZoo's environments.
+PETTINGZOO = _PettingZoo()
+_OURS = (GYMNASIUM, PETTINGZOO)
 
 
 def as_env(made: Any, options: EnvOptions = _NONE) -> Env:
     """The object itself if it is an `Env`, else what an adapter makes of it.
 
     An `Env` has a ``batch_size``, as TorchRL's ``EnvBase`` or a class of the user's own has. The
-    adapters of other distributions are asked before Gymnasium's.
+    adapters of other distributions are asked before those of Gymnasium and PettingZoo.
 
     Args:
         made: an environment of any kind.
@@ -284,17 +305,11 @@ def _adapted(made: Any, options: EnvOptions) -> Env:
             f"several adapters know a {type(made).__name__}: {', '.join(found)}; leave out all but "
             f"one by their names: {registry.DISABLE}={next(iter(found))}"
         )
-    adapter = next(iter(found.values()), GYMNASIUM if GYMNASIUM.accepts(made) else None)
+    ours = (each for each in _OURS if each.accepts(made))
+    adapter = next(iter(found.values()), None) or next(ours, None)
     if adapter is not None:
         return adapter.adapt(made, options)
     _check_steps(made)
-    if hasattr(made, "possible_agents"):
-        raise TypeError(
-            f"{type(made).__name__} is an environment of several agents (PettingZoo), and a "
-            "Gymnasium environment has one agent; type torchrl.envs.PettingZooWrapper(env), whose "
-            "batches have the agents in groups, or wrap it in a gymnasium.Env that acts for one of "
-            f"them{broken}"
-        )
     raise TypeError(
         f"{type(made).__name__} has no batch_size that is a torch.Size, and no action_space and "
         "observation_space either; write batch_size = torch.Size() for a single environment, or "
@@ -317,7 +332,7 @@ def _installed_adapters() -> tuple[dict[str, EnvironmentAdapter], str]:
                 f"; the adapter {entry.name!r} of {distribution} {version} does not load: {error!r}"
             )
         else:
-            if adapter is not GYMNASIUM:
+            if adapter not in _OURS:
                 adapters[entry.name] = adapter
     return adapters, broken
 

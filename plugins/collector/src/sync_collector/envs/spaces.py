@@ -63,6 +63,13 @@ class Same(Codec):
 
     def decode(self, array: Array) -> Any:
         _check_shape(array, self.spec)
+        return self._decoded(array)
+
+    def decode_batch(self, arrays: Array) -> Any:
+        _check_shape(arrays[0], self.spec)
+        return self._decoded(arrays)
+
+    def _decoded(self, array: Array) -> Any:
         # On arrays this short, a set is faster than numpy.
         if self._is_binary and not _BINARY.issuperset(array.ravel().tolist()):
             raise _outside("action", f"{array.tolist()}", self._space, _FIT_BINARY)
@@ -103,6 +110,12 @@ class Index(Codec):
             raise _outside("action", str(index), self._space, f"{_FIT_INDEX} {self._n - 1}")
         return index + self._start
 
+    def decode_batch(self, arrays: Array) -> Any:
+        outside = (arrays < 0) | (arrays >= self._n)
+        if arrays.size != len(arrays) or arrays.dtype.kind not in "iu" or outside.any():
+            return super().decode_batch(arrays)
+        return arrays.reshape(-1).astype(np.int64) + self._start
+
 
 class Indices(Codec):
     """Several discrete spaces side by side, as numbers that count from 0."""
@@ -139,6 +152,10 @@ class OneHot(Codec):
     def encode(self, value: Any) -> Any:
         return self._rows[_index(value, self._space, self._n, self._start)]
 
+    def encode_batch(self, values: Any) -> Any:
+        indices = _observed_indices(values, self._n, self._start, self._space)
+        return self._rows[indices.astype(np.int64, copy=False)]
+
     def decode(self, array: Array) -> Any:
         # On lists this short, Python is faster than numpy.
         values = array.tolist()
@@ -147,6 +164,15 @@ class OneHot(Codec):
         if values.count(1) != 1 or values.count(0) != len(values) - 1:
             raise _not_one_hot(values, len(self._rows))
         return values.index(1) + self._start
+
+    def decode_batch(self, arrays: Array) -> Any:
+        fits = arrays.shape[1:] == (self._n,) and bool(
+            (((arrays == 0) | (arrays == 1)).all(-1) & (arrays.sum(-1) == 1)).all()
+        )
+        if not fits:
+            # One by one, they tell which is wrong.
+            return super().decode_batch(arrays)
+        return arrays.argmax(-1) + self._start
 
 
 class OneHots(Codec):
@@ -193,10 +219,19 @@ class Inferred(Codec):
         self._has_sampled = True
         return self._used.encode(value)
 
+    def encode_batch(self, values: Any) -> Any:
+        self._has_sampled = True
+        return self._used.encode_batch(values)
+
     def decode(self, array: Array) -> Any:
         if array.shape != self.spec.shape and self._used is not self._index:
             self._look_for_index(array)
         return self._used.decode(array)
+
+    def decode_batch(self, arrays: Array) -> Any:
+        if arrays.shape[1:] != self.spec.shape and self._used is not self._index:
+            self._look_for_index(arrays[0])
+        return self._used.decode_batch(arrays)
 
     def _look_for_index(self, array: Array) -> None:
         alone = self._index.spec.shape == () and array.shape == (1,)

@@ -6,16 +6,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
-from gymnasium.vector import (
-    AsyncVectorEnv,
-    AutoresetMode,
-    SyncVectorEnv,
-    VectorEnv,
-    VectorWrapper,
-)
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import NormalizeObservation
 
 from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, as_numpy, put_row
@@ -27,6 +20,7 @@ from sync_collector.envs.gym import (
     wrong_flag,
     wrong_reward,
 )
+from sync_collector.envs.simulators import autoreset_mode, obeys_masks, takes_seeds
 from sync_collector.envs.spaces import (
     ObservationCodec,
     action_codec,
@@ -67,14 +61,15 @@ class VectorGymEnv(ArrayEnv):
         action_mask: str | None = None,
     ) -> None:
         self._env = env
-        self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
-        self._resets_some = self._mode is AutoresetMode.DISABLED or _obeys_masks(env.unwrapped)
+        self._mode = autoreset_mode(env)
+        self._resets_some = self._mode is AutoresetMode.DISABLED or obeys_masks(env)
         if self._mode is AutoresetMode.NEXT_STEP and not self._resets_some:
             raise TypeError(
-                f"{env} resets an environment with the step after its last one, and by itself "
-                "only, so that this step's frame would be none; type gymnasium.make_vec(…, "
-                "vectorization_mode='sync'), or make it with autoreset_mode="
-                "gymnasium.vector.AutoresetMode.DISABLED or SAME_STEP"
+                f"{env} resets an environment with the step after its last one, so that this "
+                "step's frame would be none, and is not known to reset a part; type "
+                "gymnasium.make_vec(…, vectorization_mode='sync'), or make it with autoreset_mode="
+                "gymnasium.vector.AutoresetMode.SAME_STEP, or with DISABLED if its reset() takes "
+                "options={'reset_mask': …}"
             )
         if env.num_envs > 1 and _normalizes_all(env):
             raise TypeError(
@@ -92,6 +87,10 @@ class VectorGymEnv(ArrayEnv):
         # The observations after the last step, where it has reset what had ended, and where.
         self._fresh: Arrays = {}
         self._is_fresh = np.zeros(env.num_envs, np.bool_)
+        # What was observed last, kept for simulators that lose the last observations of episodes.
+        self._before: Arrays | None = None
+        self._warned = False
+        self._gives_last = self._mode is not AutoresetMode.SAME_STEP
         # The device of actions where the environment gives tensors; None where it gives arrays.
         self._device: torch.device | None = None
 
@@ -119,7 +118,9 @@ class VectorGymEnv(ArrayEnv):
         """Begin an episode where the mask says, if the vector environment has not done so."""
         if mask is None:
             self._is_fresh[:] = False
-            return self._observed(*self._env.reset())
+            first = self._observed(*self._env.reset())
+            self._keep(first)
+            return first
         left = mask & ~self._is_fresh
         if not left.any():
             return self._fresh
@@ -150,6 +151,7 @@ class VectorGymEnv(ArrayEnv):
             if self._is_fresh.any():
                 self._fresh = outcome
                 outcome = self._with_last(outcome, infos)
+            self._keep(self._fresh if self._is_fresh.any() else outcome)
         return outcome, reward, terminated, truncated
 
     def sample_action(self) -> np.ndarray[Any, Any]:
@@ -169,8 +171,7 @@ class VectorGymEnv(ArrayEnv):
         for _ in range(self._env.num_envs):
             seeds.append(seed if static_seed else next_seed(seeds[-1]))
         # Those that are made of single environments take a seed for each.
-        made_of_single = _obeys_masks(self._env.unwrapped)
-        first: Any = seeds[:-1] if made_of_single else seed
+        first: Any = seeds[:-1] if takes_seeds(self._env) else seed
         self._env.reset(seed=first)
         return seeds[-1]
 
@@ -226,73 +227,82 @@ class VectorGymEnv(ArrayEnv):
         wanted = f"{self._env.num_envs} numbers, one for each environment"
         raise wrong_reward(reward, self._env, wanted) from cause
 
+    def _keep(self, seen: Arrays) -> None:
+        """Keep a copy, as the next step may overwrite what it was given."""
+        if not self._gives_last:
+            self._before = {key: np.array(row) for key, row in seen.items()}
+
     def _with_last(self, outcome: Arrays, infos: Any) -> Arrays:
         """Return the observations, with the last ones of episodes that ended."""
-        # Gymnasium's DictInfoToList gives the infos of each environment separately.
-        of_each = isinstance(infos, list)
         merged = {key: np.array(row) for key, row in outcome.items()}
-        for i in np.flatnonzero(self._is_fresh).tolist():
-            last = self._codec.encode(self._last(infos[i] if of_each else infos, i, of_each))
-            put_row({key: merged[key] for key in last}, i, last)
-            if of_each and self._infos is not None:
-                for key, value in self._infos.read(infos[i].get("final_info", {})).items():
-                    merged[key][i] = value
-        if self._infos is not None and not of_each:
+        # Gymnasium's DictInfoToList gives the infos of each environment separately.
+        if isinstance(infos, list):
+            for i in np.flatnonzero(self._is_fresh).tolist():
+                self._put_last(merged, i, _last_of(infos[i]))
+                if self._infos is not None:
+                    final_info = self._infos.read(infos[i].get("final_info", {}))
+                    for key, value in final_info.items():
+                        merged[key][i] = value
+            return merged
+        last = _last_of(infos)
+        if last is None or _is_batch(last):
+            self._put_all_last(merged, None if last is None else self._arrays(last))
+        else:
+            for i in np.flatnonzero(self._is_fresh).tolist():
+                self._put_last(merged, i, _part(last, i))
+        if self._infos is not None:
             final = self._infos.read_batch(infos.get("final_info", {}), self._env.num_envs)
             for key, values in final.items():
                 merged[key][self._is_fresh] = values[self._is_fresh]
         return merged
 
-    def _last(self, info: Any, i: int, of_each: bool) -> Any:
-        """Return what an environment observed last in the episode that has ended."""
-        last = info.get("final_obs")
+    def _put_all_last(self, rows: dict[Any, Any], last: Any) -> None:
+        """Write the last observations of all that ended; those before them in their place."""
+        where = self._is_fresh
         if last is None:
-            raise TypeError(
-                f"{self._env} has reset an environment in the step that ended its episode, without "
-                "info['final_obs'], so that its last observation is lost; let it give the last "
-                "observations there, or reset nothing in step(): make it with autoreset_mode="
-                "gymnasium.vector.AutoresetMode.DISABLED"
+            self._warn_of_lost()
+            assert self._before is not None
+            encoded: Arrays = {key: values[where] for key, values in self._before.items()}
+        else:
+            self._gives_last = True
+            encoded = self._codec.encode_batch(_part(last, where))
+        for key in self._codec.specs:
+            rows[key][where] = encoded[key]
+
+    def _put_last(self, rows: dict[Any, Any], i: int, last: Any) -> None:
+        """Write what one environment observed last into its row."""
+        if last is None:
+            self._warn_of_lost()
+            assert self._before is not None
+            encoded: Arrays = {key: values[i] for key, values in self._before.items()}
+        else:
+            self._gives_last = True
+            encoded = self._codec.encode(self._arrays(last))
+        put_row({key: rows[key] for key in encoded}, i, encoded)
+
+    def _warn_of_lost(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._env} resets an environment in the step that ends its episode, without "
+                "info['final_obs']: in ('next', …) of that frame, the observation before the step "
+                "stands for the last one, which is lost; let it give the last observations there, "
+                "or reset nothing in step(): metadata['autoreset_mode'] = "
+                "gymnasium.vector.AutoresetMode.DISABLED",
+                stacklevel=2,
             )
-        last = self._arrays(last)
-        return last if of_each else _part(last, i)
 
 
-def resettable(env: Any) -> Any:
-    """Return the vector environment, or one of single environments where it cannot reset a part.
-
-    Args:
-        env: a vector environment, made by ``gymnasium.make_vec`` or otherwise.
-
-    Warns:
-        UserWarning: another one was made in its place.
-    """
-    mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
-    # With wrappers around it, another one would lack them.
-    made_by_id = env is env.unwrapped and env.spec is not None
-    if mode is not AutoresetMode.NEXT_STEP or _obeys_masks(env.unwrapped) or not made_by_id:
-        return env
-    warnings.warn(
-        f"{type(env).__name__} resets an environment with the step after its last one, so that "
-        f"this step's frame would have no action; single environments of {env.spec.id} are stepped "
-        "in its place; type gymnasium.make_vec(…, vectorization_mode='sync') for them",
-        stacklevel=2,
-    )
-    options = {k: v for k, v in env.spec.kwargs.items() if k not in _OF_VECTORS}
-    single = gymnasium.make_vec(env.spec.id, env.num_envs, "sync", **options)
-    env.close()
-    return single
+def _last_of(info: Mapping[str, Any]) -> Any:
+    """Return the last observations that an info has, also by the name before Gymnasium 1.0."""
+    return info.get("final_obs", info.get("final_observation"))
 
 
-# Arguments of make_vec that it adds to those of the environment.
-_OF_VECTORS = ("num_envs", "vectorization_mode")
-
-
-def _obeys_masks(env: Any) -> bool:
-    """Return whether ``reset(options={"reset_mask": …})`` resets a part only."""
-    if isinstance(env, AsyncVectorEnv):
-        # Its workers forget a reset that is due only where they share memory.
-        return bool(env.shared_memory)
-    return isinstance(env, SyncVectorEnv)
+def _is_batch(values: Any) -> bool:
+    """Return whether values are numbers of all environments, and not objects for some of them."""
+    if isinstance(values, Mapping):
+        return all(map(_is_batch, values.values()))
+    return isinstance(values, torch.Tensor) or np.asarray(values).dtype != np.object_
 
 
 def _normalizes_all(env: Any) -> bool:
@@ -304,8 +314,13 @@ def _normalizes_all(env: Any) -> bool:
     return False
 
 
-def _part(batch: Any, i: int) -> Any:
-    """Return what one environment has of a batch, which may be a mapping."""
+def _part(batch: Any, i: Any) -> Any:
+    """Return the part of a batch, or of a mapping of batches, that some environments have.
+
+    Args:
+        batch: of all environments.
+        i: the number of one, or a mask.
+    """
     if isinstance(batch, Mapping):
         return {name: _part(values, i) for name, values in batch.items()}
     return batch[i]
