@@ -1,0 +1,128 @@
+"""PPO with continuous actions: Pendulum, by a Gaussian policy.
+
+    python docs/examples/ppo_continuous.py
+
+Ends with status 0 when the mean return of the last 100 episodes has reached ``--goal``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import gymnasium
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.distributions import Independent, Normal
+
+from sync_collector import BatchOptions, Collector
+
+GAMMA, LAMBDA, CLIP = 0.9, 0.95, 0.2
+EPOCHS, MINIBATCH, LEARNING_RATE = 10, 256, 1e-3
+#: Pendulum's rewards are between -16 and 0.
+REWARD_SCALE = 0.125
+
+
+def network(outputs: int) -> nn.Sequential:
+    """Two layers of 64."""
+    return nn.Sequential(
+        nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)
+    )
+
+
+class Policy(nn.Module):
+    """Samples a torque; the environment clips it to [-2, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = network(1)
+        self.log_std = nn.Parameter(torch.zeros(1))
+
+    def distribution(self, observation: Tensor) -> Independent:
+        """Return the distribution of actions."""
+        mean = self.mean(observation)
+        return Independent(Normal(mean, self.log_std.exp().expand_as(mean)), 1)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the action and its log-probability."""
+        distribution = self.distribution(observation)
+        action = distribution.sample()
+        return action, distribution.log_prob(action)
+
+
+@torch.no_grad()
+def advantages(batch: TensorDictBase, value: nn.Module) -> tuple[Tensor, Tensor]:
+    """Generalised advantages, and the targets of the value; time is the last dimension."""
+    now = value(batch["observation"]).squeeze(-1)
+    # Pendulum's episodes are truncated, so their last observations have values.
+    following = value(batch["next", "observation"]).squeeze(-1)
+    terminated = batch["next", "terminated"].squeeze(-1).float()
+    done = batch["next", "done"].squeeze(-1).float()
+    reward = REWARD_SCALE * batch["next", "reward"].squeeze(-1)
+    delta = reward + GAMMA * following * (1 - terminated) - now
+    advantage, running = torch.zeros_like(delta), torch.zeros_like(delta[..., 0])
+    for t in reversed(range(delta.shape[-1])):
+        running = delta[..., t] + GAMMA * LAMBDA * (1 - done[..., t]) * running
+        advantage[..., t] = running
+    return advantage, advantage + now
+
+
+def learn(
+    batch: TensorDictBase, policy: Policy, value: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Improve policy and value with a batch."""
+    advantage, target = advantages(batch, value)
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    frames = batch.set("advantage", advantage).set("target", target).reshape(-1)
+    for _ in range(EPOCHS):
+        for indices in torch.randperm(len(frames)).split(MINIBATCH):
+            part = frames[indices]
+            log_prob = policy.distribution(part["observation"]).log_prob(part["action"])
+            ratio = (log_prob - part["action_log_prob"]).exp()
+            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+            loss = -torch.minimum(ratio * part["advantage"], clipped * part["advantage"]).mean()
+            error = value(part["observation"]).squeeze(-1) - part["target"]
+            optimizer.zero_grad()
+            (loss + 0.5 * error.square().mean()).backward()
+            nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+            nn.utils.clip_grad_norm_(value.parameters(), 0.5)
+            optimizer.step()
+
+
+def run(scheme: str, frames: int, goal: float, seed: int) -> bool:
+    """Learn, and return whether the goal was reached."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    policy, value = Policy(), network(1)
+    parameters = [*policy.parameters(), *value.parameters()]
+    optimizer = torch.optim.Adam(parameters, LEARNING_RATE)
+    with Collector(
+        lambda: gymnasium.make("Pendulum-v1"),
+        policy,
+        scheme=scheme,
+        num_workers=2,
+        num_workers_per_collector=8,
+        frames_per_batch=3200,
+        total_frames=frames,
+        sync=True,
+        batch=BatchOptions(episode_stats=True),
+    ) as collector:
+        collector.set_seed(seed)
+        for batch in collector:
+            learn(batch, policy, value, optimizer)
+            collector.update_policy_weights_()
+            stats = collector.stats()
+            print(f"{stats.frames:>8,} frames  return {stats.episode_reward:7.1f}")
+            if stats.episodes >= 100 and stats.episode_reward >= goal:
+                return True
+    return False
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--scheme", default="shm", help="how weights travel (sync-core list)")
+    parser.add_argument("--frames", type=int, default=400_000, help="give up after these frames")
+    parser.add_argument("--goal", type=float, default=-250)
+    parser.add_argument("--seed", type=int, default=0)
+    sys.exit(0 if run(**vars(parser.parse_args())) else 1)
