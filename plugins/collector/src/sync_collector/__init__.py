@@ -1,15 +1,25 @@
 """Collects experience with workers, and keeps their policies fresh."""
 
-from sync_collector.collector import Collector
-from sync_collector.delivery import CollectorStats
-from sync_collector.evaluation import Evaluation
-from sync_collector.options import BatchOptions, WorkerOptions
-from sync_collector.torchrl_names import TorchRLArguments
-from sync_plugin_std.workers import preload
+from typing import TYPE_CHECKING
 
-preload("sync_collector.collector_worker")
+from sync_core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from sync_collector.collector import Collector
+    from sync_collector.delivery import CollectorStats
+    from sync_collector.evaluation import Evaluation
+    from sync_collector.options import BatchOptions, WorkerOptions
+    from sync_collector.torchrl_names import TorchRLArguments
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "sync_collector.collector": ("Collector",),
+    "sync_collector.delivery": ("CollectorStats",),
+    "sync_collector.evaluation": ("Evaluation",),
+    "sync_collector.options": ("BatchOptions", "WorkerOptions"),
+    "sync_collector.torchrl_names": ("TorchRLArguments",),
+}
 
 __all__ = [
     "BatchOptions",
@@ -19,3 +29,5 @@ __all__ = [
     "TorchRLArguments",
     "WorkerOptions",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -29,6 +29,9 @@ from sync_collector.worker_pool import OnWorkerFailure, WorkerPool, warn_if_roun
 from sync_core import ClosedError, Sender, WorkerGroup
 from sync_core.checks import check_integer, check_seconds, normalize
 from sync_core.transports import release_with
+from sync_plugin_std.workers import preload
+
+preload("sync_collector.collector_worker")
 
 Result = TypeVar("Result")
 

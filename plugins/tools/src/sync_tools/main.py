@@ -30,7 +30,13 @@ def make_parser(commands: Sequence[str] | None = None) -> argparse.ArgumentParse
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for entry in registry.installed(GROUP):
+    entries = list(registry.installed(GROUP))
+    is_known = commands is not None and any(entry.name in commands for entry in entries)
+    for entry in entries:
+        if is_known and entry.name not in (commands or ()):
+            # Its line of help is not printed.
+            subparsers.add_parser(entry.name, allow_abbrev=False)
+            continue
         command = _load(entry)
         subparser = subparsers.add_parser(entry.name, help=command.help, allow_abbrev=False)
         if commands is None or entry.name in commands:
