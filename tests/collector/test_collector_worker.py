@@ -207,6 +207,24 @@ def test_lazy_policies_have_shapes_before_they_are_sent(policy: nn.Module) -> No
         assert set(values(next(collector), "policy_version")) == {1}
 
 
+def test_a_lazy_policy_is_shaped_by_a_batch_where_it_acts_for_one() -> None:
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            # Flatten would take the channels of an image that is alone for a batch.
+            self.layers = nn.Sequential(nn.Flatten(), nn.LazyLinear(1))
+
+        def forward(self, observation: Tensor) -> Tensor:
+            image = observation.unsqueeze(-1).expand(*observation.shape[:-1], 2, 5)
+            action: Tensor = self.layers(image)
+            return action
+
+    with Collector(
+        CountingEnv, Images(), scheme="none", num_workers_per_collector=3, frames_per_batch=6
+    ) as collector:
+        assert next(collector)["action"].shape == (3, 2, 1)
+
+
 class LazyScale(nn.Module):
     """Acts by a method that is not its ``forward()``."""
 

@@ -148,10 +148,13 @@ class WorkerSpecs:
             return
         first = self(0, 0)
         here = Devices(policy=next(module.parameters()).device)
-        alone = replace(first, options=replace(first.options, num_envs=1))
-        env = alone.make_env()
+        # Two stand for many: shapes may depend on whether observations have a batch dimension.
+        few = replace(
+            first, options=replace(first.options, num_envs=min(2, first.options.num_envs))
+        )
+        env = few.make_env()
         with closed_on_error([env]):
-            rollout = Rollout(env, self.policy, 0, replace(alone.options, devices=here))
+            rollout = Rollout(env, self.policy, 0, replace(few.options, devices=here))
         rollout.close()
 
     def __call__(self, worker_id: int, seat: int) -> WorkerSpec:
