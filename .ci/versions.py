@@ -32,7 +32,7 @@ FOLDERS = ("core[verify]", "plugins/std", "plugins/scale", "plugins/tools", "plu
 TESTING = ("pytest", "pytest-timeout", "hypothesis", "psutil", "cryptography", "safetensors")
 SECONDS = 1200.0
 _ALL = ("tests/core/test_stack.py", "tests/core/test_sender.py", "tests/std/test_process_group.py")
-_MODELS = ("tests/core/test_extract.py", "tests/core/test_layout.py", "tests/std/test_layers.py")
+_MODELS = ("tests/core/test_extract.py", "tests/core/test_layout.py", "tests/core/test_binding.py")
 
 
 @dataclass(frozen=True)
