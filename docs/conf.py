@@ -26,6 +26,8 @@ html_theme = "furo"
 html_title = f"sync-core {release}"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
+html_favicon = "_static/favicon.svg"
+html_search_scorer = str(Path(__file__).with_name("_static") / "scorer.js")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design"]
 myst_enable_extensions = ["colon_fence"]
@@ -44,6 +46,11 @@ autodoc_typehints_format = "short"
 maximum_signature_line_length = 80
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+# The groups of the arguments of `Collector`.
+napoleon_custom_sections = [
+    (group, "params_style")
+    for group in ("Workers", "Weights", "Environments and batches", "Logs", "Other names")
+]
 
 
 SEARCH = tomllib.loads(Path(__file__).with_name("search.toml").read_text(encoding="utf-8"))

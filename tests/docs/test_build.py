@@ -77,13 +77,7 @@ def test_the_search_finds_what_readers_type(built: Path, tmp_path: Path) -> None
     """The pages' own search, in a browser, has the page of each word among the first three."""
     pages = tomllib.loads((ROOT / "docs" / "search.toml").read_text(encoding="utf-8"))
     words = sorted({word for found in pages.values() for word in found})
-    script = _SEARCH.replace("@WORDS@", json.dumps(words))
-    page = (built / "search.html").read_text(encoding="utf-8").replace("</body>", script)
-    (built / "searched.html").write_text(page, encoding="utf-8")
-    done = _chromium(tmp_path, "--dump-dom", (built / "searched.html").as_uri())
-    printed = re.search(r"<title>found (.*?)</title>", done)
-    assert printed is not None, done[:2000]
-    found = json.loads(html.unescape(printed[1]))
+    found = _search(built, tmp_path, words)
     missed = [
         f"{word!r} finds {found[word]}, and not {page}"
         for page, asked in pages.items()
@@ -91,6 +85,35 @@ def test_the_search_finds_what_readers_type(built: Path, tmp_path: Path) -> None
         if page not in found[word]
     ]
     assert not missed, "\n".join(missed)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+def test_the_search_ranks_a_title_first(built: Path, tmp_path: Path) -> None:
+    pages = {
+        page.relative_to(ROOT / "docs").with_suffix("").as_posix(): page
+        for folder in ("start", "tutorials", "how-to", "authors")
+        for page in (ROOT / "docs" / folder).glob("*.md")
+    }
+    titles = {
+        name: page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").replace("`", "")
+        for name, page in pages.items()
+    }
+    found = _search(built, tmp_path, sorted(titles.values()))
+    missed = [
+        f"{title!r} finds {found[title]}, and not {name} first"
+        for name, title in titles.items()
+        if found[title][:1] != [name]
+    ]
+    assert not missed, "\n".join(missed)
+
+
+def test_the_sidebar_has_the_groups_of_the_page_that_leads_to_pages() -> None:
+    index, groups = (
+        (ROOT / "docs" / page).read_text(encoding="utf-8")
+        for page in ("index.md", "start/which-page.md")
+    )
+    captions = re.findall(r"^:caption: (.+)$", index, re.MULTILINE)
+    assert captions == [*re.findall(r"^## (.+)$", groups, re.MULTILINE), "Reference"]
 
 
 def test_every_public_member_has_an_entry(built: Path) -> None:
@@ -110,6 +133,18 @@ def test_every_public_member_has_an_entry(built: Path) -> None:
     }
     assert len(wanted) > 200
     assert not wanted - entries
+
+
+def _search(built: Path, folder: Path, words: list[str]) -> dict[str, list[str]]:
+    """Return the first three pages that the pages' own search finds for each of these words."""
+    script = _SEARCH.replace("@WORDS@", json.dumps(words))
+    page = (built / "search.html").read_text(encoding="utf-8").replace("</body>", script)
+    (built / "searched.html").write_text(page, encoding="utf-8")
+    done = _chromium(folder, "--dump-dom", (built / "searched.html").as_uri())
+    printed = re.search(r"<title>found (.*?)</title>", done)
+    assert printed is not None, done[:2000]
+    found: dict[str, list[str]] = json.loads(html.unescape(printed[1]))
+    return found
 
 
 def _chromium(folder: Path, *arguments: str) -> str:

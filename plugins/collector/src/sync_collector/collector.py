@@ -39,6 +39,12 @@ Result = TypeVar("Result")
 class Collector(TorchRLNames):
     """Runs a policy in environments on workers, and yields what they did as TensorDicts.
 
+    Example:
+        >>> from sync_collector.envs import CountingEnv
+        >>> with Collector(CountingEnv, scheme="none", frames_per_batch=4, total_frames=8) as c:
+        ...     [batch["observation"].flatten().tolist() for batch in c]
+        [[0.0, 1.0, 2.0, 3.0], [4.0, 0.0, 1.0, 2.0]]
+
     With ``sync=True``, all workers make a part of each batch, between two iterations and with the
     newest weights; batches have the shape ``[num_workers, frames_per_batch // num_workers]``.
     Otherwise each batch is one worker's, of the shape ``[frames_per_batch]``, the first that is
@@ -65,10 +71,36 @@ class Collector(TorchRLNames):
             has a method ``on_commit(version)``, a worker calls that of its copy after each commit.
         policy_factory: makes a worker's policy in the worker; or a list, one for each worker. Only
             policies whose weights have the same names and shapes in every worker can be updated.
+        frames_per_batch: the frames of a batch.
+        total_frames: end as soon as this number of frames was yielded; -1 for never.
+        sync: whether a batch is made by all workers.
+
+    Workers:
+        num_workers: the number of workers; by default as many as the lists have entries, or 1.
+        workers: the kind of worker: a worker group by name or class; by default the one that fits
+            the scheme: the group of its name, else ``process`` if it crosses processes, else
+            ``inline``.
+        worker_options: options of the worker group. In workers with a process of their own, torch
+            uses one thread unless ``torch_threads`` is among them.
+        per_worker: how workers make batches: `WorkerOptions`, or a list with one for each.
+        on_worker_failure: what is done about a worker that dies, whose environment or policy
+            raises, or that gives neither a batch nor an answer to an update within ``timeout``:
+            ``"raise"`` an error that names it, and shut down, unless it is only late;
+            ``"restart"``: a new worker begins new episodes in its place, with the newest weights;
+            ``"drop"``: remove it; ``"quarantine"``: do not wait for it for one ``timeout``, after
+            each further failure for twice as long, up to 16; one that is dead is removed.
+        timeout: deadline of blocking calls, in seconds; also of waiting for a batch.
+
+    Weights:
         scheme: how weights travel: the name of a scheme, or a plugin object; ``"shm"`` by default.
         scheme_options: options of the scheme, and other arguments of its `Sender`.
         layers: layers for the weights on their way.
         zero_copy: let the workers' parameters be views of what arrives.
+        update_after_each_batch: update a worker before it begins its next batch; not for `start`.
+        max_weight_update_interval: update a worker after this many batches with the same
+            weights; -1 for never.
+        models: the trainer's models by name, except the policy; a name that is not a path in the
+            worker, such as ``"critic"``, gives each worker a copy.
         weight_sync_schemes: instead, several models by name, each with a scheme, or with a mapping
             that has ``"scheme"`` and its options. A name is a path in a worker: ``"policy"``,
             ``"policy.critic"``, ``"env.transform[0]"``. Workers commit several models together,
@@ -76,20 +108,8 @@ class Collector(TorchRLNames):
             workers hold, such as an actor of yours: ``{"critic": {"scheme": "ray", "workers":
             [actor]}}``. It is sent only when an update names it. Other keys are arguments of
             `Sender`, such as ``"model_id"``, by default the model's name.
-        models: the trainer's models by name, except the policy; a name that is not a path in the
-            worker, such as ``"critic"``, gives each worker a copy.
-        update_after_each_batch: update a worker before it begins its next batch; not for `start`.
-        max_weight_update_interval: update a worker after this many batches with the same
-            weights; -1 for never.
-        workers: the kind of worker: a worker group by name or class; by default the one that fits
-            the scheme: the group of its name, else ``process`` if it crosses processes, else
-            ``inline``.
-        worker_options: options of the worker group. In workers with a process of their own, torch
-            uses one thread unless ``torch_threads`` is among them.
-        num_workers: the number of workers; by default as many as the lists have entries, or 1.
-        frames_per_batch: the frames of a batch.
-        total_frames: end as soon as this number of frames was yielded; -1 for never.
-        sync: whether a batch is made by all workers.
+
+    Environments and batches:
         info_keys: entries of Gymnasium's ``info`` to record, at the root and under ``"next"`` as
             observations are: names, or a mapping to dtypes; see `sync_collector.envs.GymEnv`.
         categorical: whether discrete actions and observations of Gymnasium are indices. By default
@@ -99,18 +119,14 @@ class Collector(TorchRLNames):
             is allowed; random actions keep to it.
         replay_buffer: has ``extend``, which gets what each worker makes. None is yielded then.
         batch: what batches have in them: `BatchOptions`.
-        per_worker: how workers make batches: `WorkerOptions`, or a list with one for each.
-        on_worker_failure: what is done about a worker that dies, whose environment or policy
-            raises, or that gives neither a batch nor an answer to an update within ``timeout``:
-            ``"raise"`` an error that names it, and shut down, unless it is only late;
-            ``"restart"``: a new worker begins new episodes in its place, with the newest weights;
-            ``"drop"``: remove it; ``"quarantine"``: do not wait for it for one ``timeout``, after
-            each further failure for twice as long, up to 16; one that is dead is removed.
+
+    Logs:
         log_to: logs `stats` with each batch, at the number of frames: a TensorBoard
             ``SummaryWriter``, a run of W&B, or a function ``log(values, step)``. It implies
             ``BatchOptions(episode_stats=True)``.
         progress: show a progress bar, by rich; it implies ``episode_stats`` too.
-        timeout: deadline of blocking calls, in seconds; also of waiting for a batch.
+
+    Other names:
         **torchrl: fields of the two option objects under the names that TorchRL gives them; see
             `TorchRLArguments`.
 
@@ -120,12 +136,6 @@ class Collector(TorchRLNames):
         RemoteCallError: an environment or a policy could not be made; it has the traceback.
         TypeError: an argument that there is not, or the policy's own arguments or outputs do not
             fit the environment.
-
-    Example:
-        >>> from sync_collector.envs import CountingEnv
-        >>> with Collector(CountingEnv, scheme="none", frames_per_batch=4, total_frames=8) as c:
-        ...     [batch["observation"].flatten().tolist() for batch in c]
-        [[0.0, 1.0, 2.0, 3.0], [4.0, 0.0, 1.0, 2.0]]
     """
 
     def __init__(
