@@ -166,9 +166,13 @@ def _interpreter(version: str) -> Path:
 
 
 def _run_tests(python: Path, column: Column, scratch: Path) -> str:
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={scratch / 'tests'}")
+    # Other versions warn of other things.
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default")
     doctor = ("-m", "sync_tools", "doctor", "--timeout", "120")
-    for arguments, what in (((*tests, *column.tests), "tests"), (doctor, "doctor")):
+    for arguments, what in (
+        ((*tests, f"--basetemp={scratch / 'tests'}", *column.tests), "tests"),
+        (doctor, "doctor"),
+    ):
         done = subprocess.run(
             [python, *arguments], cwd=ROOT, env=_kept(), check=False, timeout=SECONDS
         )
