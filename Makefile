@@ -18,14 +18,15 @@ TORCHRL := .venv-torchrl/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests test-kit test-chains tests-alone test-versions test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
+.PHONY: help test check tests test-long test-kit test-chains tests-alone test-versions test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
 
 help:
-	@echo "make test                        every check and every test"
+	@echo "make test                        every check, and the tests of every change"
 	@echo "make demo [SCHEME=] [WORKERS=]   learn CartPole with workers that a scheme keeps fresh"
 	@echo "make demo-llm [SCHEME=] [ENGINE=]  GRPO of SmolLM2-135M, sampled by vLLM or by ENGINE=hf"
 	@echo "make check                       linters, types and import contracts"
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
+	@echo "make test-long [ARGS=]           whole programs, installations, clusters and faults, each for many seconds"
 	@echo "make test-kit [ARGS=]            that the suites catch broken plugins, and the searches of every order of events"
 	@echo "make test-chains [ARGS=]         the suite over every chain of schemes, a stranger's included; an hour"
 	@echo "make tests-alone [SEED=]         those of each distribution by themselves, in random order"
@@ -53,7 +54,10 @@ check: $(INSTALLED)
 PYTEST = $(BIN)/python -m pytest -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 
 tests: $(INSTALLED)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
+
+test-long: $(INSTALLED)
+	$(PYTEST) -m long $(ARGS)
 
 # What tests the tests, and what is too long for every change.
 test-kit: $(INSTALLED)
@@ -65,7 +69,7 @@ test-chains: $(INSTALLED)
 tests-alone: $(INSTALLED)
 	@seed=$(SEED); failed=; \
 	for folder in $(DISTRIBUTIONS); do \
-	    $(PYTEST) --shuffle $$seed $$folder/src tests/$${folder#plugins/} $(ARGS) || failed="$$failed $$folder"; \
+	    $(PYTEST) -m "not long" --shuffle $$seed $$folder/src tests/$${folder#plugins/} $(ARGS) || failed="$$failed $$folder"; \
 	done; \
 	test -z "$$failed" || { echo "Failed, in the order of SEED=$$seed:$$failed" >&2; exit 1; }
 

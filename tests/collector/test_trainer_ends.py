@@ -9,7 +9,7 @@ import sys
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(110)]
 
 SCRIPT = """
 import gymnasium, subprocess, sys, torch

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 # A return that random actions do not reach, and frames that suffice for it by far.
 CASES = {

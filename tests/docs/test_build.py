@@ -34,7 +34,7 @@ for (const word of @WORDS@) {
 document.title = "found " + JSON.stringify(found);
 </script></body>"""
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 DEMO = Path(__file__).parents[2] / "docs" / "examples" / "grpo.py"
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ray_serve.py"
 NEEDED = ("fastapi", "uvicorn", "grpc_reflection")
 

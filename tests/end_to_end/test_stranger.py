@@ -16,7 +16,7 @@ import pytest
 
 from sync_tools.main import main
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[2]
 PROJECTS = {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from chaos_kit import ChaosConformance
+
+pytestmark = pytest.mark.long
 
 
 class TestFaults(ChaosConformance):

@@ -9,6 +9,8 @@ import pytest
 
 from sync_testing import eventually
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.timeout(300)
 def test_clusters_of_their_own(run_script: Callable[[str, float], list[str]]) -> None:

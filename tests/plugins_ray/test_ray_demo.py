@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import ray
 
+pytestmark = pytest.mark.long
+
 DEMO = Path(__file__).parents[2] / "docs" / "examples" / "cartpole.py"
 
 

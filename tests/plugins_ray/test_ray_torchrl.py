@@ -11,6 +11,8 @@ from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
 
 from sync_plugin_torchrl import Scheme
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore")

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 WORDS = ["workers", "removed", "joined", "pulled"]
 
 

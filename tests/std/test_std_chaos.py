@@ -12,6 +12,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from chaos_kit import ChaosConformance, sample
 
+pytestmark = pytest.mark.long
+
 _FOLDER = Path(__file__).parents[1] / "chaos"
 
 

@@ -100,6 +100,7 @@ def doctor(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dic
     return status, {each["name"]: each for each in told["schemes"]}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_the_standard_schemes_work(capfd: pytest.CaptureFixture[str]) -> None:
     status, found = doctor(capfd, "shm", "mp", "thread", "none")

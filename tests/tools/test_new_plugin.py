@@ -93,6 +93,7 @@ def test_the_names_of_a_plugin(
     ],
     ids=["scheme", "layer", "workers"],
 )
+@pytest.mark.long
 def test_what_is_written_conforms(
     written: Path, run_suite: Callable[..., pytest.RunResult], arguments: list[str]
 ) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 UPSTREAM = Path(__file__).with_name("upstream")
 TESTS = """
 from torchrl.collectors import _multi_base
