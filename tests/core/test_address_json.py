@@ -113,8 +113,33 @@ def test_other_texts_are_refused(text: Any) -> None:
         Address.from_json(text)
 
 
-def test_the_address_that_workers_share_is_pickled_instead() -> None:
-    with Sender("shm", torch.nn.Linear(1, 1), num_workers=0) as sender:
-        address = Pool(sender).address()
-    with pytest.raises(AddressError, match="has no JSON form; pickle it, or give each worker"):
-        address.to_json()
+@pytest.mark.parametrize("scheme", ["shm", "file", "dist", "increments::shm", "chunked::dist"])
+def test_the_address_that_workers_share_is_written(scheme: str) -> None:
+    model, replica = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    with Sender(scheme, model, num_workers=0) as sender:
+        text = Pool(sender).address().to_json()
+        sender.send()
+        with Receiver(Address.from_json(text), replica) as receiver:
+            assert receiver.receive(10.0) == 1
+    assert torch.equal(replica.weight, model.weight)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        {"sync_endpoint": "pool", "value": {}},
+        {"sync_endpoint": "pool", "value": {"admission": "{}", "workers": None}},
+        {"sync_endpoint": "pool", "value": None},
+        {"sync_endpoint": ["pool"], "value": None},
+        {"sync_endpoint": "pool"},
+    ],
+)
+def test_another_endpoint_is_refused(written: dict[str, Any], endpoint: Any) -> None:
+    with pytest.raises(AddressError):
+        Address.from_json(json.dumps({**written, "endpoint": endpoint}))
+
+
+def test_an_endpoint_that_is_not_installed_is_named(written: dict[str, Any]) -> None:
+    endpoint = {"sync_endpoint": "lobby", "value": {}}
+    with pytest.raises(PluginNotFoundError, match="no endpoint of addresses 'lobby' is installed"):
+        Address.from_json(json.dumps({**written, "endpoint": endpoint}))

@@ -67,7 +67,15 @@ def test_the_workflow_runs_what_exists() -> None:
     assert {*jobs["test"]["strategy"]["matrix"]["os"]} == {"ubuntu-latest", "macos-latest"}
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     targets = {command.split()[1] for command in commands if command.startswith("make ")}
-    assert targets == {"test", "test-kit", "test-chains", "tests-alone", "test-versions", "dist"}
+    assert targets == {
+        "test",
+        "test-long",
+        "test-kit",
+        "test-chains",
+        "tests-alone",
+        "test-versions",
+        "dist",
+    }
     columns = {column.name for column in VERSIONS["COLUMNS"]}
     assert {*jobs["versions"]["strategy"]["matrix"]["column"]} == columns
     assert jobs["publish"]["permissions"] == {"id-token": "write"}

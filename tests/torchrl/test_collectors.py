@@ -104,6 +104,7 @@ def test_updates_reach_every_worker(kind: Any, name: str) -> None:
         assert seen[-1] == [6.0]
 
 
+@pytest.mark.long
 def test_each_worker_with_the_policy_of_its_factory() -> None:
     collector = MultiSyncCollector(
         [ContinuousActionVecMockEnv] * 2,
@@ -122,6 +123,7 @@ def test_each_worker_with_the_policy_of_its_factory() -> None:
         assert in_workers(collector) == [5.0, 5.0]
 
 
+@pytest.mark.long
 def test_processes_of_a_distributed_collector() -> None:
     policy = make_policy(1.0)
     collector = DistributedCollector(

@@ -192,6 +192,7 @@ def greedy(model: LlamaForCausalLM, prompts: list[list[int]], config: Any) -> li
     return [ids[len(p) :].tolist() for p, ids in zip(prompts, made, strict=True)]
 
 
+@pytest.mark.long
 def test_workers_generate_what_the_trainers_model_generates(
     rollouts: tuple[LlamaForCausalLM, Rollouts],
 ) -> None:

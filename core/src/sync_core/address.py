@@ -8,7 +8,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Self, get_args
+from functools import partial
+from inspect import isclass
+from typing import Any, ClassVar, Self, get_args
 
 from sync_core import registry
 from sync_core.errors import AddressError, NotAPluginError, OptionError, PayloadError
@@ -21,6 +23,8 @@ from sync_core.wrapping import WrappingScheme, endpoint_from_json, endpoint_to_j
 #: The version of the JSON form, and the entry that holds it.
 _FORMAT = 1
 _MARK = "sync_address"
+# The entry that an endpoint has which receivers resolve: the name of its kind.
+_INDIRECT = "sync_endpoint"
 _TYPE = "type sender.address(worker_id).to_json()"
 _TOKEN = re.compile("[0-9a-f]{32}")
 # What tokens and names of sockets have, and no name of a plugin.
@@ -33,8 +37,14 @@ class IndirectEndpoint(ABC):
     """The endpoint of an address that workers share: a receiver resolves it before it connects.
 
     A companion of a sender makes such addresses from `Sender.address_template`. The endpoint
-    pickles, and works where its class is installed.
+    pickles, and works where its class is installed. An entry point of the group
+    ``sync.endpoints`` refers to the class, so that it has a JSON form.
+
+    Attributes:
+        kind: the name of the entry point.
     """
+
+    kind: ClassVar[str]
 
     @abstractmethod
     def resolve(self, address: Address, timeout: float) -> Address:
@@ -43,6 +53,27 @@ class IndirectEndpoint(ABC):
         Args:
             address: the address that has this endpoint.
             timeout: in seconds.
+        """
+
+    @abstractmethod
+    def to_json(self, inner: Callable[[Any], Any]) -> Any:
+        """Return it as plain values.
+
+        Args:
+            inner: writes an endpoint of the address's scheme.
+        """
+
+    @classmethod
+    @abstractmethod
+    def from_json(cls, value: Any, inner: Callable[[Any], Any]) -> Self:
+        """Return the endpoint that `to_json` wrote.
+
+        Args:
+            value: any plain value.
+            inner: reads an endpoint of the address's scheme.
+
+        Raises:
+            AddressError: it is something else; without the value, which may be a secret.
         """
 
 
@@ -214,21 +245,24 @@ class Address:
             raise AddressError("an address needs a layout for each of its layers")
         content["layers"] = tuple(content["layers"])
         content["scheme"] = _read_scheme(content["scheme"])
+        endpoint = _read_endpoint(_found(content["scheme"]), endpoint)
+        if content["worker_id"] < 0 and not isinstance(endpoint, IndirectEndpoint):
+            raise AddressError(f"an address of one worker needs its worker_id; {_TYPE}")
         return cls(
             **content,
-            endpoint=endpoint_from_json(_found(content["scheme"]), endpoint),
+            endpoint=endpoint,
             layout=layout,
             source_layout=source_layout,
             layouts=tuple(before),
         )
 
     def _plain_endpoint(self) -> Any:
-        if isinstance(self.endpoint, IndirectEndpoint):
-            raise AddressError(
-                "the address that workers share has no JSON form; pickle it, or give each worker "
-                "its own: sender.address(sender.add_worker()).to_json()"
-            )
-        endpoint = endpoint_to_json(registry.find(registry.SCHEMES, self.scheme), self.endpoint)
+        write = partial(endpoint_to_json, registry.find(registry.SCHEMES, self.scheme))
+        given = self.endpoint
+        if isinstance(given, IndirectEndpoint):
+            endpoint: Any = {_INDIRECT: given.kind, "value": given.to_json(write)}
+        else:
+            endpoint = write(given)
         if not _is_plain(endpoint):
             raise AddressError(
                 f"scheme {self.scheme!r} has no JSON form of its addresses, as they hold a "
@@ -270,6 +304,21 @@ def _read_scheme(written: Any) -> Any:
             f"the scheme of an address must have options of {written['wrapper']!r}; {_TYPE}"
         ) from None
     return made
+
+
+def _read_endpoint(scheme: registry.Plugin, written: Any) -> Any:
+    read = partial(endpoint_from_json, scheme)
+    if not (isinstance(written, dict) and written.keys() == {_INDIRECT, "value"}):
+        return read(written)
+    name = written[_INDIRECT]
+    if not _is_name(name):
+        raise AddressError(f"an address cannot have an endpoint of this kind; {_TYPE}")
+    entry = registry.entry_point(registry.ENDPOINTS, name)
+    owner = registry.describe(registry.ENDPOINTS, entry)
+    kind = registry.imported(owner, entry)
+    if not (isclass(kind) and issubclass(kind, IndirectEndpoint)):
+        raise AddressError(f"{owner} is not a subclass of sync_core.IndirectEndpoint")
+    return kind.from_json(written["value"], read)
 
 
 # More schemes do not wrap each other.
@@ -363,7 +412,8 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "scheme": _is_scheme,
     "layers": lambda value: isinstance(value, list | tuple) and all(map(_is_name, value)),
     "options": lambda value: isinstance(value, dict) and _is_plain(value),
-    "worker_id": lambda value: type(value) is int and value >= 0,
+    # -1: of an address that workers share.
+    "worker_id": lambda value: type(value) is int and value >= -1,
     "model_id": _is_text,
     "token": _is_text,
     "strategy": lambda value: value in get_args(Strategy),

@@ -45,6 +45,7 @@ from sync_core.wrapping import SEPARATOR, WrappingScheme
 
 __all__ = [
     "DISABLE",
+    "ENDPOINTS",
     "KNOWN",
     "LAYERS",
     "SCHEMES",
@@ -57,6 +58,7 @@ __all__ = [
     "entry_point",
     "entry_points_of",
     "find",
+    "imported",
     "installed",
     "installed_version",
     "is_core",
@@ -72,11 +74,17 @@ __all__ = [
 SCHEMES = "sync.schemes"
 LAYERS = "sync.layers"
 WORKERS = "sync.workers"
+ENDPOINTS = "sync.endpoints"
 
 #: The environment variable that names plugins to be left out.
 DISABLE = "SYNC_DISABLE"
 
-_KINDS = {SCHEMES: "scheme", LAYERS: "layer", WORKERS: "worker group"}
+_KINDS = {
+    SCHEMES: "scheme",
+    LAYERS: "layer",
+    WORKERS: "worker group",
+    ENDPOINTS: "endpoint of addresses",
+}
 _CAPABILITIES = MappingProxyType(
     {SCHEMES: SCHEME_CAPABILITIES, LAYERS: LAYER_CAPABILITIES, WORKERS: WORKER_CAPABILITIES}
 )
@@ -108,6 +116,7 @@ KNOWN = MappingProxyType(
             "ray": _RAY,
             "rpc": _DIST,
         },
+        ENDPOINTS: {"pool": _SCALE},
     }
 )
 
@@ -237,16 +246,25 @@ def load(group: str, entry: EntryPoint) -> Any:
         RequirementError: it cannot be made before what the message says is installed.
     """
     owner = describe(group, entry)
+    return _made(owner, group, imported(owner, entry))
+
+
+def imported(owner: str, entry: EntryPoint) -> Any:
+    """What an entry point refers to, whatever that is; ``owner`` names it in messages.
+
+    Raises:
+        PluginVersionError: it was made for another core; it is not imported.
+        PluginImportError: it does not import; the cause is chained.
+    """
     check_core(owner, entry.dist)
     try:
-        loaded = entry.load()
+        return entry.load()
     except Exception as error:
         distribution, _ = owner_of(entry)
         raise PluginImportError(
             f"{owner} does not import: {type(error).__name__}: {error}; "
             f"type: pip install -U {distribution}, or leave it out: {DISABLE}={distribution}"
         ) from error
-    return _made(owner, group, loaded)
 
 
 def installed(group: str) -> list[EntryPoint]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -56,12 +56,28 @@ class Entrance(IndirectEndpoint):
         workers: the endpoint of the sender's own transport, the same for every worker.
     """
 
+    kind: ClassVar[str] = "pool"
+
     admission: Address
     workers: Any
 
     def resolve(self, address: Address, timeout: float) -> Address:
         """Ask the sender for an id."""
         return enter(address, timeout)
+
+    def to_json(self, inner: Callable[[Any], Any]) -> Any:
+        """Return both addresses as plain values."""
+        return {"admission": self.admission.to_json(), "workers": inner(self.workers)}
+
+    @classmethod
+    def from_json(cls, value: Any, inner: Callable[[Any], Any]) -> Self:
+        """Return the entrance that `to_json` wrote."""
+        if not isinstance(value, dict) or value.keys() != {"admission", "workers"}:
+            raise AddressError(
+                "the endpoint of an address that workers share must have admission and workers; "
+                "type Pool(sender).address().to_json()"
+            )
+        return cls(Address.from_json(value["admission"]), inner(value["workers"]))
 
 
 class Admission:

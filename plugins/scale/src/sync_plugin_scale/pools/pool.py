@@ -82,7 +82,7 @@ class Pool:
         sender.settle_failures(self._remove_failed)
 
     def address(self) -> Address:
-        """The address that all workers of the pool share; it pickles."""
+        """The address that all workers of the pool share; it pickles, and has a JSON form."""
         return self._address
 
     def close(self) -> None:

@@ -24,7 +24,10 @@ _TITLES = {
     registry.WORKERS: "worker groups",
 }
 # Groups of other distributions, whose objects are loaded and not read.
-_OTHERS = {"sync.environments": "adapters of environments"}
+_OTHERS = {
+    "sync.environments": "adapters of environments",
+    registry.ENDPOINTS: "endpoints of addresses",
+}
 _DISABLED = f"disabled; to use it, take it out of {registry.DISABLE}"
 _GIVEN_TO_EVERY_GROUP = frozenset(inspect.signature(WorkerGroup).parameters)
 # A narrower terminal has no room for whole names beside the other columns.
@@ -36,7 +39,8 @@ class Listed:
     """One plugin, as far as it could be loaded.
 
     Args:
-        kind: ``"schemes"``, ``"layers"``, ``"worker groups"`` or ``"adapters of environments"``.
+        kind: ``"schemes"``, ``"layers"``, ``"worker groups"``, ``"adapters of environments"``
+            or ``"endpoints of addresses"``.
         name: its name.
         distribution: where it comes from.
         version: the version of that.
