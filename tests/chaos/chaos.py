@@ -40,6 +40,8 @@ def main() -> None:
     """Run, or continue with, what the arguments ask for."""
     arguments = _parse()
     arguments.journal.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.histories:
+        arguments.histories.mkdir(parents=True, exist_ok=True)
     if arguments.child:
         name, share = arguments.child
         # That workers fail is what is asked for.
@@ -75,6 +77,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="so many processes at a time")
     parser.add_argument("--journal", type=Path, default=Path("out/chaos.jsonl"))
     parser.add_argument("--page", type=Path, default=_PAGE, help="what to write")
+    parser.add_argument("--histories", type=Path, help="a folder that keeps one of each run")
     parser.add_argument("--fresh", action="store_true", help="forget what was done before")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -117,7 +120,7 @@ def _try(name: str, share: int, arguments: argparse.Namespace) -> None:
     begun = _begun_path(arguments, name, share)
     jobs = 1 if SUBJECTS[name].alone else arguments.jobs
     faulthandler.enable()
-    with Runner(name) as runner:
+    with Runner(name, arguments.histories) as runner:
         for plan in islice(_plans(name, arguments), share, None, jobs):
             if plan.key in done:
                 continue

@@ -21,7 +21,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -31,6 +33,9 @@ from tensordict import TensorDictBase
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.testing import Scale
+from sync_plugin_std import History
+from sync_plugin_std.history import read_history
+from sync_plugin_std.history_checks import check_history
 from sync_testing import descendants
 
 _WORKERS = 3
@@ -118,9 +123,13 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=200_000)
     parser.add_argument("--kill-every", type=float, default=10.0)
     parser.add_argument("--scheme", default="shm")
+    parser.add_argument("--history", type=Path, help="a file that keeps the history of the run")
     arguments = parser.parse_args()
     ledger = Ledger()
-    samples = list(_soak(arguments, ledger))
+    with TemporaryDirectory() as folder:
+        history = History(arguments.history or Path(folder, "soak.jsonl"))
+        samples = list(_soak(arguments, ledger, history))
+        ledger.complaints += map(str, check_history(read_history([history.path])))
     if descendants():
         ledger.complaints.append("processes are left over")
     ledger.complaints += _grown(samples)
@@ -132,13 +141,18 @@ def main() -> None:
     sys.exit(bool(ledger.complaints))
 
 
-def _soak(arguments: argparse.Namespace, ledger: Ledger) -> Iterator[Sample]:
+def _soak(arguments: argparse.Namespace, ledger: Ledger, history: History) -> Iterator[Sample]:
     policy = Scale()
     options: dict[str, Any] = {"num_workers": _WORKERS, "frames_per_batch": _FRAMES_PER_BATCH}
     begin = time.monotonic()
     next_kill = begin + arguments.kill_every
     with Collector(
-        NumberedEnv, policy, scheme=arguments.scheme, on_worker_failure="restart", **options
+        NumberedEnv,
+        policy,
+        scheme=arguments.scheme,
+        on_worker_failure="restart",
+        layers=[history],
+        **options,
     ) as collector:
         while time.monotonic() < begin + arguments.seconds or ledger.frames < arguments.frames:
             ledger.enter(next(collector))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from sync_core import (
 )
 from sync_plugin_scale import IncrementError, Increments
 from sync_plugin_std import select
+from sync_testing.recording import Recorder, WorkerRecorder
 
 # A send that takes longer counts as hanging, in seconds.
 _DEADLINE = 20.0
@@ -62,6 +64,7 @@ class Worker:
 
     model: nn.Module
     receiver: Receiver | None
+    recorder: WorkerRecorder
     #: Whether it has taken another's place, and the sender may not have noticed.
     unnoticed: bool = False
 
@@ -83,6 +86,11 @@ def bits(tensor: Tensor) -> bytes:
     """The bytes of a tensor."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def digest(model: nn.Module) -> str:
+    """Return a digest of every bit of a model."""
+    return hashlib.blake2b(b"".join(state(model).values()), digest_size=8).hexdigest()
 
 
 def state(model: nn.Module) -> dict[str, bytes]:
@@ -133,12 +141,16 @@ class Order:
             **self._options,
         )
         self.versions: dict[int, dict[str, bytes]] = {}
+        self.recorder = Recorder()
         self.workers = {i: self.connect(i) for i in range(2)}
 
     def connect(self, worker_id: int) -> Worker:
         """A worker that knows nothing yet."""
         model = Mixed()
-        return Worker(model, Receiver(self.sender.address(worker_id), model))
+        recorder = WorkerRecorder(self.recorder, worker_id, look=lambda: digest(model))
+        address = self.sender.address(worker_id)
+        receiver = Receiver(address, model, on_commit=recorder.committed)
+        return Worker(model, receiver, recorder)
 
     def run(self) -> None:
         """Take the steps, then send once more to all."""
@@ -150,6 +162,7 @@ class Order:
                 self.check_states()
             for worker_id in self.workers:
                 self.revive(worker_id)
+            self.recorder.expect(self.workers)
             self.do_send()
             assert all(state(w.model) == state(self.model) for w in self.workers.values())
         finally:
@@ -161,6 +174,7 @@ class Order:
         for worker in self.workers.values():
             if worker.receiver is not None:
                 worker.receiver.close()
+        assert not self.recorder.check()
 
     def change(self, names: set[str] | None = None) -> None:
         """Train a little: few elements, all of one tensor, or none."""
@@ -187,6 +201,7 @@ class Order:
         pending = self.sender.send_async(given, ids)
         if pending.worker_ids:
             self.versions[pending.version] = state(self.model)
+            self.recorder.send(pending.version, digest=digest(self.model), deadline=_DEADLINE)
         alive = [i for i in addressed if self.workers[i].receiver is not None and i != missed]
         self.pump(pending, alive, wait=len(alive) == len(addressed))
         try:
@@ -195,6 +210,8 @@ class Order:
             report = error.report
             silent = set(addressed) - set(alive)
             assert set(report.failed) <= silent, report.failed
+        if pending.worker_ids:
+            self.recorder.report(report)
         for worker_id in report.updated:
             assert state(self.workers[worker_id].model) == self.versions[report.version]
             self.workers[worker_id].unnoticed = False
@@ -211,9 +228,11 @@ class Order:
 
     def check_states(self) -> None:
         """No worker that counts as current lacks anything."""
-        for worker_id, status in self.sender.workers.items():
+        known = {i: s for i, s in self.sender.workers.items() if not self.workers[i].unnoticed}
+        self.recorder.states(known)
+        for worker_id, status in known.items():
             worker = self.workers[worker_id]
-            if status.state is WorkerState.CURRENT and status.version and not worker.unnoticed:
+            if status.state is WorkerState.CURRENT and status.version:
                 held = state(worker.model)
                 assert held == self.versions[status.version], f"worker {worker_id}: {status}"
 

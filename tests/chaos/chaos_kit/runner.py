@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from chaos_kit import worker as hosted
@@ -19,6 +22,7 @@ from chaos_kit.resources import Resources
 from chaos_kit.subjects import SUBJECTS
 from sync_core import Sender, SendError, SendReport, WorkerLostError, WorkerTimeoutError
 from sync_testing.faults import Faulty, InjectedFaultError, few_descriptors
+from sync_testing.recording import Recorder
 from sync_testing.schemes import SharedGroup, borrow_pool
 
 # How much longer than its deadline a call may take on a machine that is busy, in seconds.
@@ -26,6 +30,13 @@ _GRACE = 3.0
 # A call to a worker that takes longer hangs.
 _PATIENCE = 30.0
 _IDS = tuple(range(WORKERS))
+# What a promise that was not kept is; any other is something else.
+_VERDICTS = {
+    "an end": Verdict.HANG,
+    "whole": Verdict.TORN,
+    "honest answers": Verdict.LOST,
+    "up to date": Verdict.LOST,
+}
 
 
 class Runner:
@@ -33,9 +44,11 @@ class Runner:
 
     Args:
         subject: the scheme, as it is called in `SUBJECTS`.
+        histories: the folder in which the history of each run is kept; None to keep none.
     """
 
-    def __init__(self, subject: str) -> None:
+    def __init__(self, subject: str, histories: Path | None = None) -> None:
+        self.histories = histories
         self.subject = SUBJECTS[subject]
         self._stack = ExitStack()
         self._pool: SharedGroup = self._stack.enter_context(borrow_pool(self.subject.group_class))
@@ -46,15 +59,21 @@ class Runner:
         begin = time.monotonic()
         ledger = Ledger(collective=self.subject.collective)
         self._pool.make_ready()
-        run = _Run(plan, self._pool, ledger)
+        folder = TemporaryDirectory()
+        name = re.sub(r"[^a-z0-9]+", "-", plan.key) + ".jsonl"
+        run = _Run(plan, self._pool, ledger, Path(self.histories or folder.name, name))
         try:
             run.go()
+            for violation in run.recorder.check():
+                ledger.complain(_VERDICTS.get(violation.rule, Verdict.OTHER), str(violation))
         except TimeoutError as error:
             ledger.complain(Verdict.HANG, f"a call to a worker took {_PATIENCE:g} s: {error!r}")
         except Exception as error:
             ledger.complain(Verdict.OTHER, f"the run broke off: {error!r}")
         finally:
             run.end()
+            run.recorder.close()
+            folder.cleanup()
         if ledger.complaints or not run.whole:
             self._pool.stop()
             self._resources.forget()
@@ -77,7 +96,9 @@ class Runner:
 
 
 class _Run:
-    def __init__(self, plan: Plan, pool: SharedGroup, ledger: Ledger) -> None:
+    def __init__(self, plan: Plan, pool: SharedGroup, ledger: Ledger, history: Path) -> None:
+        history.unlink(missing_ok=True)
+        self.recorder = Recorder(history)
         self.replaced: set[int] = set()
         self.whole = True
         self._plan = plan
@@ -120,11 +141,13 @@ class _Run:
         background = self._plan.mode == "background"
         for worker_id in worker_ids:
             address = self._sender.address(worker_id)
-            self._pool.call(worker_id, hosted.connect, address, background)
+            self._pool.call(worker_id, hosted.connect, address, background, self.recorder.path)
             self._pids[worker_id] = self._pool.call(worker_id, lambda _: os.getpid())
 
     def _strike(self, round_: Round) -> None:
         trial, version = round_.trial, round_.version
+        if round_.name == "none":
+            self.recorder.expect(self._there)
         report, calls, failure = self._send(version, round_)
         for fault in self._scheme.missed:
             self._ledger.complain(Verdict.OTHER, f"the fault did not strike: {fault}")
@@ -139,6 +162,7 @@ class _Run:
         }
         if trial.sends:
             self._ledger.compare(report, failure, values)
+            self.recorder.states(self._sender.workers)
             return
         self._ledger.compare_nothing_sent(failure, values)
         version += trial.burns
@@ -159,6 +183,8 @@ class _Run:
             # They must be waiting for it.
             time.sleep(0.03)
         limit = self._limit(round_)
+        digest = str(float(version))
+        self.recorder.send(version, digest=digest, deadline=limit)
         begin = time.monotonic()
         report: SendReport | None = None
         failure: Exception | None = None
@@ -179,6 +205,10 @@ class _Run:
                 report = error.report
         except Exception as error:
             failure = error
+        if report is None:
+            self.recorder.add("raise", version=version)
+        else:
+            self.recorder.report(report)
         seconds = time.monotonic() - begin
         if seconds > limit + _GRACE:
             self._ledger.complain(Verdict.HANG, f"the send took {seconds:.1f} s")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sync_core import Address, Receiver
 from sync_testing import count_threads
 from sync_testing.faults import few_descriptors
+from sync_testing.recording import Recorder, WorkerRecorder
 from sync_testing.schemes import Worker
 
 
@@ -35,12 +36,25 @@ def fill(model: nn.ParameterDict, value: float) -> None:
         tensor.fill_(value)
 
 
-def connect(worker: Worker, address: Address, background: bool) -> None:
-    """Make a receiver; the model stays, if there is one of this kind already."""
-    if worker.receiver is not None:
-        worker.receiver.close()
+# What records the receiver of each worker of this process.
+_recorders: dict[int, WorkerRecorder] = {}
+
+
+def connect(worker: Worker, address: Address, background: bool, history: Path) -> None:
+    """Make a model and its receiver, whose events are appended to a file."""
+    leave(worker)
     worker.model = make_model()
-    worker.receiver = Receiver(address, worker.model, background=background)
+    recorder = _recorders[worker.worker_id] = WorkerRecorder(
+        Recorder(history), address.worker_id, look=lambda: digest(worker.model)
+    )
+    worker.receiver = Receiver(
+        address, worker.model, background=background, on_commit=recorder.committed
+    )
+
+
+def digest(model: nn.ParameterDict) -> str:
+    """Return the values that a model holds: one, unless it is torn."""
+    return " ".join(map(str, _values_of(model)))
 
 
 def receive_until(worker: Worker, version: int, seconds: float, descriptors: int | None) -> int:
@@ -57,14 +71,23 @@ def receive_until(worker: Worker, version: int, seconds: float, descriptors: int
     with ExitStack() as stack:
         if descriptors is not None:
             stack.enter_context(few_descriptors(descriptors))
-        while worker.receiver.version < version and time.monotonic() < deadline:
-            worker.receiver.receive(max(0.0, deadline - time.monotonic()))
+        try:
+            while worker.receiver.version < version and time.monotonic() < deadline:
+                worker.receiver.receive(max(0.0, deadline - time.monotonic()))
+        except BaseException:
+            _recorders[worker.worker_id].refused(version, worker.receiver.version)
+            raise
     return worker.receiver.version
 
 
 def values(worker: Worker) -> list[float]:
     """Every value in the model: one, unless it is torn."""
-    return sorted({value for tensor in worker.model.values() for value in tensor.unique().tolist()})
+    _recorders[worker.worker_id].looked()
+    return _values_of(worker.model)
+
+
+def _values_of(model: nn.ParameterDict) -> list[float]:
+    return sorted({value for tensor in model.values() for value in tensor.unique().tolist()})
 
 
 def leave(worker: Worker) -> None:
@@ -72,6 +95,8 @@ def leave(worker: Worker) -> None:
     if worker.receiver is not None:
         worker.receiver.close()
         worker.receiver = None
+    if worker.worker_id in _recorders:
+        _recorders.pop(worker.worker_id).close()
     worker.model = {}
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sync_plugin_std.compression import Zstd
     from sync_plugin_std.float8 import Float8Blocks
     from sync_plugin_std.getter import from_getter
+    from sync_plugin_std.history import History
     from sync_plugin_std.interval import Interval
     from sync_plugin_std.metrics import Metrics
     from sync_plugin_std.mp import with_pipe
@@ -36,6 +37,7 @@ __all__ = [
     "Float8Blocks",
     "Float16",
     "Fuse",
+    "History",
     "Interval",
     "Lora",
     "Metrics",
@@ -74,6 +76,7 @@ _PLACES = {
     "Float8Blocks": ("float8", "Float8Blocks"),
     "Float16": ("cast", "Float16"),
     "Fuse": ("regrouping", "Fuse"),
+    "History": ("history", "History"),
     "Interval": ("interval", "Interval"),
     "Lora": ("adapters", "Lora"),
     "Metrics": ("metrics", "Metrics"),

@@ -54,7 +54,7 @@ class Checksum:
     capabilities = frozenset({"checks", "checksums"})
 
     def __init__(self) -> None:
-        _check_installed("checksum")
+        check_installed("checksum")
         self._travels = True
 
     def bind(self, context: BindContext) -> Checksum:
@@ -123,7 +123,7 @@ class Readback:
     capabilities = frozenset({"checks"})
 
     def __init__(self) -> None:
-        _check_installed("readback")
+        check_installed("readback")
         self._travels = True
 
     def bind(self, context: BindContext) -> Readback:
@@ -148,7 +148,8 @@ class Readback:
         return result
 
 
-def _check_installed(name: str) -> None:
+def check_installed(name: str) -> None:
+    """Raise where the hash library that a layer needs is not installed."""
     try:
         import xxhash  # noqa: F401
     except ImportError as error:

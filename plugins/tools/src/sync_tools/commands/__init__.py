@@ -14,6 +14,10 @@ WATCH = Command(
 REPORT = Command(
     "an HTML page of the sends that the layer Record has written", f"{__name__}.report"
 )
+CHECK_HISTORY = Command(
+    "did a run keep its promises? judges what the layer History has written",
+    f"{__name__}.check_history",
+)
 NEW_PLUGIN = Command(
     "write a distribution that passes the conformance suite as generated",
     f"{__name__}.new_plugin",

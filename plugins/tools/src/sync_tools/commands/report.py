@@ -167,6 +167,8 @@ def read(path: Path) -> Reports:
     for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
             report = json.loads(line)
+            if "event" in report:
+                continue  # of the layer History, which is a Record
             report["time"], report["workers"], report["publish_seconds"]
         except (ValueError, KeyError, TypeError) as error:
             raise OptionError(

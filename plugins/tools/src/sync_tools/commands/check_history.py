@@ -1,0 +1,46 @@
+"""``sync-core check-history``: judges what the layer `History` has written of a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sync_plugin_std.history import read_history
+from sync_plugin_std.history_checks import RULES, check_history
+
+# So many violations are listed.
+_LISTED = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.description = (
+        "Judges the files that Sender(…, layers=[sync_plugin_std.History('run.jsonl')]) has "
+        "written, on the trainer's host and on those of workers: "
+        + "; ".join(f"{rule} ({promise})" for rule, promise in RULES.items())
+        + ". Ends with status 1 if a promise was not kept."
+    )
+    parser.add_argument("paths", type=Path, nargs="+", metavar="FILE", help="such as run.jsonl")
+    parser.add_argument(
+        "--deadline", type=float, help="the timeout of the sender, in seconds; not judged without"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
+    if rest:
+        parser.error(f"check-history has no {' '.join(rest)!r}")
+    events = read_history(arguments.paths)
+    violations = check_history(events, deadline=arguments.deadline)
+    counts = {kind: sum(e["event"] == kind for e in events) for kind in ("send", "commit")}
+    reports = sum(event["event"] == "report" for event in events)
+    lines = [str(violation) for violation in violations[:_LISTED]]
+    if len(violations) > _LISTED:
+        lines.append(f"… and {len(violations) - _LISTED} more")
+    lines.append(
+        f"{len(events)} events, {counts['send']} sends, {counts['commit']} commits, "
+        f"{reports} reports: {len(violations) or 'no'} violations"
+    )
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if violations else 0
