@@ -5,6 +5,7 @@ WORKERS ?= 2
 ENGINE ?= vllm
 TORCHRL_TESTS ?=
 ARGS ?=
+PARTITIONS ?= 50
 # Processes that run the tests: more than two cores keep busy, as tests also wait for others.
 TESTERS ?= 3
 SEED = $(shell date +%s)
@@ -18,7 +19,7 @@ TORCHRL := .venv-torchrl/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests test-long test-kit test-chains tests-alone test-versions test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
+.PHONY: help test check tests test-long test-kit test-chains test-network tests-alone test-versions test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
 
 help:
 	@echo "make test                        every check, and the tests of every change"
@@ -29,6 +30,7 @@ help:
 	@echo "make test-long [ARGS=]           whole programs, installations, clusters and faults, each for many seconds"
 	@echo "make test-kit [ARGS=]            that the suites catch broken plugins, and the searches of every order of events"
 	@echo "make test-chains [ARGS=]         the suite over every chain of schemes, a stranger's included; an hour"
+	@echo "make test-network [PARTITIONS=50] [ARGS=]  partitions and machines that are gone, between network namespaces; needs root"
 	@echo "make tests-alone [SEED=]         those of each distribution by themselves, in random order"
 	@echo "make test-versions [ARGS=]       tests with the oldest and newest Python, torch, tensordict, pluggy, Ray"
 	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
@@ -65,6 +67,10 @@ test-kit: $(INSTALLED)
 
 test-chains: $(INSTALLED)
 	$(PYTEST) tests/chains $(ARGS)
+
+# Each kind of fleet in a process of its own: they mostly wait.
+test-network: $(INSTALLED)
+	SYNC_PARTITIONS=$(PARTITIONS) $(BIN)/python -m pytest -n 4 --dist worksteal -rP tests/network $(ARGS)
 
 tests-alone: $(INSTALLED)
 	@seed=$(SEED); failed=; \
