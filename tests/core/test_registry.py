@@ -113,7 +113,7 @@ def test_only_the_plugin_that_was_named_is_loaded(site: Site) -> None:
         (
             registry.SCHEMES,
             "smoke-signal",
-            "is installed; its distribution may be called sync-plugin-smoke-signal; for a plugin",
+            "is installed; if it is published, type: pip install sync-plugin-smoke-signal; for",
         ),
         (registry.LAYERS, "bf61", "no layer 'bf61' is installed; did you mean 'bf16'"),
         (registry.WORKERS, "proces", "no worker group 'proces' .* did you mean 'process'"),

@@ -334,7 +334,7 @@ def _not_found(group: str, name: str) -> str:
         if near[0] not in there:
             message += f" Then type: pip install {known[near[0]]}"
     elif name.replace("-", "").isalnum():
-        message += f"; its distribution may be called sync-plugin-{name}"
+        message += f"; if it is published, type: pip install sync-plugin-{name}"
     if name not in known:
         message += "; for a plugin of your own, type in its folder: pip install -e ."
     return f"{message} (installed: {', '.join(there) or 'none'})"
