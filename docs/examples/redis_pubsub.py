@@ -192,6 +192,7 @@ class RedisSender(sync_core.SenderTransport):
             self._redis.client.publish(self._redis.answers, "null")
         if threading.current_thread() is not self._thread:
             self._thread.join(10.0)
+        self._redis.client.close()
 
     def _write(self) -> None:
         """Write what each worker should have, wake them, and remove versions no worker wants."""
@@ -281,6 +282,7 @@ class RedisReceiver(sync_core.ReceiverTransport):
                 self._tell("connected", process=process)
             except BaseException:
                 self._subscription.close()
+                connection.client.close()
                 raise
 
     def receive(self, timeout: float) -> Payload | None:
@@ -318,6 +320,7 @@ class RedisReceiver(sync_core.ReceiverTransport):
             self._tell("left", reason=self._left)
         self._subscription.close()
         self._subscription = None
+        self._redis.client.close()
 
     def _look(self) -> Payload | None:
         version = self._wanted()

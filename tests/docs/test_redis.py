@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,32 +13,11 @@ import pytest
 from sync_testing import SchemeConformance
 
 pytest.importorskip("redis", reason="redis is not installed; type: pip install redis")
-if shutil.which("redis-server") is None:
-    pytest.skip(
-        "redis-server is not installed; on Debian: apt install redis-server",
-        allow_module_level=True,
-    )
+pytestmark = pytest.mark.long
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 sys.path.append(str(EXAMPLES))
 redis_pubsub = importlib.import_module("redis_pubsub")
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """The address of a server that keeps nothing on disk."""
-    with tempfile.TemporaryDirectory(prefix="redis-") as folder:
-        path = Path(folder, "redis.sock")
-        options = ["--port", "0", "--unixsocket", str(path), "--save", "", "--daemonize", "no"]
-        command = ["redis-server", *options, "--dir", folder]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout is not None
-            try:
-                assert any("ready to accept" in line for line in server.stdout)
-                yield f"unix://{path}"
-            finally:
-                server.terminate()
-                server.communicate(timeout=10)
 
 
 class TestRedisScheme(SchemeConformance):
@@ -49,14 +25,14 @@ class TestRedisScheme(SchemeConformance):
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
-    def _server(cls, url: str) -> None:
-        cls.options = {"url": url}
+    def _server(cls, redis_url: str) -> None:
+        cls.options = {"url": redis_url}
 
 
 @pytest.mark.timeout(90)
-def test_the_program(url: str) -> None:
+def test_the_program(redis_url: str) -> None:
     run = subprocess.run(
-        [sys.executable, EXAMPLES / "redis_pubsub.py", url],
+        [sys.executable, EXAMPLES / "redis_pubsub.py", redis_url],
         capture_output=True,
         text=True,
         timeout=80,
