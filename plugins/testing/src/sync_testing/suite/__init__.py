@@ -2,7 +2,7 @@
 
     pytest --pyargs sync_testing.suite --scheme NAME --option slots=4
     pytest --pyargs sync_testing.suite --layer NAME --tolerance 0.01
-    pytest --pyargs sync_testing.suite --workers NAME
+    pytest --pyargs sync_testing.suite --workers NAME --report conformance.json
 
 A name may also be ``module:attribute``, for what is not packaged yet.
 """

@@ -41,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=0.0,
         help="by how much a layer may change a weight, relative to its tensor's largest (0)",
     )
+    group.addoption(
+        "--report",
+        metavar="FILE",
+        type=Path,
+        dest="conformance_report",
+        help="write the results as JSON; a badge is made from them by sync_testing.badge",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
