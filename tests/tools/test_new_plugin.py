@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 # All runs of pytester then share the modules, which it otherwise forgets after each.
-import sync_testing  # noqa: F401
+import sync_testing
 from sync_tools.main import main
 
 pytest_plugins = ["pytester"]
@@ -77,6 +77,57 @@ def test_the_names_of_a_plugin(
     assert (tmp_path / distribution / "src" / module / "__init__.py").is_file()
 
 
+def test_what_a_distribution_says_of_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {"description": 'Says "hi", Ö.', "author": "Jo Ö", "url": "https://example.org/owl/"}
+    options = [text for name, value in said.items() for text in (f"--{name}", value)]
+    folder = str(tmp_path / "owl")
+    assert main(["new-plugin", "owl", "--layer", "--directory", folder, *options]) == 0
+    assert "complete pyproject.toml" not in capsys.readouterr().out
+    project = tomllib.loads(Path(folder, "pyproject.toml").read_text())["project"]
+    assert project["description"] == said["description"]
+    assert project["authors"] == [{"name": said["author"]}]
+    assert project["urls"]["Repository"] == "https://example.org/owl"
+    assert {"sync-core", "sync-core-layer"} <= {*project["keywords"]}
+    assert "Typing :: Typed" in project["classifiers"]
+    minor = ".".join(sync_testing.__version__.split(".")[:2])
+    assert f"sync-testing=={minor}.*" in project["optional-dependencies"]["test"]
+    # Without them, their places are named.
+    assert main(["new-plugin", "owl", "--directory", str(tmp_path / "bare"), *options[:2]]) == 0
+    assert "(or give --author, --url here)" in capsys.readouterr().out
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+
+
+@pytest.mark.parametrize("kind", [[], ["--layer"], ["--workers"]], ids=["scheme", "layer", "group"])
+def test_a_copy_of_a_template_is_what_is_written_under_its_name(
+    tmp_path: Path, kind: list[str]
+) -> None:
+    copy, direct = tmp_path / "copy", tmp_path / "direct"
+    assert main(["new-plugin", "--template", *kind, "--directory", str(copy)]) == 0
+    url = ("--url", "https://github.com/jo/sync-plugin-my-owl")
+    assert (
+        main(["new-plugin", "my-owl", "--template", *kind, *url, "--directory", str(direct)]) == 0
+    )
+    subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "."], check=True, cwd=copy)
+    subprocess.run([sys.executable, "rename.py", "my-owl", "--owner", "jo"], check=True, cwd=copy)
+    expected = files_of(direct)
+    del expected["rename.py"]
+    before, note = expected["README.md"].split("<!-- template -->")
+    expected["README.md"] = before.removesuffix("\n") + note.split("template -->\n")[1]
+    found = files_of(copy)
+    # What a kind is called in a copy does not change with the name.
+    assert found == expected
+    workflows = sorted(str(path) for path in (copy / ".github/workflows").iterdir())
+    assert len(workflows) == 3
+    schema = ("--builtin-schema", "vendor.github-workflows")
+    subprocess.run([sys.executable, "-m", "check_jsonschema", *schema, *workflows], check=True)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -123,6 +174,10 @@ def test_what_is_written_conforms(
         (["update", "--layer"], "the class would be called 'Update'"),
         (["worker", "--workers"], "the class would be called 'Worker'"),
         (["launcher", "--workers"], "the class would be called 'Launcher'"),
+        (["owl", "--template"], "has 'owl' replaced wherever it stands.* such as my-owl"),
+        (["my-owl", "--template", "--distribution", "owl"], "leave out --distribution"),
+        (["owl", "--url", "owl.org"], "--url must be an address.* got 'owl.org'"),
+        (["owl", "--author", "a\nb"], "--author must be one line of text"),
     ],
 )
 def test_names_that_are_refused(

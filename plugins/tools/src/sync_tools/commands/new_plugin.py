@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import keyword
 import re
 import sys
@@ -73,6 +74,32 @@ _FILES = {
     "{folder}/module.txt": "src/{package}/__init__.py",
     "{folder}/test.txt": "tests/test_{package}.py",
 }
+# Besides these, what a template repository has.
+_REPOSITORY = {
+    "repository/badge.txt": ".github/workflows/badge.yml",
+    "repository/publish.txt": ".github/workflows/publish.yml",
+    "repository/dependabot.txt": ".github/dependabot.yml",
+    "repository/changelog.txt": "CHANGELOG.md",
+    "repository/rename.txt": "rename.py",
+}
+_BADGE = """
+![conformance](https://img.shields.io/endpoint?url=https://raw.githubusercontent.com/{}/badge/badge.json)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PluginMetadata:
+    """What a new distribution says of itself on PyPI.
+
+    Args:
+        description: one sentence; None for what the generated code does.
+        author: None for "the authors of" the distribution.
+        url: of the repository, such as ``"https://github.com/me/sync-plugin-redis"``, or None.
+    """
+
+    description: str | None = None
+    author: str | None = None
+    url: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +108,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Writes a scheme, or a layer or worker group: a small one that is complete, to be "
         "replaced piece by piece, with its entry point, tests, README and CI file."
     )
-    parser.add_argument("name", metavar="NAME", help="what users type as the scheme, as redis")
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        nargs="?",
+        help="what users type as the scheme, as redis (with --template: my-scheme)",
+    )
     parser.add_argument(
         "--distribution",
         metavar="NAME",
@@ -100,6 +132,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--directory", type=Path, help="where it is written to; it must not exist (./DISTRIBUTION)"
     )
+    parser.add_argument("--description", metavar="TEXT", help="what it does, in a sentence")
+    parser.add_argument("--author", metavar="NAME", help="who is to be named as its author")
+    parser.add_argument("--url", help="its repository, as https://github.com/me/sync-plugin-redis")
+    parser.add_argument(
+        "--template",
+        action="store_true",
+        help="also what a template repository on GitHub has: a script that renames a copy of it, "
+        "and workflows that draw a badge and publish tags",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -108,6 +149,9 @@ def write_plugin(
     kind: str = "scheme",
     directory: Path | None = None,
     distribution: str | None = None,
+    metadata: PluginMetadata | None = None,
+    *,
+    template: bool = False,
 ) -> Path:
     """Write a distribution and return its folder.
 
@@ -116,6 +160,8 @@ def write_plugin(
         kind: ``"scheme"``, ``"layer"`` or ``"workers"``.
         directory: a folder that does not exist yet; None for one here, named as the distribution.
         distribution: the distribution's name; None for ``"sync-plugin-"`` and the name.
+        metadata: what the distribution says of itself.
+        template: whether to write what a template repository has, too.
 
     Raises:
         PluginNewError: a name is invalid or taken, or the folder exists or cannot be written.
@@ -128,7 +174,16 @@ def write_plugin(
         _check_distribution(distribution)
         if directory.exists():
             raise PluginNewError(f"{directory} exists already; give another by --directory")
-        _write(name, distribution, chosen, directory)
+        if template and distribution != f"{_PREFIX}{name}":
+            raise PluginNewError("--template names the distribution; leave out --distribution")
+        if template and "-" not in name:
+            raise PluginNewError(
+                f"a copy of a template has {name!r} replaced wherever it stands, also in words; "
+                f"give --template a name such as my-{name}"
+            )
+        metadata = metadata or PluginMetadata()
+        _check_metadata(metadata)
+        _write(name, distribution, chosen, directory, metadata, template=template)
     except OSError as error:
         raise PluginNewError(
             f"{directory} cannot be written: {error.strerror}; give another by --directory"
@@ -136,10 +191,18 @@ def write_plugin(
     return directory
 
 
-def _write(name: str, distribution: str, kind: _Kind, directory: Path) -> None:
+def _write(
+    name: str,
+    distribution: str,
+    kind: _Kind,
+    directory: Path,
+    metadata: PluginMetadata,
+    *,
+    template: bool,
+) -> None:
     package = _package(distribution)
     requirements = (promised_to(sync_core.__version__), *kind.requires)
-    words = {
+    words: dict[str, object] = {
         "name": name,
         "distribution": distribution,
         "package": package,
@@ -148,15 +211,52 @@ def _write(name: str, distribution: str, kind: _Kind, directory: Path) -> None:
         "group": kind.group,
         "leeway": kind.leeway,
         "kind": kind.called,
+        "keyword": kind.called.replace(" ", "-"),
         "requirements": ", ".join(f'"{each}"' for each in requirements),
+        "suite": ".".join(sync_core.__version__.split(".")[:2]),
+        "author": _string(metadata.author or f"the authors of {distribution}"),
+        **_words_of_urls(metadata.url, distribution, template=template),
     }
     words["summary"] = Template(kind.summary).substitute(words)
     words["usage"] = Template(kind.usage).substitute(words)
-    for source, target in _FILES.items():
+    description = metadata.description or str(words["summary"])
+    words |= {"description_text": description, "description": _string(description)}
+    for source, target in (_FILES | (_REPOSITORY if template else {})).items():
         path = directory / target.format(package=package)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(Template(_template(source, kind)).substitute(words), encoding="utf-8")
     (directory / "src" / package / "py.typed").touch()
+
+
+def _string(text: str) -> str:
+    """Return a string of TOML, which is one of JSON where nothing is a control character."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _words_of_urls(url: str | None, distribution: str, *, template: bool) -> dict[str, str]:
+    """Return what is written of the repository's address."""
+    if template and url is None:
+        url = f"https://github.com/OWNER/{distribution}"
+    if url is None:
+        return {"urls": "", "badge": "", "note": ""}
+    url = url.removesuffix("/").removesuffix(".git")
+    urls = f'\n[project.urls]\nRepository = "{url}"\nIssues = "{url}/issues"\n'
+    if not template:
+        return {"urls": urls, "badge": "", "note": ""}
+    badge = _BADGE.format(url.removeprefix("https://github.com/"))
+    return {"urls": urls, "badge": badge, "note": _template("repository/note.txt", _SCHEME)}
+
+
+def _check_metadata(metadata: PluginMetadata) -> None:
+    for name in ("description", "author", "url"):
+        value = getattr(metadata, name)
+        if value is not None and not (value.strip() and value.isprintable()):
+            raise PluginNewError(f"--{name} must be one line of text, got {value!r}")
+    if metadata.url is not None and not re.fullmatch(r"https?://[^\s\"<>]+", metadata.url):
+        raise PluginNewError(
+            f"--url must be an address, such as https://github.com/me/sync-plugin-redis, "
+            f"got {metadata.url!r}"
+        )
 
 
 def _package(distribution: str) -> str:
@@ -230,11 +330,28 @@ def _check_distribution(distribution: str) -> None:
 def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
     if rest:
         parser.error(f"new-plugin has no {' '.join(rest)!r}")
+    kind = arguments.kind
+    if arguments.name is None and not arguments.template:
+        parser.error("give a NAME: what users type as the scheme, such as redis")
+    metadata = PluginMetadata(arguments.description, arguments.author, arguments.url)
     folder = write_plugin(
-        arguments.name, arguments.kind.folder, arguments.directory, arguments.distribution
+        arguments.name or f"my-{kind.folder}",
+        kind.folder,
+        arguments.directory,
+        arguments.distribution,
+        metadata,
+        template=arguments.template,
     )
     sys.stdout.write(
         f"{folder} is written, and conforms as it is:\n"
         f'  cd {folder}\n  pip install -e ".[test]"\n  pytest\n'
     )
+    if arguments.template:
+        sys.stdout.write("A copy gets its name by: python rename.py NAME --owner GITHUB_NAME\n")
+    missing = [name for name in ("description", "author", "url") if not getattr(metadata, name)]
+    if missing and not arguments.template:
+        options = ", ".join(f"--{name}" for name in missing)
+        sys.stdout.write(
+            f"Before you publish it, complete pyproject.toml (or give {options} here)\n"
+        )
     return 0
