@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
+import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +38,26 @@ GENERATED = {
     "sync-plugin-my-layer": ("my-layer", "--layer"),
     "sync-plugin-my-workers": ("my-workers", "--workers"),
 }
+
+# The examples of plugins of others, each a module that becomes a distribution.
+EXAMPLES = {"encrypted": "encrypted:Encrypted", "redis-pubsub": "redis_pubsub:RedisScheme"}
+PROJECT = """
+[build-system]
+requires = ["flit_core>=3.12,<5"]
+build-backend = "flit_core.buildapi"
+
+[project]
+name = "sync-plugin-{name}"
+version = "1.0"
+description = "An example of the pages, as its author would publish it."
+dependencies = ["sync-core>=0.1,<0.4"]
+
+[project.entry-points."sync.schemes"]
+{name} = "{place}"
+
+[tool.flit.module]
+name = "{module}"
+"""
 
 USE = """
 import sync_core, torch
@@ -63,6 +86,11 @@ STANDARD = {
     *("interval", "metrics", "checksum", "readback"),
     *("left-out", "given", "held"),
 }
+SUITE = ("sync-core", "sync-plugin-std", "sync-plugin-scale", "sync-testing")
+RUN_SUITE = (
+    *("python", "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+    *("--pyargs", "sync_testing.suite"),
+)
 COLLECT = """
 import torch
 from sync_collector import Collector
@@ -99,17 +127,18 @@ class Stranger:
         chosen = [str(self._wheels[distribution]) for distribution in distributions]
         subprocess.run([*pip, "install", "-qq", "--no-deps", "--no-index", *chosen], check=True)
 
-    def run(self, *command: str) -> str:
+    def run(self, *command: str, **variables: str) -> str:
         """Return the output of a program of the environment."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         environment["PATH"] = f"{self._bin}:{environment['PATH']}"
+        environment |= variables
         done = subprocess.run(
             [str(self._bin / command[0]), *command[1:]],
             capture_output=True,
             text=True,
             env=environment,
             cwd=self._bin,
-            timeout=150,
+            timeout=200,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -126,10 +155,26 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory, generated: dict[str, Path]) -> dict[str, Path]:
+def examples(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Folders of distributions made of the examples of the pages."""
+    folders = []
+    for name, place in EXAMPLES.items():
+        folder = tmp_path_factory.mktemp(name)
+        module = place.partition(":")[0]
+        shutil.copy(ROOT / "docs" / "examples" / f"{module}.py", folder)
+        project = PROJECT.format(name=name, place=place, module=module)
+        (folder / "pyproject.toml").write_text(project)
+        folders.append(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def wheels(
+    tmp_path_factory: pytest.TempPathFactory, generated: dict[str, Path], examples: list[Path]
+) -> dict[str, Path]:
     """The wheels of all distributions, built as for a package index."""
     folder = tmp_path_factory.mktemp("wheels")
-    folders = [*PROJECTS.values(), *generated.values()]
+    folders = [*PROJECTS.values(), *generated.values(), *examples]
     pip = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "-w", str(folder), *map(str, folders)], check=True)
     return {path.name.split("-")[0].replace("_", "-"): path for path in folder.iterdir()}
@@ -232,3 +277,29 @@ def test_what_is_generated_is_found_and_its_tests_run(
     assert " failed" not in out
     for name in GENERATED:
         assert re.search(rf"test_{name.replace('-', '_')}\.py \.", out), out
+
+
+def report_of(path: Path) -> dict[str, Any]:
+    (plugin,) = json.loads(path.read_text())["plugins"]
+    found: dict[str, Any] = plugin
+    return found
+
+
+def test_an_example_that_wraps_others_passes_the_suite(stranger: Stranger, tmp_path: Path) -> None:
+    stranger.install(*SUITE, "sync-plugin-encrypted")
+    path = tmp_path / "conformance.json"
+    scheme = ("--scheme", "encrypted::shm", "--report", str(path))
+    stranger.run(*RUN_SUITE, *scheme, SYNC_KEY=secrets.token_hex(32))
+    plugin = report_of(path)
+    assert (plugin["distribution"], plugin["version"]) == ("sync-plugin-encrypted", "1.0")
+    assert plugin["verdict"] == "passed"
+
+
+def test_an_example_over_a_server_passes_the_suite(
+    stranger: Stranger, tmp_path: Path, redis_url: str
+) -> None:
+    stranger.install(*SUITE, "sync-plugin-redis-pubsub")
+    path = tmp_path / "conformance.json"
+    scheme = ("--scheme", "redis-pubsub", "--option", f"url={redis_url}", "--report", str(path))
+    stranger.run(*RUN_SUITE, *scheme)
+    assert report_of(path)["verdict"] == "passed"
