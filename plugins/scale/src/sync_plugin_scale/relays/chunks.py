@@ -316,6 +316,10 @@ class ChunkedSender(SenderTransport):
             # Another receiver has come in the worker's place, or it has seen a newer version first.
             progress.index = 0
             progress.busy.clear()
+        elif error is not None and sent.error is None:
+            # The worker left after its answer, which the transport has reported by a notice; another
+            # receiver may have its place by now.
+            return
         elif error is not None and (answer is None or answer.error is None):
             progress.delivery.fail(error)
         elif index == progress.version.count - 1 or error is not None:
