@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, overload
@@ -309,7 +310,8 @@ class TorchRLNames:
 
         Args:
             addresses: what each model's sender gave for this collector, by model.
-            synchronize_weights: take what has been sent so far, if it comes within half a second.
+            synchronize_weights: take what each sender has sent so far, if it comes within half a
+                second.
 
         Raises:
             KeyError: a model that there is not.
@@ -317,8 +319,12 @@ class TorchRLNames:
         """
         self._check_open()
         self._relay.register(addresses)
-        if synchronize_weights:
-            self._relay.receive(_SOON)
+        deadline, missing = time.monotonic() + _SOON, set(addresses)
+        while synchronize_weights and missing:
+            received = self._relay.receive(max(0.0, deadline - time.monotonic()))
+            if not received:
+                break
+            missing -= received.keys()
 
     def receive_weights(
         self,

@@ -317,8 +317,8 @@ class ChunkedSender(SenderTransport):
             progress.index = 0
             progress.busy.clear()
         elif error is not None and sent.error is None:
-            # The worker left after its answer, which the transport has reported by a notice; another
-            # receiver may have its place by now.
+            # The worker left after its answer. The transport has reported that by a notice, and
+            # another receiver may have the worker's place by now.
             return
         elif error is not None and (answer is None or answer.error is None):
             progress.delivery.fail(error)
