@@ -36,7 +36,7 @@ help:
 	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
 	@echo "make test-torchrl TORCHRL_TESTS=  TorchRL's own tests of weight sync, with our schemes"
 	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
-	@echo "make chaos [ARGS=]               every fault on every scheme; writes docs/reliability.md"
+	@echo "make chaos [ARGS=]               every fault on every scheme; writes docs/fault-matrix.md"
 	@echo "make increments [ARGS=]          1,000 random orders of sends and faults with increments"
 	@echo "make long-life [ARGS=]           100,000 sends by each scheme: does anything grow?"
 	@echo "make docs                        these pages and the reference, into docs/_build"

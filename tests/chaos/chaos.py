@@ -7,7 +7,7 @@ Finished cases are kept in a journal, so that an interrupted run continues; `--f
 begins a new one. Cases mostly wait for deadlines, so that `--jobs` processes, each with a share of
 them, take little longer than one with its own; the readers have the machine to themselves. A
 process is ended when a case hangs, and the next one continues. Then the tables are printed, and
-written to `docs/reliability.md`. Ends with code 1 if anything was not as documented.
+written to `docs/fault-matrix.md`. Ends with code 1 if anything was not as documented.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from chaos_kit.page import page_of
 from chaos_kit.plan import Plan
 from chaos_kit.torn import hunt
 
-_PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "fault-matrix.md"
 # After so long without an end, a case hangs, and so does the process that runs it, in seconds.
 _LIMIT = 240.0
 _READ_LIMIT = 4 * 3600.0

@@ -23,8 +23,11 @@ def page_of(outcomes: Sequence[Outcome], reads: Mapping[str, Mapping[str, int]])
 
 def _lines(outcomes: Sequence[Outcome], reads: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     wrong = sum(not outcome.ok for outcome in outcomes)
-    yield "# Reliability\n"
-    yield "Written by `make chaos`; see [how faults are injected](authors/faults.md).\n"
+    yield "# The fault matrix\n"
+    yield (
+        "Written by `make chaos`; see [how faults are injected](authors/faults.md). "
+        "[Reliability](reliability.md) says what else was run.\n"
+    )
     yield f"{_made(outcomes)}\n"
     yield (
         f"{len(outcomes)} runs, {wrong} of them not as documented. In each run, three workers get "
