@@ -46,6 +46,9 @@ _LANES = 2
 _HEAD = 4
 #: The request of a worker that lacks the chunks before the one it got.
 AGAIN = "again"
+# How often a worker may ask for a version from its first chunk. It does so once when it is new in
+# its place, and once when a newer version has come first.
+_MOST_RESTARTS = 32
 # How long closing waits for a chunk that is being sent, in seconds; an estimate.
 _PATIENCE = 5.0
 
@@ -179,6 +182,7 @@ class _Progress:
         sent: for each transport, the chunk that it was given last, and its delivery: another
             receiver in the worker's place is given that one first, and asks for the others.
         busy: the transports whose chunk was not answered.
+        restarts: how often the worker has asked for the version from its first chunk.
     """
 
     version: ChunkedVersion
@@ -186,6 +190,7 @@ class _Progress:
     index: int = 0
     sent: dict[int, tuple[int, Delivery]] = field(default_factory=dict)
     busy: set[int] = field(default_factory=set)
+    restarts: int = 0
 
 
 class ChunkedSender(SenderTransport):
@@ -314,6 +319,11 @@ class ChunkedSender(SenderTransport):
         answer = sent.latest
         if answer is not None and answer.request == AGAIN:
             # Another receiver has come in the worker's place, or it has seen a newer version first.
+            progress.restarts += 1
+            if progress.restarts > _MOST_RESTARTS:
+                progress.index = progress.version.count
+                progress.delivery.fail(_refused_all(progress))
+                return
             progress.index = 0
             progress.busy.clear()
         elif error is not None and sent.error is None:
@@ -354,6 +364,14 @@ class ChunkedSender(SenderTransport):
         # An acknowledgement is about a chunk.
         if notice.kind != "acknowledged":
             self._notify(worker_id, notice)
+
+
+def _refused_all(progress: _Progress) -> WorkerError:
+    message = (
+        f"asked {progress.restarts} times for version {progress.version.version} from its first "
+        "chunk; does another receiver use the same address?"
+    )
+    return WorkerError(progress.delivery.worker_id, message)
 
 
 def _put(
@@ -463,6 +481,9 @@ class ChunkedReceiver(ReceiverTransport):
             error = SyncError("this worker lacks the chunks before this one")
             refusal = Answer.refusal(payload.version, error)
             self._lanes[lane].acknowledge(replace(refusal, request=AGAIN))
+            if time.monotonic() >= deadline:
+                # The next chunk may be as wrong, and there at once.
+                return None
 
     def _read(self, payload: Payload, lane: int) -> Chunk:
         """Return the chunk in a payload, once it is one that the agreed layout gives reason for."""
