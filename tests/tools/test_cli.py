@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -36,6 +37,47 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"sync-core {sync_core.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["list", "--help", "plan --mb 100"])
+def test_a_reader_that_ends_early_ends_a_command_quietly(command: str) -> None:
+    started = subprocess.Popen(
+        [sys.executable, "-u", "-m", "sync_tools", *command.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline()
+    started.stdout.close()
+    _, errors = started.communicate(timeout=60)
+    assert (errors, started.returncode in (0, 1)) == ("", True)
+
+
+@pytest.mark.parametrize("with_errors", [False, True])
+def test_what_is_written_when_a_command_ends_has_no_reader(with_errors: bool) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-m", "sync_tools", "list"],
+        stdout=writing,
+        stderr=writing if with_errors else subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert ended.returncode == 1
+    assert not ended.stderr
+
+
+def test_other_broken_pipes_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> int:
+        raise BrokenPipeError("a socket")
+
+    monkeypatch.setattr("sync_tools.commands.listing.listed", run)
+    with pytest.raises(BrokenPipeError, match="a socket"):
+        main(["list"])
 
 
 def test_list_with_nothing_installed(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
+from io import UnsupportedOperation
 
 from importlib_metadata import EntryPoint
 
@@ -47,10 +50,25 @@ def make_parser(commands: Sequence[str] | None = None) -> argparse.ArgumentParse
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``sync-core`` and return its exit status.
 
+    The command ends with status 1, and without a message, when the reader of its output has ended,
+    as in ``sync-core list | head -3``.
+
     Args:
         arguments: the command line after the program's name; None for this process's.
     """
-    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            # Here, and not when the interpreter ends, which would report the error.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _drop_output():
+            raise
+    return 1
+
+
+def _run(given: Sequence[str]) -> int:
     try:
         parser = make_parser(given[:1])
         parsed, rest = parser.parse_known_args(given)
@@ -58,6 +76,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SyncError as error:
         sys.stderr.write(f"sync-core: {error}\n")
     return 1
+
+
+def _drop_output() -> bool:
+    """Let what is still written to pipes without a reader be dropped; False where all have one."""
+    dropped = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            number = stream.fileno()
+        except (AttributeError, UnsupportedOperation, ValueError):
+            continue
+        asked = select.poll()
+        asked.register(number, 0)
+        if any(found & select.POLLERR for _, found in asked.poll(0)):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+            dropped = True
+    return dropped
 
 
 def _load(entry: EntryPoint) -> Command:
