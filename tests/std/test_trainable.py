@@ -91,31 +91,56 @@ def test_a_frozen_parameter_that_changes_travels_again() -> None:
         assert equal(model, copy)
 
 
-def test_one_element_of_a_frozen_parameter_is_noticed_too() -> None:
-    model, copy = frozen_model(), make()
-    with Sender(Far(), model, num_workers=1, layers=["select"], timeout=10) as sender:
-        receiver = Receiver(sender.address(0), copy)
-        send(sender, receiver)
-        # Not counted by torch, and not in the sample.
-        next(model.parameters()).data.view(-1)[1] += 1
-        send(sender, receiver)
-        assert equal(model, copy)
+def swap(tensor: torch.Tensor, one: int, other: int) -> None:
+    tensor[[one, other]] = tensor[[other, one]]
 
 
-def test_of_many_frozen_parameters_each_is_summed_in_its_turn() -> None:
-    model = nn.ModuleList(nn.Linear(300, 1000, bias=False) for _ in range(6))
-    copy = nn.ModuleList(nn.Linear(300, 1000, bias=False) for _ in range(6))
+def negate(tensor: torch.Tensor, one: int, other: int) -> None:
+    tensor[[one, other]] *= -1
+
+
+def add(tensor: torch.Tensor, one: int, other: int) -> None:
+    tensor[one] += 1
+    del other
+
+
+def add_and_subtract(tensor: torch.Tensor, one: int, other: int) -> None:
+    tensor[one] += 1
+    tensor[other] -= 1
+
+
+def invert(tensor: torch.Tensor, one: int, other: int) -> None:
+    bits = tensor.view(torch.uint8).view(len(tensor), -1)
+    bits[[one, other]] ^= 255
+
+
+def large_model() -> nn.ModuleList:
+    """Frozen parameters of several dtypes; each is reduced in rows, and has a rest."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(300, 1001), nn.Linear(300, 1001).double()])
+    model.extend([nn.Linear(301, 1001).bfloat16(), nn.Linear(2, 2)])
     for layer in list(model)[1:]:
         layer.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("change", [swap, negate, add, add_and_subtract, invert])
+def test_each_write_through_data_is_noticed_at_the_next_send(change: Any) -> None:
+    model, copy = large_model(), large_model()
+    generator = torch.Generator().manual_seed(1)
     with Sender(Far(), model, num_workers=1, layers=["select"], timeout=10) as sender:
         receiver = Receiver(sender.address(0), copy)
         send(sender, receiver)
-        for parameter in model.parameters():
-            parameter.data.view(-1)[1] += 1
-        # 1.2 MB each, of 1 MB with each send.
-        for _ in range(7):
-            send(sender, receiver)
-        assert equal(model, copy)
+        least = send(sender, receiver).nbytes
+        for parameter in list(model.parameters())[2:] * 4:
+            flat = parameter.data.view(-1)
+            if len(flat) > 1:
+                places = torch.randint(len(flat) // 2, (2,), generator=generator)
+                # Not counted by torch.
+                change(flat, int(places[0]), int(places[1]) + len(flat) // 2)
+                assert send(sender, receiver).nbytes > least
+                assert equal(model, copy)
+        assert send(sender, receiver).nbytes == least
 
 
 def test_a_model_in_one_block_sends_what_is_trained() -> None:

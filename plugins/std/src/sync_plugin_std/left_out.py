@@ -29,7 +29,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.models import bytes_of, is_extra_state, modules_in, place_of, tensor_finder
-from sync_plugin_std.tensor_states import samples
+from sync_plugin_std.fingerprints import samples
 
 _NAMES_SHOWN = 4
 _PART = 16
