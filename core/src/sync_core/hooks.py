@@ -125,6 +125,8 @@ SCHEME_CAPABILITIES = MappingProxyType(
         "findings": "its ``findings(context)`` tells ``sync-core doctor`` what is amiss around it",
         "joined": "the addresses of several senders make one of a receiver; versions are whole",
         "late_join": "workers may be added while the sender runs",
+        "publishes": "versions are for readers that the sender does not know: ``num_workers`` may "
+        "be left out, and then `Sender.address` needs no id",
         "pull": "workers fetch what they want; the sender need not be able to reach them",
         "same_object": "workers act with the trainer's own object, so nothing travels",
         "worker_paths": "handles of workers may be paths, looked up in the sender's context",

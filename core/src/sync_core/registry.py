@@ -101,6 +101,7 @@ KNOWN = MappingProxyType(
             **dict.fromkeys(("chunked", "increments", "sharded"), _SCALE),
             **dict.fromkeys(("none", "thread", "shm", "mp", "file"), _STD),
             "ray": _RAY,
+            "store": "sync-plugin-store",
             **dict.fromkeys(("dist", "rpc"), _DIST),
         },
         LAYERS: dict.fromkeys(

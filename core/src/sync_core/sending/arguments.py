@@ -46,8 +46,15 @@ def as_id(worker_id: int) -> int:
     return index
 
 
-def count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int:
+def count_workers(
+    num_workers: int | None, workers: Sequence[Any] | None, *, publishes: bool = False
+) -> int:
     """The number of workers that a sender starts with.
+
+    Args:
+        num_workers: as the user gave it.
+        workers: as the user gave it.
+        publishes: whether the scheme needs to know of none.
 
     Raises:
         OptionError: the workers are not a list.
@@ -62,6 +69,8 @@ def count_workers(num_workers: int | None, workers: Sequence[Any] | None) -> int
         if num_workers not in (None, len(workers)):
             raise ValueError(f"num_workers={num_workers}, but {len(workers)} workers were given")
         return len(workers)
+    if num_workers is None and publishes:
+        return 0
     if num_workers is None:
         raise ValueError(
             "no workers were given; give num_workers=…, or workers=[…] if the scheme calls them"

@@ -54,7 +54,8 @@ class Sender(Updater):
             other `sync_core.models.ComputedWeights` are computed at every send. Names of tensors
             are without the prefixes of `torch.compile`, `DistributedDataParallel` and
             `DataParallel`, here and in the workers, so that a wrapped model fits a plain one.
-        num_workers: how many workers there are; their ids are ``0 … num_workers - 1``.
+        num_workers: how many workers there are; their ids are ``0 … num_workers - 1``. A scheme
+            with the capability ``publishes`` needs none.
         workers: handles of the workers, for a scheme that calls into them; with some, such as
             ``"ray"``, also strings such as ``"env.transform[0]"``, looked up in ``context`` once.
         model_id: the model's name.
@@ -126,11 +127,14 @@ class Sender(Updater):
             zero_copy=zero_copy,
             timeout=timeout,
         )
-        self._members = Membership(range(count_workers(num_workers, workers)), timeout)
+        self._pipeline = Pipeline(self._terms)
+        # Whether a version is for the first worker that comes, too, where there is none.
+        self._publishes = "publishes" in self._pipeline.capabilities
+        count = count_workers(num_workers, workers, publishes=self._publishes)
+        self._members = Membership(range(count), timeout)
         self._handles = dict(enumerate(workers or ()))
         self._called = bool(workers)
         self._context = context
-        self._pipeline = Pipeline(self._terms)
         self._failure_handler: FailureHandler | None = None
         if on_failure != "raise":
             from sync_core.sending.failure_policy import FailureHandler
@@ -158,8 +162,6 @@ class Sender(Updater):
         self._extras: Kinds | None = None
         self._close_members = release_with(self, self._members.close)
         self._settlers: dict[object, Callable[[SendReport], SendReport]] = {}
-        # Whether a version is for the first worker that comes, too, where there is none.
-        self._publishes = False
         self._closed = False
         # The thread that closes, or has closed, this sender.
         self._closer: int | None = None
@@ -319,11 +321,18 @@ class Sender(Updater):
     def address(self, worker_id: int | None = None) -> Address:
         """The address that worker ``worker_id`` gives to its `Receiver`; it pickles.
 
+        Args:
+            worker_id: the worker; None for any reader, where the scheme has the capability
+                ``publishes`` and the sender has no workers.
+
         Raises:
             UnknownWorkerError: no such worker.
             OptionError: no worker is given.
             ModelError: the sender knows no model yet.
         """
+        if worker_id is None and "publishes" in self.capabilities and not self._members.ids:
+            self._check_open()
+            return self._pipeline.address(0)
         if worker_id is None:
             raise OptionError(
                 "sender.address() needs the id of a worker, such as sender.address(0); for workers "

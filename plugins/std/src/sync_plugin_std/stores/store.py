@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sync_core import OptionError
+from sync_core import OptionError, Payload
 from sync_core.errors import HookResultError, PayloadError
 from sync_core.transports import Block
+from sync_plugin_std.stores.parts import parts_of
 
 #: The longest record, in bytes; a worker's error and the names of 100,000 workers have room.
 LONGEST_RECORD = 1 << 24
@@ -171,7 +172,39 @@ def worker_record(worker_id: int) -> str:
     return f"worker-{worker_id}.json"
 
 
-class Records:
+class Versions(ABC):
+    """Where the bytes of versions are, for a scheme that keeps them in a form of its own.
+
+    Both sides make one. Methods are called by one thread at a time.
+    """
+
+    @abstractmethod
+    def write_version(self, payload: Payload) -> str:
+        """Write a version, whose tensors are read when this returns.
+
+        Returns:
+            A digest of all its bytes, which readers are given.
+        """
+
+    @abstractmethod
+    def read_version(self, version: int, nbytes: int, digest: str) -> Block | None:
+        """Return a block with the bytes of a version; None where it has been removed.
+
+        Args:
+            version: the version.
+            nbytes: its size.
+            digest: what `write_version` returned.
+
+        Raises:
+            PayloadError: other bytes are there.
+        """
+
+    @abstractmethod
+    def delete_version(self, version: int) -> None:
+        """Remove a version that no worker of the sender needs."""
+
+
+class Records(Versions):
     """Reads and writes what belongs to one sender.
 
     A record is a line with its seal and one of JSON. Versions are plain safetensors, for other
@@ -213,16 +246,6 @@ class Records:
         self._store.delete(self._path(name))
 
     def read_version(self, version: int, nbytes: int, digest: str) -> Block | None:
-        """A block with the bytes of a version; None where it has been removed.
-
-        Args:
-            version: the version.
-            nbytes: its size.
-            digest: its SHA-256, as the sender's record says, in hexadecimal.
-
-        Raises:
-            PayloadError: other bytes are there.
-        """
         blocks: list[Block] = []
 
         def allocate(found: int) -> memoryview:
@@ -239,20 +262,19 @@ class Records:
             )
         return blocks[-1]
 
-    def write_version(self, version: int, parts: Iterable[memoryview]) -> str:
+    def write_version(self, payload: Payload) -> str:
         """Put the bytes of a version there, and return their SHA-256."""
         digest = hashlib.sha256()
 
         def summed() -> Iterator[memoryview]:
-            for part in parts:
+            for part in parts_of(payload):
                 digest.update(part)
                 yield part
 
-        self._store.put_parts(self._path(self._version(version)), summed())
+        self._store.put_parts(self._path(self._version(payload.version)), summed())
         return digest.hexdigest()
 
     def delete_version(self, version: int) -> None:
-        """Remove a version."""
         self.delete(self._version(version))
 
     def _get(self, name: str) -> bytes | None:

@@ -27,7 +27,6 @@ from sync_core import (
 )
 from sync_core.errors import PayloadError
 from sync_core.transports import Notice, uninterrupted
-from sync_plugin_std.stores.parts import parts_of
 from sync_plugin_std.stores.store import (
     SENDER,
     SIGNS,
@@ -36,6 +35,7 @@ from sync_plugin_std.stores.store import (
     Records,
     Store,
     StoreOptions,
+    Versions,
     Watch,
     machine,
     worker_record,
@@ -54,10 +54,18 @@ class StoreReceiver(ReceiverTransport):
         context: what the core knows.
         store: where versions and records stand.
         options: how often to look, and how long to wait for a sign of life.
+        versions: where the bytes of versions stand; None for the same store.
     """
 
-    def __init__(self, context: TransportContext, store: Store, options: StoreOptions) -> None:
+    def __init__(
+        self,
+        context: TransportContext,
+        store: Store,
+        options: StoreOptions,
+        versions: Versions | None = None,
+    ) -> None:
         self._records = Records(store, context.token, context.model_id)
+        self._versions = self._records if versions is None else versions
         self._worker_id = context.worker_id
         self._record = worker_record(context.worker_id)
         self._poll = options.poll
@@ -128,7 +136,7 @@ class StoreReceiver(ReceiverTransport):
                     f"version {wanted} has {sealed[0]} bytes, and there is reason for "
                     f"{self._most_nbytes} at most"
                 )
-            block = self._records.read_version(wanted, *sealed)
+            block = self._versions.read_version(wanted, *sealed)
             if block is None:
                 return None  # a newer one has just taken its place
             self._seen = wanted
@@ -215,10 +223,18 @@ class StoreSender(SenderTransport):
         context: what the core knows.
         store: where versions and records stand.
         options: how often to look, and how long to wait for a sign of life.
+        versions: where the bytes of versions stand; None for the same store.
     """
 
-    def __init__(self, context: TransportContext, store: Store, options: StoreOptions) -> None:
+    def __init__(
+        self,
+        context: TransportContext,
+        store: Store,
+        options: StoreOptions,
+        versions: Versions | None = None,
+    ) -> None:
         self._records = Records(store, context.token, context.model_id)
+        self._versions = self._records if versions is None else versions
         self._notify = context.notify
         self._options = options
         self._beats = 0
@@ -250,11 +266,11 @@ class StoreSender(SenderTransport):
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Put the weights once, then name the workers that they are for."""
-        digest = self._records.write_version(payload.version, parts_of(payload))
+        digest = self._versions.write_version(payload)
         deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
         with self._lock:
             if self._closed:
-                self._records.delete_version(payload.version)
+                self._versions.delete_version(payload.version)
                 raise ClosedError("the sender is closed")
             self._written[payload.version] = payload.nbytes, digest
             for worker_id, delivery in deliveries.items():
@@ -307,7 +323,7 @@ class StoreSender(SenderTransport):
         for worker_id in self._served:
             self._records.delete(worker_record(worker_id))
         for version in self._written:
-            self._records.delete_version(version)
+            self._versions.delete_version(version)
         self._removed = True
 
     def _new_place(self) -> _WorkerRecord:
@@ -332,7 +348,7 @@ class StoreSender(SenderTransport):
         for version in tuple(self._written)[: -self._options.keep]:
             if version not in needed:
                 # A worker that is too late to read it finds a newer one.
-                self._records.delete_version(version)
+                self._versions.delete_version(version)
                 del self._written[version]
 
     def _watch(self) -> None:
@@ -410,7 +426,10 @@ class StoreSender(SenderTransport):
 
 
 def store_transport(
-    context: TransportContext, store: Store, options: StoreOptions
+    context: TransportContext,
+    store: Store,
+    options: StoreOptions,
+    versions: Versions | None = None,
 ) -> SenderTransport | ReceiverTransport:
     """Either side of a transport that puts weights into a store, for a hook to return.
 
@@ -422,6 +441,7 @@ def store_transport(
         context: what `create_transport` was given.
         store: where the bytes go.
         options: what the user has chosen.
+        versions: where the bytes of versions go; None for safetensors files in the same store.
 
     Raises:
         SenderLostError: a receiver's sender has closed, or its token is another.
@@ -450,5 +470,5 @@ def store_transport(
         {}
     """
     if context.side == "receiver":
-        return StoreReceiver(context, store, options)
-    return StoreSender(context, store, options)
+        return StoreReceiver(context, store, options, versions)
+    return StoreSender(context, store, options, versions)

@@ -1,0 +1,51 @@
+"""Weights published once to an object store or a directory, for any number of readers.
+
+The scheme ``store`` needs nothing from here. `Run` finds a run by its URL and public key, and gives
+the addresses of its readers; `Mirror` keeps a copy of a run near them.
+"""
+
+from typing import TYPE_CHECKING
+
+from sync_core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from sync_plugin_store.errors import (
+        ConflictError,
+        RolledBackError,
+        SignatureError,
+        StoreError,
+    )
+    from sync_plugin_store.mirror import Mirror
+    from sync_plugin_store.run import Run
+    from sync_plugin_store.scheme import StoreOptions, StoreScheme
+    from sync_plugin_store.web import serve
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "sync_plugin_store.errors": (
+        "ConflictError",
+        "RolledBackError",
+        "SignatureError",
+        "StoreError",
+    ),
+    "sync_plugin_store.mirror": ("Mirror",),
+    "sync_plugin_store.run": ("Run",),
+    "sync_plugin_store.scheme": ("StoreOptions", "StoreScheme"),
+    "sync_plugin_store.web": ("serve",),
+}
+
+__all__ = [
+    "ConflictError",
+    "Mirror",
+    "RolledBackError",
+    "Run",
+    "SignatureError",
+    "StoreError",
+    "StoreOptions",
+    "StoreScheme",
+    "__version__",
+    "serve",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -1,0 +1,184 @@
+"""A copy of a run near its readers, so that a version crosses a long link once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from sync_core import SyncError
+from sync_plugin_store.format import HEAD, Head, Manifest, digest_of, manifest_name, object_name
+from sync_plugin_store.objects import Directory, open_objects
+from sync_plugin_store.reader import RunReader
+from sync_plugin_store.web import serve
+
+__all__ = ["Mirror"]
+
+_log = logging.getLogger("sync_core")
+# How long closing waits for an object that is being copied, in seconds.
+_CLOSING = 10.0
+
+
+class Mirror:
+    """Copies the newest version of a run into a directory, checks it, and serves it by HTTP.
+
+    Readers there use `url`, or the directory. They check signatures and digests again, so that a
+    mirror need not be trusted.
+
+    Args:
+        url: where the run is.
+        directory: where the copy goes; made if missing.
+        key: the trainer's public key, in hexadecimal; see `Run.key_of`.
+        host: the address to listen on; others than loopback let every host there read.
+        port: the port; 0 for a free one.
+        poll: seconds between two looks for a new version.
+        grace: how long what is gone from the run stays for those that read it, in seconds.
+        timeout: how long a place that fails is tried again, in seconds.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from sync_core import Receiver, Sender
+        >>> from sync_plugin_store import Run
+        >>> policy, copy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as far, tempfile.TemporaryDirectory() as near:
+        ...     with Sender("store", policy, url=far) as sender:
+        ...         version = sender.send().version
+        ...         with Mirror(far, near, Run.key_of(sender)) as mirror:
+        ...             mirror.update()
+        ...             with Run(mirror.url, Run.key_of(sender)) as run:
+        ...                 with Receiver(run.address(), copy) as receiver:
+        ...                     received = receiver.receive()
+        >>> received
+        1
+    """
+
+    def __init__(
+        self,
+        url: str,
+        directory: str,
+        key: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        poll: float = 1.0,
+        grace: float = 600.0,
+        timeout: float = 60.0,
+    ) -> None:
+        self._key = key
+        self._reader = RunReader([open_objects(url, timeout)], key, timeout=timeout)
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        self._copy = Directory(path, directory)
+        self._poll, self._grace = poll, grace
+        # When what is not needed any longer was first seen so, by its name.
+        self._unneeded: dict[str, float] = {}
+        self._updating = threading.Lock()
+        self._ended = threading.Event()
+        self._closed = ExitStack()
+        #: The URL for readers.
+        self.url = self._closed.enter_context(serve(directory, host, port))
+        #: The newest version that is there.
+        self.version = 0
+        self._thread = threading.Thread(target=self._follow, name="sync-mirror", daemon=True)
+        self._thread.start()
+
+    def update(self) -> int:
+        """Copy the newest version, if it is not there; return it.
+
+        Raises:
+            SyncError: it cannot be read or written; the copy keeps what it has.
+        """
+        with self._updating:
+            head = self._reader.look()
+            if head is None:
+                return 0
+            manifests = {version: self._reader.manifest(version) for version in self._wanted(head)}
+            for version, manifest in manifests.items():
+                self._copy_version(head, version, manifest)
+            if head.address is not None:
+                self._copy_address(head.address)
+            self._write_head()
+            self.version = head.version
+            self._remove(head, manifests.values())
+            return self.version
+
+    def close(self) -> None:
+        """End the threads; the directory stays as it is."""
+        self._ended.set()
+        self._reader.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSING)
+        self._closed.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _follow(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self.update()
+            except SyncError as error:
+                if not self._ended.is_set():
+                    _log.warning("the mirror of a run waits: %s", error)
+            self._ended.wait(self._poll)
+
+    def _wanted(self, head: Head) -> Sequence[int]:
+        """Return the versions to copy: the newest and the named ones, with what they build on."""
+        wanted, todo = list[int](), [head.version, *head.names.values()]
+        while todo:
+            version = todo.pop()
+            if not version or version in wanted or version not in head.versions:
+                continue
+            wanted.append(version)
+            todo.append(self._reader.manifest(version).base)
+        return wanted
+
+    def _copy_version(self, head: Head, version: int, manifest: Manifest) -> None:
+        for piece in manifest.pieces:
+            if self._has(object_name(piece.digest), piece.nbytes):
+                continue
+            data = bytearray(piece.nbytes)
+            self._reader.read_piece(piece, memoryview(data), version)
+            self._copy.put(object_name(piece.digest), memoryview(data))
+        name = manifest_name(head.versions[version])
+        if not self._has(name):
+            self._copy.put(name, manifest.to_bytes())
+
+    def _copy_address(self, digest: str) -> None:
+        if not self._has(object_name(digest)):
+            data = self._reader.read_record(object_name(digest))
+            if data is not None and digest_of(data) == digest:
+                self._copy.put(object_name(digest), data)
+
+    def _write_head(self) -> None:
+        found = self._copy.look(HEAD)
+        if found is None or found.data != self._reader.head_bytes:
+            self._copy.swap(HEAD, self._reader.head_bytes, None if found is None else found.tag)
+
+    def _has(self, name: str, nbytes: int | None = None) -> bool:
+        try:
+            size = (self._copy.path / name).stat().st_size
+        except OSError:
+            return False
+        return nbytes is None or size == nbytes
+
+    def _remove(self, head: Head, manifests: Iterable[Manifest]) -> None:
+        """Remove what the run has not had for the grace."""
+        needed = {manifest_name(digest) for digest in head.versions.values()}
+        needed |= {object_name(piece.digest) for each in manifests for piece in each.pieces}
+        if head.address is not None:
+            needed.add(object_name(head.address))
+        listed = [*self._copy.list("objects/"), *self._copy.list("manifests/")]
+        now = time.monotonic()
+        unneeded = {each.name for each in listed} - needed
+        self._unneeded = {name: self._unneeded.get(name, now) for name in unneeded}
+        for name, since in self._unneeded.items():
+            if now - since > self._grace:
+                self._copy.delete(name)

@@ -1,0 +1,453 @@
+"""Where a run lies: bytes under names, in a directory, an object store, or behind a web server."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from sync_core import OptionError
+from sync_core.errors import PayloadError
+from sync_core.transports import uninterrupted
+from sync_plugin_store.errors import ConflictError, StoreError
+
+__all__ = ["Found", "Listed", "Objects", "Patience", "open_all", "open_objects"]
+
+# Longer records (HEAD, manifests) are refused, in bytes.
+_LONGEST_RECORD = 1 << 24
+# Pieces in which bytes arrive from a network, in bytes: what a broken transfer loses at most.
+_PIECE = 1 << 20
+# From one try of a broken transfer to the next, in seconds; doubled up to the second.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A small object, as it is now.
+
+    Args:
+        data: its bytes.
+        tag: names this state of it, for `Objects.look` and `Objects.swap`.
+    """
+
+    data: bytes
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object in a listing.
+
+    Args:
+        name: its name.
+        nbytes: its size.
+        modified: when it was written, in seconds since 1970, by the clock of the store.
+    """
+
+    name: str
+    nbytes: int
+    modified: float
+
+
+class Patience:
+    """How long to try again, and from one try to the next.
+
+    Args:
+        seconds: from now on.
+        stopped: ends the patience before that.
+
+    Example:
+        >>> Patience(0.0, threading.Event()).pause()
+        False
+    """
+
+    def __init__(self, seconds: float, stopped: threading.Event) -> None:
+        self._until = time.monotonic() + seconds
+        self._stopped = stopped
+        self._next = _FIRST_PAUSE
+
+    def pause(self) -> bool:
+        """Wait before the next try, longer each time; return whether there is to be one."""
+        seconds, self._next = self._next, min(2 * self._next, _LONGEST_PAUSE)
+        left = self._until - time.monotonic()
+        return left > 0 and not self._stopped.wait(min(seconds, left))
+
+
+class Objects(ABC):
+    """Keeps bytes under names; both ends of a run make one.
+
+    Methods are called by several threads, and raise `StoreError` where the store fails for as long
+    as the timeout that it was opened with.
+
+    Args:
+        url: where it is.
+    """
+
+    #: Whether a look costs less than a millisecond and no money.
+    near = False
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @abstractmethod
+    def look(self, name: str, tag: str | None = None) -> Found | None:
+        """Return a small object.
+
+        Args:
+            name: its name.
+            tag: the state that is known already.
+
+        Returns:
+            None where it has that state still, or is not there.
+        """
+
+    @abstractmethod
+    def read(
+        self, name: str, start: int, memory: memoryview, patience: Patience, *, whole: bool
+    ) -> bool:
+        """Read some bytes of an object.
+
+        Args:
+            name: its name.
+            start: the first byte.
+            memory: where they go; its size says how many.
+            patience: how long a transfer that breaks is resumed.
+            whole: whether that is the whole object. Servers that know no ranges can bring it.
+
+        Returns:
+            Whether there is such an object.
+
+        Raises:
+            PayloadError: it has fewer bytes.
+        """
+
+    @abstractmethod
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Write an object that never changes; readers see all of its bytes or no object."""
+
+    @abstractmethod
+    def swap(self, name: str, data: bytes, tag: str | None) -> str:
+        """Replace a small object, if nothing else has replaced it meanwhile.
+
+        Args:
+            name: its name.
+            data: its new bytes.
+            tag: the state in which it was found; None where it must not be there.
+
+        Returns:
+            The tag of its new state.
+
+        Raises:
+            ConflictError: it has another state.
+        """
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove an object. It may be gone already."""
+
+    @abstractmethod
+    def list(self, prefix: str) -> Iterator[Listed]:
+        """Return the objects whose names begin with a folder's, such as ``"objects/"``."""
+
+
+def open_all(urls: Sequence[str], timeout: float) -> list[Objects]:
+    """Return places that have the same; see `open_objects`.
+
+    Where one fails, enough of the timeout is left to ask the others.
+    """
+    return [open_objects(url, timeout / (2 * len(urls)) if urls[1:] else timeout) for url in urls]
+
+
+def open_objects(url: str, timeout: float) -> Objects:
+    """Return the place that a URL names.
+
+    Args:
+        url: a directory, ``file:///directory``, ``s3://bucket/run``, ``gs://…``, ``az://…``,
+            ``http://host/run`` or ``https://…``.
+        timeout: how long a store that fails is tried again, in seconds.
+
+    Raises:
+        OptionError: it names none.
+
+    Example:
+        >>> open_objects("ftp://host/run", 5.0)
+        Traceback (most recent call last):
+        ...
+        sync_core.errors.OptionError: url must be a directory, or begin with file://, s3://, ...
+    """
+    scheme = urlsplit(url).scheme
+    if scheme in ("", "file"):
+        return Directory(Path(unquote(urlsplit(url).path) if scheme else url), url)
+    if scheme in ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https"):
+        return RemoteObjects(url, timeout)
+    raise OptionError(
+        "url must be a directory, or begin with file://, s3://, gs://, az://, http:// or "
+        f"https://, got {url!r}"
+    )
+
+
+_open_private = partial(os.open, mode=0o644)
+
+
+class Directory(Objects):
+    """A directory; a network's file system or a web server may show it elsewhere.
+
+    Objects appear by a rename. A replacement takes a lock on the directory's ``.lock``.
+
+    Args:
+        path: the directory; made when something is first written.
+        url: what the user typed.
+    """
+
+    near = True
+
+    def __init__(self, path: Path, url: str) -> None:
+        super().__init__(url)
+        self.path = path.absolute()
+
+    def look(self, name: str, tag: str | None = None) -> Found | None:
+        try:
+            with (self.path / name).open("rb") as file:
+                data = file.read(_LONGEST_RECORD + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StoreError(f"cannot read {name} in {self.url}: {error}") from error
+        if len(data) > _LONGEST_RECORD:
+            raise StoreError(f"{name} in {self.url} has more than {_LONGEST_RECORD} bytes")
+        found = hashlib.sha256(data).hexdigest()
+        return None if found == tag else Found(data, found)
+
+    def read(
+        self, name: str, start: int, memory: memoryview, patience: Patience, *, whole: bool
+    ) -> bool:
+        del patience, whole
+        try:
+            with (self.path / name).open("rb", buffering=0) as file:
+                file.seek(start)
+                while memory and (count := file.readinto(memory)):
+                    memory = memory[count:]
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise StoreError(f"cannot read {name} in {self.url}: {error}") from error
+        if memory:
+            raise PayloadError(f"{name} in {self.url} ends {len(memory)} bytes too early")
+        return True
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        path = self.path / name
+        part = path.with_name(f".{secrets.token_hex(8)}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with uninterrupted():
+                    file = part.open("xb", buffering=0)
+                with file:
+                    rest = memoryview(data)
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                part.replace(path)
+            except BaseException:
+                # The disk is full, or Ctrl-C: what was written would stay there for good.
+                part.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise StoreError(
+                f"cannot write {name} in {self.url}: {error}; make room there, or give another url"
+            ) from error
+
+    def swap(self, name: str, data: bytes, tag: str | None) -> str:
+        with self._locked():
+            standing = self.look(name)
+            if (None if standing is None else standing.tag) != tag:
+                raise ConflictError(f"{name} in {self.url} was replaced meanwhile")
+            self.put(name, data)
+        return hashlib.sha256(data).hexdigest()
+
+    def delete(self, name: str) -> None:
+        with suppress(OSError):
+            (self.path / name).unlink(missing_ok=True)
+
+    def list(self, prefix: str) -> Iterator[Listed]:
+        with suppress(FileNotFoundError), os.scandir(self.path / prefix) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    found = entry.stat()
+                    if entry.is_file():
+                        yield Listed(prefix + entry.name, found.st_size, found.st_mtime)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("a")
+        except OSError as error:
+            raise StoreError(
+                f"cannot write in {self.url}: {error}; make the directory writable, or give "
+                "another url"
+            ) from error
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+class RemoteObjects(Objects):
+    """An object store or a web server, by obstore.
+
+    Credentials, regions and endpoints are those of this process's environment, such as
+    ``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL``: no address has any.
+
+    Args:
+        url: where it is.
+        timeout: how long a request that fails is tried again, in seconds.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        super().__init__(url)
+        import obstore
+        from obstore.store import from_url
+
+        self._api = obstore
+        self._errors: Any = obstore.exceptions
+        client: Any = {
+            # Of one request. A slow link still brings an object in pieces: see `read`.
+            "timeout": timedelta(seconds=max(timeout, 5.0)),
+            "connect_timeout": timedelta(seconds=min(timeout, 5.0)),
+            # Services on this machine and in tests; s3:// and gs:// use https by themselves.
+            "allow_http": True,
+        }
+        retry: Any = {
+            "max_retries": 100,
+            "retry_timeout": timedelta(seconds=timeout),
+            "backoff": {
+                "init_backoff": timedelta(seconds=0.1),
+                "max_backoff": timedelta(seconds=_LONGEST_PAUSE),
+                "base": 2.0,
+            },
+        }
+        try:
+            self._store: Any = from_url(url, client_options=client, retry_config=retry)
+        except Exception as error:
+            raise OptionError(f"url={url!r} cannot be opened: {error}") from error
+
+    def look(self, name: str, tag: str | None = None) -> Found | None:
+        # A state is named by its bytes where the server has no tags, such as Python's own.
+        options: Any = {"if_none_match": tag} if tag and not tag.startswith("sha256:") else None
+        try:
+            result = self._api.get(self._store, name, options=options)
+            if result.meta["size"] > _LONGEST_RECORD:
+                raise StoreError(f"{name} in {self.url} has more than {_LONGEST_RECORD} bytes")
+            data = bytes(result.bytes())
+        except self._errors.NotModifiedError:
+            return None
+        except (self._errors.NotFoundError, FileNotFoundError):
+            return None
+        except self._errors.BaseError as error:
+            raise self._failed("read", name, error) from error
+        found = result.meta["e_tag"] or f"sha256:{hashlib.sha256(data).hexdigest()}"
+        return None if found == tag else Found(data, found)
+
+    def read(
+        self, name: str, start: int, memory: memoryview, patience: Patience, *, whole: bool
+    ) -> bool:
+        done = 0
+        while done < len(memory):
+            begins, before = start + done, done
+            options: Any = None
+            if begins or not whole:
+                options = {"range": (begins, start + len(memory))}
+            try:
+                for part in self._stream(name, options, len(memory)):
+                    memory[done : done + len(part)] = part
+                    done += len(part)
+                if done < len(memory):
+                    raise PayloadError(f"{name} in {self.url} ends after {start + done} bytes")
+            except (self._errors.NotFoundError, FileNotFoundError):
+                return False
+            except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
+                raise self._failed("read", name, error) from error
+            except (self._errors.BaseError, OSError) as error:
+                # Resumed where it broke; a place that brings nothing may not be the only one.
+                if done == before or not patience.pause():
+                    raise self._failed("read", name, error) from error
+        return True
+
+    def _stream(self, name: str, options: Any, nbytes: int) -> Iterator[memoryview]:
+        """Return the bytes of an object as they come, ``nbytes`` of them at most."""
+        result = self._api.get(self._store, name, options=options)
+        if options is None and result.meta["size"] != nbytes:
+            raise PayloadError(
+                f"{name} in {self.url} has {result.meta['size']} bytes, and {nbytes} were agreed"
+            )
+        left = nbytes
+        for part in result.stream(min_chunk_size=_PIECE):
+            left -= len(part)
+            if left < 0:
+                raise PayloadError(f"{name} in {self.url} has more bytes than agreed")
+            yield memoryview(part)
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        self._put(name, data, "overwrite")
+
+    def swap(self, name: str, data: bytes, tag: str | None) -> str:
+        mode: Any = "create" if tag is None else {"e_tag": tag}
+        try:
+            result = self._put(name, data, mode)
+        except ConflictError:
+            # The answer to an attempt that succeeded may have been lost.
+            standing = self.look(name)
+            if standing is None or standing.data != data:
+                raise
+            return standing.tag
+        return str(result["e_tag"])
+
+    def delete(self, name: str) -> None:
+        try:
+            self._api.delete(self._store, name)
+        except (self._errors.NotFoundError, FileNotFoundError):
+            return
+        except self._errors.BaseError as error:
+            raise self._failed("delete", name, error) from error
+
+    def list(self, prefix: str) -> Iterator[Listed]:
+        try:
+            for some in self._api.list(self._store, prefix.rstrip("/")):
+                for each in some:
+                    yield Listed(each["path"], each["size"], each["last_modified"].timestamp())
+        except self._errors.BaseError as error:
+            raise self._failed("list", prefix, error) from error
+
+    def _put(self, name: str, data: bytes | memoryview, mode: Any) -> Any:
+        try:
+            return self._api.put(self._store, name, data, mode=mode, use_multipart=False)
+        except (self._errors.PreconditionError, self._errors.AlreadyExistsError) as error:
+            raise ConflictError(f"{name} in {self.url} was replaced meanwhile") from error
+        except self._errors.BaseError as error:
+            raise self._failed("write", name, error) from error
+
+    def _failed(self, verb: str, name: str, error: Exception) -> StoreError:
+        refused = isinstance(
+            error, self._errors.PermissionDeniedError | self._errors.UnauthenticatedError
+        )
+        advice = (
+            "; give this process credentials that may, such as AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY"
+            if refused
+            else ""
+        )
+        # Messages of obstore have the whole request, on several lines.
+        text = " ".join(str(error).split())
+        return StoreError(f"cannot {verb} {name} in {self.url}: {text:.300}{advice}")

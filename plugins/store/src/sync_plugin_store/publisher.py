@@ -1,0 +1,432 @@
+"""The trainer's side of a run: writes versions, the head, and removes what nothing refers to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sync_core import Payload
+from sync_core.errors import PayloadError
+from sync_plugin_std.stores import parts_of
+from sync_plugin_store.errors import ConflictError, SignatureError, StoreError
+from sync_plugin_store.format import (
+    HEAD,
+    Head,
+    Manifest,
+    Piece,
+    digest_of,
+    is_name,
+    manifest_name,
+    object_name,
+)
+from sync_plugin_store.keys import SigningKey
+from sync_plugin_store.objects import Found, Listed, Objects
+
+__all__ = ["Lease", "Publisher", "pieces_of"]
+
+_log = logging.getLogger("sync_core")
+# A lease that was written wrongly keeps a version for this long at most, in seconds.
+_LONGEST_LEASE = 30 * 86400.0
+# Of replacing the head, while other processes name versions.
+_ATTEMPTS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What keeps a version for a reader that may write: a small object in ``leases/``.
+
+    Args:
+        version: the version.
+        seconds: how long it is kept from the time at which the lease was written.
+    """
+
+    version: int
+    seconds: float
+
+    def to_bytes(self) -> bytes:
+        """Return the lease as it is stored."""
+        return json.dumps({"version": self.version, "seconds": self.seconds}).encode()
+
+    @classmethod
+    def of(cls, data: bytes) -> Lease | None:
+        """Return the lease that `to_bytes` wrote; None for anything else."""
+        try:
+            content = json.loads(data)
+            return cls(int(content["version"]), min(float(content["seconds"]), _LONGEST_LEASE))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+
+class Publisher:
+    """Writes the versions of one run; the only one that does.
+
+    Args:
+        objects: where the run is.
+        key: what the head is signed with. A run that is there already must be of this key.
+        keep: how many versions are kept.
+        piece_nbytes: the size of a piece of a version, in bytes.
+        grace: how long what is not kept any longer stays for those that read it, in seconds.
+        streams: how many objects are written at a time.
+
+    Raises:
+        ConflictError: the run that is there is another trainer's.
+        StoreError: the store cannot be reached.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        key: SigningKey,
+        *,
+        keep: int = 5,
+        piece_nbytes: int = 16 << 20,
+        grace: float = 600.0,
+        streams: int = 8,
+    ) -> None:
+        self._objects = objects
+        self._key = key
+        self._keep = keep
+        self._piece_nbytes = piece_nbytes
+        self._grace = grace
+        # Of what is not kept any longer: when it may go, and its names.
+        self._leaving: deque[tuple[float, list[str]]] = deque()
+        # For the head, and what is known of the store; held while both change.
+        self._lock = threading.RLock()
+        self._head, self._tag = self._begin()
+        self._manifests = self._read_manifests()
+        self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-put")
+        self._streams = threading.BoundedSemaphore(2 * streams)
+
+    @property
+    def head(self) -> Head:
+        """The head as it was written last."""
+        return self._head
+
+    @property
+    def run(self) -> str:
+        """The run's id."""
+        return self._head.run
+
+    def publish(self, payload: Payload, *, base: int = 0, address: bytes | None = None) -> str:
+        """Write a version, and then the head: from then on readers find it.
+
+        Args:
+            payload: the version; its tensors are read when this returns.
+            base: the version that it builds on; 0 for a whole one.
+            address: what readers need to know of this run beside its versions.
+
+        Returns:
+            The digest of its manifest.
+
+        Raises:
+            StoreError: the store failed; readers keep what they have.
+            ConflictError: another trainer has written to the run.
+        """
+        if payload.version <= self._head.version:
+            raise ConflictError(
+                f"the run in {self._objects.url} has version {self._head.version}, and versions "
+                f"only grow, got {payload.version}; type Sender(…, version={self._head.version}) "
+                "to continue the run, or give another url"
+            )
+        known = {piece.digest for m in self._manifests.values() for piece in m.pieces}
+        manifest = Manifest(
+            run=self.run,
+            version=payload.version,
+            base=base,
+            created=round(time.time(), 3),
+            pieces=self._write_pieces(payload, known),
+        )
+        data = manifest.to_bytes()
+        digest = digest_of(data)
+        self._objects.put(manifest_name(digest), data)
+        found = None
+        if address is not None:
+            found = digest_of(address)
+            if found != self._head.address:
+                self._objects.put(object_name(found), address)
+        with self._lock:
+            self._manifests[manifest.version] = manifest
+            before = self._replace(
+                lambda head: {
+                    "version": manifest.version,
+                    "versions": self._kept(
+                        {**head.versions, manifest.version: digest}, head.names.values()
+                    ),
+                    "address": found or head.address,
+                    "closed": False,
+                }
+            )
+            self._drop({v: d for v, d in before.items() if v not in self._head.versions})
+        self._remove_due()
+        return digest
+
+    def name(self, version: int, name: str) -> None:
+        """Give a version a name, which keeps it; a name that another version has moves.
+
+        Raises:
+            StoreError: the version is not kept, or the name is not one.
+        """
+        if not is_name(name):
+            raise StoreError(
+                f"a name of a version must have letters, digits and ._- and not only digits, got "
+                f"{name!r}"
+            )
+
+        def named(head: Head) -> dict[str, Any]:
+            if version not in head.versions:
+                raise StoreError(
+                    f"version {version} is not in {self._objects.url}, which has "
+                    f"{sorted(head.versions)}; the trainer keeps more with keep="
+                )
+            return {"names": {**head.names, name: version}}
+
+        with self._lock:
+            self._replace(named)
+
+    def forget_name(self, name: str) -> None:
+        """Take a name away; what nothing else keeps goes with the next publication."""
+        with self._lock:
+            self._replace(
+                lambda head: {"names": {n: v for n, v in head.names.items() if n != name}}
+            )
+
+    def collect(self) -> int:
+        """Remove what no kept version refers to, such as parts of a publication that was cut short.
+
+        Younger objects than the grace stay. The clock is the store's: the newest object tells it.
+
+        Returns:
+            How many objects were removed.
+        """
+        with self._lock:
+            standing = self._standing()
+            listed = [*self._objects.list("objects/"), *self._objects.list("manifests/")]
+            now = max((each.modified for each in listed), default=0.0)
+            old = [each for each in listed if now - each.modified > self._grace]
+            gone = [each.name for each in old if each.name not in standing]
+            self._delete(gone)
+            return len(gone)
+
+    def close(self) -> None:
+        """Write that no version follows, and end the threads."""
+        self._pool.shutdown(wait=True)
+        with self._lock:
+            if not self._head.closed and self._tag is not None:
+                try:
+                    self._replace(lambda _: {"closed": True})
+                except StoreError as error:
+                    _log.warning("readers do not learn that the sender is closed: %s", error)
+
+    def _begin(self) -> tuple[Head, str | None]:
+        """Return the head of the run that is there, or that of a new one."""
+        found = self._objects.look(HEAD)
+        if found is None:
+            return Head(run=secrets.token_hex(16), sequence=0), None
+        try:
+            return Head.from_bytes(found.data, self._key.public), found.tag
+        except SignatureError as error:
+            raise ConflictError(
+                f"the run in {self._objects.url} was signed with another key; give the key of its "
+                "trainer, Sender(…, key='FILE'), or another url"
+            ) from error
+
+    def _read_manifests(self) -> dict[int, Manifest]:
+        found = {}
+        for version, digest in self._head.versions.items():
+            record = self._objects.look(manifest_name(digest))
+            if record is not None and digest_of(record.data) == digest:
+                found[version] = Manifest.from_bytes(record.data)
+        return found
+
+    def _write_pieces(self, payload: Payload, known: Collection[str]) -> tuple[Piece, ...]:
+        """Write the objects of a version that are not there yet."""
+        writing: list[Future[Piece]] = []
+        failed = threading.Event()
+
+        def write(data: bytes | memoryview) -> Piece:
+            try:
+                digest = digest_of(data)
+                if digest not in known and not failed.is_set():
+                    self._objects.put(object_name(digest), data)
+                return Piece(digest, len(data))
+            except BaseException:
+                failed.set()
+                raise
+            finally:
+                self._streams.release()
+
+        try:
+            for data in pieces_of(payload, self._piece_nbytes):
+                self._streams.acquire()
+                if failed.is_set():
+                    self._streams.release()
+                    break
+                writing.append(self._pool.submit(write, data))
+        except BaseException:
+            failed.set()
+            raise
+        finally:
+            # The trainer changes its tensors after this.
+            errors = [future.exception() for future in writing]
+        for error in errors:
+            if error is not None:
+                raise error
+        return tuple(future.result() for future in writing)
+
+    def _replace(self, change: Callable[[Head], dict[str, Any]]) -> Mapping[int, str]:
+        """Replace the head, also where another process has given a version a name meanwhile.
+
+        Args:
+            change: returns the fields that change, from the head that is replaced.
+
+        Returns:
+            The versions of the head that was replaced.
+        """
+        for _ in range(_ATTEMPTS):
+            before = self._head
+            head = replace(before, sequence=before.sequence + 1, **change(before))
+            try:
+                self._tag = self._objects.swap(HEAD, head.to_bytes(self._key), self._tag)
+            except ConflictError:
+                found = self._objects.look(HEAD)
+                standing = None if found is None else self._read_head(found)
+                if standing is None or found is None:
+                    break
+                if (standing.run, standing.version) != (before.run, before.version):
+                    break
+                self._head, self._tag = standing, found.tag
+                continue
+            self._head = head
+            return before.versions
+        raise ConflictError(
+            f"another trainer writes to the run in {self._objects.url}; end it, or give one of "
+            "them another url"
+        )
+
+    def _read_head(self, found: Found) -> Head | None:
+        try:
+            return Head.from_bytes(found.data, self._key.public)
+        except (SignatureError, PayloadError):
+            return None
+
+    def _kept(self, versions: Mapping[int, str], named: Iterable[int]) -> dict[int, str]:
+        """Return those of the versions that something keeps."""
+        newest = sorted(versions)[-self._keep :]
+        kept = self._with_bases({*newest, *named})
+        if not kept.issuperset(versions):
+            kept |= self._with_bases(self._leased())
+        return {version: digest for version, digest in versions.items() if version in kept}
+
+    def _with_bases(self, versions: Iterable[int]) -> set[int]:
+        """Return versions and those that they build on."""
+        kept, todo = set[int](), list(versions)
+        while todo:
+            version = todo.pop()
+            if version in kept:
+                continue
+            kept.add(version)
+            manifest = self._manifests.get(version)
+            if manifest is not None and manifest.base:
+                todo.append(manifest.base)
+        return kept
+
+    def _leased(self) -> set[int]:
+        """Return the versions that readers have leases of, by the store's clock."""
+        found = list(self._objects.list("leases/"))
+        if not found:
+            return set()
+        now = max(each.modified for each in self._objects.list("manifests/"))
+        leased = set()
+        for each in found:
+            lease = self._read_lease(each)
+            if lease is None or now - each.modified > lease.seconds:
+                self._objects.delete(each.name)
+            else:
+                leased.add(lease.version)
+        return leased
+
+    def _read_lease(self, listed: Listed) -> Lease | None:
+        record = self._objects.look(listed.name)
+        return None if record is None else Lease.of(record.data)
+
+    def _drop(self, versions: Mapping[int, str]) -> None:
+        """Let what only these versions refer to go when its grace is over."""
+        if not versions:
+            return
+        names = [manifest_name(digest) for digest in versions.values()]
+        for version in versions:
+            manifest = self._manifests.pop(version, None)
+            if manifest is not None:
+                names += [object_name(piece.digest) for piece in manifest.pieces]
+        self._leaving.append((time.monotonic() + self._grace, names))
+
+    def _remove_due(self) -> None:
+        with self._lock:
+            gone: list[str] = []
+            while self._leaving and self._leaving[0][0] <= time.monotonic():
+                gone += self._leaving.popleft()[1]
+            standing = self._standing() if gone else set()
+            self._delete(name for name in dict.fromkeys(gone) if name not in standing)
+
+    def _standing(self) -> set[str]:
+        """Return the names that kept versions refer to."""
+        names = {manifest_name(digest) for digest in self._head.versions.values()}
+        names |= {object_name(p.digest) for m in self._manifests.values() for p in m.pieces}
+        # A manifest that could not be read may refer to anything.
+        if self._head.versions.keys() - self._manifests.keys():
+            names |= {each.name for each in self._objects.list("objects/")}
+        if self._head.address is not None:
+            names.add(object_name(self._head.address))
+        return names
+
+    def _delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                self._objects.delete(name)
+            except StoreError as error:
+                # The next sender's `collect` finds it.
+                _log.warning("%s stays in %s: %s", name, self._objects.url, error)
+
+
+def pieces_of(payload: Payload, nbytes: int) -> Iterator[bytes | memoryview]:
+    """Return the bytes of a version in pieces: the header, then the body in pieces of one size.
+
+    Args:
+        payload: the version.
+        nbytes: the size of a piece, in bytes; the last one is smaller.
+
+    Example:
+        >>> import torch
+        >>> from sync_core import Layout
+        >>> weights = {"bias": torch.ones(100)}
+        >>> payload = Payload(1, Layout.of(weights), tuple(weights.values()))
+        >>> pieces = list(pieces_of(payload, 256))
+        >>> bytes(pieces[0]) == payload.layout.header, [len(piece) for piece in pieces[1:]]
+        (True, [256, 144])
+        >>> b"".join(pieces) == payload.to_bytes()
+        True
+    """
+    room, gathered = len(payload.layout.header), list[memoryview]()
+    for part in parts_of(payload):
+        rest = part.cast("B") if part.nbytes else memoryview(b"")
+        while rest:
+            taken, rest = rest[:room], rest[room:]
+            gathered.append(taken)
+            room -= len(taken)
+            if not room:
+                yield _joined(gathered)
+                room, gathered = nbytes, []
+    if gathered:
+        yield _joined(gathered)
+
+
+def _joined(parts: list[memoryview]) -> bytes | memoryview:
+    return parts[0] if len(parts) == 1 else b"".join(parts)

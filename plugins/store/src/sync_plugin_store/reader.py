@@ -1,0 +1,308 @@
+"""The readers' side of a run: finds the head, checks it, and fetches versions."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from sync_core.errors import PayloadError, SenderLostError
+from sync_core.transports import Block
+from sync_plugin_store.errors import RolledBackError, SignatureError, StoreError
+from sync_plugin_store.format import (
+    HEAD,
+    Head,
+    Manifest,
+    Piece,
+    digest_of,
+    manifest_name,
+    object_name,
+)
+from sync_plugin_store.objects import Objects, Patience
+
+__all__ = ["Fetch", "GoneError", "RunReader"]
+
+_log = logging.getLogger("sync_core")
+# How long a place that has failed is asked after the others, in seconds.
+_AVOIDED = 10.0
+
+
+class GoneError(PayloadError):
+    """A version is not kept in its run any longer."""
+
+
+class RunReader:
+    """Reads one run, from one place or several that have the same.
+
+    One thread calls its methods, and those of its pool read objects.
+
+    Args:
+        sources: the places; those that have just failed are asked last, for objects in this order,
+            for the head each in turn.
+        public: the public key of the run's trainer.
+        run: the run's id; None for the one that is there.
+        timeout: how long a place that fails is tried again, in seconds.
+        stale_after: how long a place may have an older head than before, as caches have, in
+            seconds.
+        streams: how many objects are read at a time.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Objects],
+        public: str,
+        run: str | None = None,
+        *,
+        timeout: float = 60.0,
+        stale_after: float = 300.0,
+        streams: int = 8,
+    ) -> None:
+        self._sources = list(sources)
+        self._public = public
+        self.run = run
+        self._timeout = timeout
+        self._stale_after = stale_after
+        self._turn = -1
+        # By the place that has failed: until when others are asked first.
+        self._avoided: dict[str, float] = {}
+        # By the place: the state of the head that it had last.
+        self._tags: dict[str, str] = {}
+        #: The newest head that was seen.
+        self.head: Head | None = None
+        #: Its bytes, with the signature.
+        self.head_bytes = b""
+        self._older_since: float | None = None
+        self.stopped = threading.Event()
+        self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-get")
+
+    @property
+    def near(self) -> bool:
+        """Whether a look costs next to nothing."""
+        return self._sources[0].near
+
+    def look(self) -> Head | None:
+        """Ask one place for the head; return the newest one that was ever seen.
+
+        Returns:
+            None before the first.
+
+        Raises:
+            SignatureError: it is signed with another key.
+            SenderLostError: another run has taken the place.
+            RolledBackError: the place has had an older one than before for too long.
+            StoreError: no place answers.
+        """
+        failures: list[Exception] = []
+        self._turn += 1
+        turn = self._turn % len(self._sources)
+        for source in self._in_order([*self._sources[turn:], *self._sources[:turn]]):
+            try:
+                found = source.look(HEAD, self._tags.get(source.url))
+                if found is not None:
+                    self._take(Head.from_bytes(found.data, self._public), source, found.data)
+                    if self.head is not None and found.data == self.head_bytes:
+                        # An older one is read again, as it must not stay.
+                        self._tags[source.url] = found.tag
+            except (StoreError, SignatureError, PayloadError) as error:
+                self._avoid(source)
+                failures.append(error)
+            else:
+                return self.head
+        raise failures[0]
+
+    def manifest(self, version: int) -> Manifest:
+        """Return the manifest of a version.
+
+        Raises:
+            GoneError: the version is not kept.
+            PayloadError: no place has the right one.
+        """
+        digest = None if self.head is None else self.head.versions.get(version)
+        if digest is None:
+            kept = sorted(self.head.versions) if self.head is not None else []
+            raise GoneError(
+                f"version {version} is not in {self._sources[0].url}, which has {kept}; the "
+                "trainer keeps more with keep=, and those that have names"
+            )
+        patience = Patience(self._timeout, self.stopped)
+        reason = "it is not there"
+        while True:
+            for source in self._in_order(self._sources):
+                try:
+                    found = source.look(manifest_name(digest))
+                except StoreError as error:
+                    reason = str(error)
+                    continue
+                if found is not None and digest_of(found.data) == digest:
+                    manifest = Manifest.from_bytes(found.data)
+                    if (manifest.run, manifest.version) != (self.run, version):
+                        raise PayloadError(f"the manifest of version {version} is another's")
+                    return manifest
+                if found is not None:
+                    reason = "it has other bytes than its digest says"
+            self._check_kept(version)
+            if not patience.pause():
+                raise PayloadError(
+                    f"the manifest of version {version} cannot be read from "
+                    f"{self._sources[0].url}: {reason}"
+                )
+
+    def read_record(self, name: str) -> bytes | None:
+        """Return a small object from the first place that has it."""
+        for source in self._in_order(self._sources):
+            found = source.look(name)
+            if found is not None:
+                return found.data
+        return None
+
+    def read_piece(self, piece: Piece, memory: memoryview, version: int) -> None:
+        """Read an object into memory, from any place that has the right bytes.
+
+        Args:
+            piece: the object.
+            memory: as many bytes as it has.
+            version: the version that needs it.
+
+        Raises:
+            GoneError: the version is not kept any longer.
+            PayloadError: no place has it.
+        """
+        patience = Patience(self._timeout, self.stopped)
+        reason = "it is not there"
+        while not self.stopped.is_set():
+            for source in self._in_order(self._sources):
+                try:
+                    if not source.read(object_name(piece.digest), 0, memory, patience, whole=True):
+                        reason = "it is not there"
+                        continue
+                except (PayloadError, StoreError) as error:
+                    reason = str(error)
+                    self._avoid(source)
+                    continue
+                if digest_of(memory) == piece.digest:
+                    return
+                reason = f"{source.url} has other bytes under its name"
+                self._avoid(source)
+            self._check_kept(version)
+            if not patience.pause():
+                break
+        raise PayloadError(
+            f"object {piece.digest[:12]}… of version {version} cannot be read: {reason}; the "
+            "trainer's next version, or another mirror, can"
+        )
+
+    def fetch(self, manifest: Manifest, notify: Callable[[], object]) -> Fetch:
+        """Start to fetch a version; see `Fetch`."""
+        return Fetch(self, self._pool, manifest, notify)
+
+    def close(self) -> None:
+        """End what is being fetched."""
+        self.stopped.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _take(self, head: Head, source: Objects, data: bytes) -> None:
+        """Accept a head that is signed, if it is newer."""
+        if self.run is None:
+            self.run = head.run
+        if head.run != self.run:
+            raise SenderLostError(
+                f"{source.url} has another run now; a trainer that continues one "
+                "needs its key: Sender(…, key='FILE')"
+            )
+        if self.head is None or head.sequence >= self.head.sequence:
+            self.head, self.head_bytes, self._older_since = head, data, None
+            return
+        now = time.monotonic()
+        if self._older_since is None:
+            self._older_since = now
+            _log.warning(
+                "%s has an older head, %d, than %d, which was seen before; version %d stays",
+                source.url,
+                head.sequence,
+                self.head.sequence,
+                self.head.version,
+            )
+        elif now - self._older_since > self._stale_after:
+            raise RolledBackError(
+                f"{source.url} has had an older head, of version {head.version}, "
+                f"for {now - self._older_since:.0f} s, after one of version {self.head.version}; "
+                "the run was restored from a copy, or something writes to it that must not"
+            )
+
+    def _check_kept(self, version: int) -> None:
+        """Raise `GoneError` where the trainer does not keep a version any longer."""
+        found = self._sources[0].look(HEAD)
+        if found is None:
+            return
+        try:
+            head = Head.from_bytes(found.data, self._public)
+        except (SignatureError, PayloadError):
+            return  # `look` reports it
+        newer = self.head is not None and head.sequence > self.head.sequence
+        if newer and head.run == self.run and version not in head.versions:
+            raise GoneError(f"version {version} is not kept any longer; a newer one is")
+
+    def _avoid(self, source: Objects) -> None:
+        """Ask a place that has failed after the others, for some seconds."""
+        self._avoided[source.url] = time.monotonic() + _AVOIDED
+
+    def _in_order(self, sources: Sequence[Objects]) -> list[Objects]:
+        """Return places, those that have just failed last."""
+        now = time.monotonic()
+        return sorted(sources, key=lambda source: self._avoided.get(source.url, 0.0) > now)
+
+
+class Fetch:
+    """A version on its way into memory; it continues while nothing waits for it.
+
+    Args:
+        reader: the run.
+        pool: where objects are read.
+        manifest: the version.
+        notify: called by other threads whenever an object has come, or cannot come.
+    """
+
+    def __init__(
+        self,
+        reader: RunReader,
+        pool: ThreadPoolExecutor,
+        manifest: Manifest,
+        notify: Callable[[], object],
+    ) -> None:
+        self.manifest = manifest
+        self.block = Block.allocate(manifest.nbytes)
+        self.began = time.perf_counter()
+        memory = self.block.memory.numpy().data
+        self._reading: list[Future[None]] = []
+        begin = 0
+        for piece in manifest.pieces:
+            part = memory[begin : begin + piece.nbytes]
+            begin += piece.nbytes
+            future = pool.submit(reader.read_piece, piece, part, manifest.version)
+            future.add_done_callback(lambda _: notify())
+            self._reading.append(future)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all is there, or something cannot come."""
+        return all(f.done() for f in self._reading) or self._failure is not None
+
+    def result(self) -> Block:
+        """Return the version, every byte of which has been checked.
+
+        Raises:
+            PayloadError: an object could not be read.
+        """
+        failure = self._failure
+        if failure is not None:
+            for other in self._reading:
+                other.cancel()
+            raise failure
+        return self.block
+
+    @property
+    def _failure(self) -> BaseException | None:
+        done = (f for f in self._reading if f.done())
+        return next((e for f in done if (e := f.exception()) is not None), None)

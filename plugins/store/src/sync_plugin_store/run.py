@@ -1,0 +1,225 @@
+"""A run, found by its URL and public key: its versions, names, leases and addresses."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from sync_core import Address, OptionError, Sender
+from sync_core.errors import PayloadError
+from sync_plugin_store.errors import StoreError
+from sync_plugin_store.format import Head, Manifest, digest_of, object_name
+from sync_plugin_store.keys import SigningKey
+from sync_plugin_store.objects import open_all
+from sync_plugin_store.publisher import Lease, Publisher
+from sync_plugin_store.reader import RunReader
+from sync_plugin_store.transport import StoreEndpoint
+
+__all__ = ["Run"]
+
+
+class Run:
+    """A run, read from where it is or from mirrors of it.
+
+    Args:
+        url: where it is: a directory, ``s3://bucket/run``, ``https://host/run`` and so on.
+        key: the trainer's public key: `Run.key_of` a sender, in hexadecimal.
+        mirrors: further places that have the same.
+        timeout: how long a place that fails is tried again, in seconds.
+
+    Raises:
+        StoreError: no place answers, or none has a run.
+        SignatureError: the run is signed with another key.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from sync_core import Receiver
+        >>> policy, copy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with Sender("store", policy, url=folder) as sender:
+        ...         for _ in range(3):
+        ...             version = sender.send().version
+        ...         with Run(folder, Run.key_of(sender)) as run:
+        ...             versions = run.versions()
+        ...             with Receiver(run.address(version=2), copy) as receiver:
+        ...                 received = receiver.receive()
+        >>> versions, received
+        ((1, 2, 3), 2)
+    """
+
+    def __init__(
+        self, url: str, key: str, *, mirrors: Sequence[str] = (), timeout: float = 60.0
+    ) -> None:
+        self._urls = [url, *mirrors]
+        self._key = key
+        self._timeout = timeout
+        self._sources = open_all(self._urls, timeout)
+        self._reader = RunReader(self._sources, key, timeout=timeout)
+        if self._look() is None:
+            self.close()
+            raise StoreError(
+                f"{url} has no run yet; its trainer makes one with its first "
+                f"Sender('store', model, url=…).send()"
+            )
+
+    @staticmethod
+    def key_of(sender: Sender) -> str:
+        """Return the public key of a sender's run, in hexadecimal.
+
+        Args:
+            sender: of the scheme ``store``.
+
+        Raises:
+            OptionError: it is a sender of another scheme.
+        """
+        endpoint = _endpoint_of(sender)
+        return endpoint.key
+
+    @property
+    def version(self) -> int:
+        """The newest version; 0 before the first."""
+        return self._head().version
+
+    def versions(self) -> tuple[int, ...]:
+        """Return the versions that are kept, in ascending order."""
+        return tuple(sorted(self._head().versions))
+
+    def names(self) -> dict[str, int]:
+        """Return the versions that have names, by name."""
+        return dict(self._head().names)
+
+    def manifest(self, version: int) -> Manifest:
+        """Return what a version consists of.
+
+        Raises:
+            PayloadError: it is not kept, or cannot be read.
+        """
+        self._head()
+        return self._reader.manifest(version)
+
+    def address(
+        self,
+        *,
+        version: int | None = None,
+        name: str | None = None,
+        poll: float | None = None,
+    ) -> Address:
+        """Return the address of a receiver; it pickles, and has a JSON form.
+
+        Args:
+            version: the version that the receiver keeps to; None for the newest, always.
+            name: the same by the version's name.
+            poll: seconds between two looks for a new version; None for 0.005 in a directory, and 1
+                elsewhere.
+
+        Raises:
+            OptionError: there is no such version or name, or the trainer has layers that are
+                objects: their address is the sender's own, and travels as a pickle.
+        """
+        head = self._head()
+        if name is not None:
+            if name not in head.names:
+                known = ", ".join(sorted(head.names)) or "none"
+                raise OptionError(f"{self._urls[0]} has no version named {name!r}; names: {known}")
+            version = head.names[name]
+        if version is not None and version not in head.versions:
+            raise OptionError(
+                f"version {version} is not in {self._urls[0]}, which has {sorted(head.versions)}"
+            )
+        return replace(
+            Address.from_json(self._address_text(head)),
+            endpoint=StoreEndpoint(
+                urls=list(self._urls), key=self._key, run=head.run, version=version or 0
+            ),
+            timeout=self._timeout,
+            options={} if poll is None else {"poll": poll},
+        )
+
+    @contextmanager
+    def lease(self, version: int, seconds: float = 3600.0) -> Iterator[None]:
+        """Keep a version while the block runs, in a place that this process may write to.
+
+        Args:
+            version: the version.
+            seconds: how long it is kept if this process dies in the block.
+
+        Raises:
+            StoreError: it cannot be written there.
+        """
+        name = f"leases/{secrets.token_hex(8)}.json"
+        self._sources[0].put(name, Lease(version, seconds).to_bytes())
+        try:
+            if version not in self._head().versions:
+                raise StoreError(
+                    f"version {version} is not in {self._urls[0]}, which has "
+                    f"{list(self.versions())}"
+                )
+            yield
+        finally:
+            self._sources[0].delete(name)
+
+    def set_name(self, name: str, version: int, key_file: str) -> None:
+        """Give a version a name, which keeps it; a name that another version has moves.
+
+        The trainer may be publishing meanwhile, in another process.
+
+        Args:
+            name: letters, digits and ``._-``, and not only digits.
+            version: the version.
+            key_file: the private key that the trainer gave as ``key=``.
+
+        Raises:
+            StoreError: the version is not kept, or the name is not one.
+        """
+        publisher = Publisher(self._sources[0], SigningKey.of_file(Path(key_file)), streams=1)
+        publisher.name(version, name)
+
+    def forget_name(self, name: str, key_file: str) -> None:
+        """Take a name away; see `set_name`."""
+        publisher = Publisher(self._sources[0], SigningKey.of_file(Path(key_file)), streams=1)
+        publisher.forget_name(name)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _head(self) -> Head:
+        head = self._look()
+        assert head is not None
+        return head
+
+    def _look(self) -> Head | None:
+        head = None
+        for _ in self._sources:
+            head = self._reader.look()
+        return head
+
+    def _address_text(self, head: Head) -> bytes:
+        if head.address is None:
+            raise OptionError(
+                f"{self._urls[0]} has no address for its readers, as its trainer has layers or a "
+                "scheme that are objects; give readers a pickle of sender.address()"
+            )
+        for source in self._sources:
+            found = source.look(object_name(head.address))
+            if found is not None and digest_of(found.data) == head.address:
+                return found.data
+        raise PayloadError(f"the address in {self._urls[0]} is gone or has other bytes")
+
+
+def _endpoint_of(sender: Sender) -> StoreEndpoint:
+    ids = sender.all_worker_ids()
+    endpoint: Any = sender.address(ids[0] if ids else None).endpoint
+    if not isinstance(endpoint, StoreEndpoint):
+        raise OptionError(f"{sender!r} has no run; type Sender('store', model, url=…)")
+    return endpoint

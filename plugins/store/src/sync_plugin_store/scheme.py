@@ -1,0 +1,243 @@
+"""The scheme ``store``: a version is written once, and any number of readers fetch it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sync_core import (
+    Layout,
+    OptionError,
+    ReceiverTransport,
+    SenderTransport,
+    TransportContext,
+    hookimpl,
+)
+from sync_core.errors import AddressError
+from sync_core.wrapping import WrappingReceiver
+from sync_plugin_std.stores import StoreOptions as RecordOptions
+from sync_plugin_std.stores import store_transport
+from sync_plugin_store.folders import make_folder
+from sync_plugin_store.keys import SigningKey
+from sync_plugin_store.objects import Objects, open_all, open_objects
+from sync_plugin_store.publisher import Publisher
+from sync_plugin_store.reader import RunReader
+from sync_plugin_store.transport import (
+    AnsweringSender,
+    PublishedVersions,
+    Publishing,
+    PublishingSender,
+    ReadingReceiver,
+    ReadVersions,
+    RecordStore,
+    StoreEndpoint,
+)
+
+__all__ = ["StoreOptions", "StoreScheme"]
+
+_log = logging.getLogger("sync_core")
+# Looks into a directory cost nothing; a request costs money, and some milliseconds.
+_NEAR_POLL, _FAR_POLL = 0.005, 1.0
+_NEAR_LOST_AFTER, _FAR_LOST_AFTER = 5.0, 60.0
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Options of the scheme ``store``.
+
+    Args:
+        url: where the run is: a directory, ``s3://bucket/run``, ``gs://…`` or ``az://…``;
+            ``{run}`` in it becomes the run's id. None for a directory of this machine that ends
+            with the sender.
+        answers: where readers with places write their answers; None for ``url``.
+        key: a PEM file with the Ed25519 key that signs the run, made where there is none; a
+            trainer that is started again continues the run with it. None for a new key in memory.
+        keep: how many versions are kept, beside those with names or leases.
+        piece_mb: the size of the objects of a version, in MiB.
+        grace: how long what is not kept any longer stays for those that read it, in seconds.
+        poll: seconds between two looks for something new; None for 0.005 in a directory, and 1
+            elsewhere, where each look is a request.
+        lost_after: seconds without a sign of life after which a reader that answers counts as
+            dead; None for 5 in a directory, and 60 elsewhere.
+        streams: how many objects travel at a time.
+
+    Raises:
+        OptionError: one of them makes no sense.
+
+    Example:
+        >>> StoreOptions(url="s3://bucket/run", keep=0)
+        Traceback (most recent call last):
+        ...
+        sync_core.errors.OptionError: keep must be an integer >= 1, got 0
+    """
+
+    url: str | None = None
+    answers: str | None = None
+    key: str | None = None
+    keep: int = 5
+    piece_mb: float = 16.0
+    grace: float = 600.0
+    poll: float | None = None
+    lost_after: float | None = None
+    streams: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("keep", "streams"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} must be an integer >= 1, got {getattr(self, name)}")
+        for name in ("piece_mb", "poll", "lost_after"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= threading.TIMEOUT_MAX:
+                raise OptionError(f"{name} must be a finite number above 0, got {value}")
+        if not 0 <= self.grace <= threading.TIMEOUT_MAX:
+            raise OptionError(f"grace must be a finite number of seconds >= 0, got {self.grace}")
+
+    def poll_of(self, objects: Objects) -> float:
+        """Return the seconds between two looks into a place."""
+        return self.poll or (_NEAR_POLL if objects.near else _FAR_POLL)
+
+    def record_options(self, objects: Objects) -> RecordOptions:
+        """Return the options of the records of readers that answer."""
+        lost_after = self.lost_after or (_NEAR_LOST_AFTER if objects.near else _FAR_LOST_AFTER)
+        return RecordOptions(poll=self.poll_of(objects), lost_after=lost_after, keep=self.keep)
+
+
+class StoreScheme:
+    """A trainer publishes versions to an object store or a directory, signed; readers fetch them.
+
+    Without ``num_workers``, the sender knows none of its readers: `Sender.send` ends when the
+    version can be read, and `Sender.address` gives the address of all. With it, each worker has a
+    place, and answers.
+    """
+
+    capabilities = frozenset(
+        {"background", "broadcast", "cross_host", "cross_process", "late_join", "publishes", "pull"}
+    )
+    endpoint_type = StoreEndpoint
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        """Return the sender's or a receiver's side."""
+        options = context.parse_options(StoreOptions)
+        if context.side == "sender":
+            return _sender(context, options)
+        return _receiver(context, options)
+
+
+def _sender(context: TransportContext, options: StoreOptions) -> SenderTransport:
+    url, folder = options.url, None
+    if url is None:
+        folder = make_folder()
+        url = str(folder)
+    url = url.replace("{run}", secrets.token_hex(8))
+    if url.startswith(("http://", "https://")):
+        raise OptionError(
+            f"url={url!r} can be read and not written; give the trainer the directory or the "
+            "bucket behind it"
+        )
+    key = SigningKey.generate() if options.key is None else SigningKey.of_file(Path(options.key))
+    if context.make_address is None:
+        # A companion's own channel beside the sender's run.
+        url, key = f"{url}/channels/{secrets.token_hex(8)}", SigningKey.generate()
+    objects = open_objects(url, context.timeout)
+    publisher = Publisher(
+        objects,
+        key,
+        keep=options.keep,
+        piece_nbytes=round(options.piece_mb * (1 << 20)),
+        grace=options.grace,
+        streams=options.streams,
+    )
+    answers = options.answers or (url if context.worker_ids else "")
+    endpoint = StoreEndpoint(urls=[url], key=key.public, run=publisher.run)
+    publishing = Publishing(publisher, endpoint, _address_maker(context, endpoint), folder)
+    try:
+        publisher.collect()
+        if not answers:
+            return PublishingSender(publishing)
+        publishing.endpoint = replace(endpoint, answers=answers)
+        place = open_objects(answers, context.timeout)
+        records = store_transport(
+            context,
+            RecordStore(place),
+            options.record_options(place),
+            PublishedVersions(publishing),
+        )
+        assert isinstance(records, SenderTransport)
+        return AnsweringSender(records, publishing)
+    except BaseException:
+        publishing.close()
+        raise
+
+
+def _receiver(context: TransportContext, options: StoreOptions) -> ReceiverTransport:
+    endpoint: StoreEndpoint = context.endpoint
+    sources = open_all(endpoint.urls, context.timeout)
+    if not sources:
+        raise OptionError("the address of a run must have a URL; type sender.address()")
+    reader = RunReader(
+        sources,
+        endpoint.key,
+        endpoint.run or None,
+        timeout=context.timeout,
+        streams=options.streams,
+    )
+    try:
+        if not endpoint.answers:
+            poll = options.poll_of(sources[0])
+            return ReadingReceiver(context, reader, version=endpoint.version, poll=poll)
+        place = open_objects(endpoint.answers, context.timeout)
+        layout = Layout(()) if context.layout is None else context.layout
+        versions = ReadVersions(reader, layout.most_nbytes, context.timeout)
+        records = store_transport(
+            context, RecordStore(place), options.record_options(place), versions
+        )
+        assert isinstance(records, ReceiverTransport)
+        return _AnsweringReceiver(records, versions)
+    except BaseException:
+        reader.close()
+        raise
+
+
+class _AnsweringReceiver(WrappingReceiver):
+    """A reader that answers.
+
+    Args:
+        transport: the records.
+        versions: the run.
+    """
+
+    def __init__(self, transport: ReceiverTransport, versions: ReadVersions) -> None:
+        super().__init__(transport)
+        self._versions = versions
+
+    def close(self) -> None:
+        """Leave, and end what is being read."""
+        self.transport.close()
+        self._versions.close()
+
+
+def _address_maker(
+    context: TransportContext, endpoint: StoreEndpoint
+) -> Callable[[], bytes | None]:
+    """Return what makes the address of any reader, as JSON; it has no token of the sender's."""
+    make = context.make_address
+
+    def address() -> bytes | None:
+        if make is None:
+            return None
+        token = hashlib.sha256(endpoint.run.encode()).hexdigest()[:32]
+        made = replace(make(worker_id=0, endpoint=endpoint), token=token, options={})
+        try:
+            return made.to_json().encode()
+        except AddressError as error:
+            # Layers that are objects: readers need an address that was pickled.
+            _log.info("the run has no address of its own: %s", error)
+            return None
+
+    return address

@@ -1,0 +1,385 @@
+"""Both sides of the scheme ``store``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sync_core import (
+    Answer,
+    ClosedError,
+    Delivery,
+    Layout,
+    OptionError,
+    Payload,
+    ReceiverTransport,
+    SenderLostError,
+    SenderTransport,
+    TransportContext,
+)
+from sync_core.errors import PayloadError
+from sync_core.transports import Block
+from sync_core.wrapping import WrappingSender
+from sync_plugin_std.stores import Store, Versions
+from sync_plugin_store.errors import StoreError
+from sync_plugin_store.objects import Objects
+from sync_plugin_store.publisher import Publisher
+from sync_plugin_store.reader import Fetch, GoneError, RunReader
+
+__all__ = [
+    "AnsweringSender",
+    "PublishedVersions",
+    "Publishing",
+    "PublishingSender",
+    "ReadVersions",
+    "ReadingReceiver",
+    "RecordStore",
+    "StoreEndpoint",
+]
+
+_log = logging.getLogger("sync_core")
+
+
+@dataclass(frozen=True)
+class StoreEndpoint:
+    """What a receiver needs to know of a run.
+
+    Args:
+        urls: where it is: the trainer's place, or mirrors of it.
+        key: the trainer's public key, in hexadecimal.
+        run: the run's id; "" for the one that is there.
+        version: the version that the receiver keeps to; 0 for the newest.
+        answers: where readers write their answers; "" where they write nothing.
+    """
+
+    urls: list[str] = field(default_factory=list)
+    key: str = ""
+    run: str = ""
+    version: int = 0
+    answers: str = ""
+
+
+class Publishing:
+    """A run, its versions, and what ends with its sender.
+
+    Args:
+        publisher: writes the run.
+        endpoint: for the addresses of readers.
+        make_address: makes what is published as the address of the run; None for none.
+        folder: a directory that ends with the sender; None for none.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        endpoint: StoreEndpoint,
+        make_address: Callable[[], bytes | None],
+        folder: Path | None,
+    ) -> None:
+        self.publisher = publisher
+        self.endpoint = endpoint
+        self._make_address = make_address
+        self._folder = folder
+        self._address: bytes | None = None
+        self._closed = False
+
+    def publish(self, payload: Payload) -> str:
+        """Write a version; return the digest of its manifest."""
+        if self._address is None:
+            self._address = self._make_address()
+        return self.publisher.publish(payload, base=payload.base, address=self._address)
+
+    def close(self) -> None:
+        """Write that the sender has closed."""
+        if self._closed:
+            return
+        self._closed = True
+        self.publisher.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class PublishingSender(SenderTransport):
+    """Publishes versions for readers that it does not know.
+
+    Args:
+        publishing: the run.
+    """
+
+    def __init__(self, publishing: Publishing) -> None:
+        self._publishing = publishing
+
+    def address(self, worker_id: int) -> StoreEndpoint:
+        """Return the endpoint of any reader."""
+        del worker_id
+        return self._publishing.endpoint
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
+        """Publish a version; it can be read when this returns."""
+        del worker_ids
+        self._publishing.publish(payload)
+        return {}
+
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Raise `OptionError`: readers that do not answer have no places."""
+        del worker_id, worker
+        raise OptionError(
+            "this sender publishes for readers that it does not know; give each of them "
+            "sender.address(), or let readers answer: Sender('store', …, num_workers=0, "
+            "answers=URL)"
+        )
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Do nothing: there is none."""
+
+    def close(self) -> None:
+        """Write that the sender has closed."""
+        self._publishing.close()
+
+
+class AnsweringSender(WrappingSender):
+    """A sender whose readers answer, through records in a store.
+
+    Args:
+        transport: writes the records, and reads the answers.
+        publishing: the run.
+    """
+
+    def __init__(self, transport: SenderTransport, publishing: Publishing) -> None:
+        super().__init__(transport)
+        self._publishing = publishing
+
+    def address(self, worker_id: int) -> StoreEndpoint:
+        """Return the endpoint of a reader."""
+        del worker_id
+        return self._publishing.endpoint
+
+    def close(self) -> None:
+        """Remove the records, and write that the sender has closed."""
+        self.transport.close()
+        self._publishing.close()
+
+
+class PublishedVersions(Versions):
+    """The trainer's versions of a run whose readers answer.
+
+    Args:
+        publishing: the run.
+    """
+
+    def __init__(self, publishing: Publishing) -> None:
+        self._publishing = publishing
+
+    def write_version(self, payload: Payload) -> str:
+        """Publish a version.
+
+        Raises:
+            OSError: the store failed; the report says so for each worker.
+        """
+        try:
+            return self._publishing.publish(payload)
+        except StoreError as error:
+            raise OSError(str(error)) from error
+
+    def read_version(self, version: int, nbytes: int, digest: str) -> Block | None:
+        """Return nothing: the trainer reads no versions."""
+        del version, nbytes, digest
+        return None
+
+    def delete_version(self, version: int) -> None:
+        """Do nothing: the run itself decides what is kept."""
+
+
+class ReadVersions(Versions):
+    """The versions of a run in a reader that answers.
+
+    Args:
+        reader: the run.
+        most_nbytes: the size of the largest version that there is reason for.
+        timeout: how long reading a version may take, in seconds.
+    """
+
+    def __init__(self, reader: RunReader, most_nbytes: int, timeout: float) -> None:
+        self._reader = reader
+        self._most_nbytes = most_nbytes
+        self._timeout = timeout
+
+    def write_version(self, payload: Payload) -> str:
+        """Raise `ClosedError`: a reader writes no versions."""
+        raise ClosedError(f"a reader cannot write version {payload.version}")
+
+    def read_version(self, version: int, nbytes: int, digest: str) -> Block | None:
+        """Read a version; None where a newer one has taken its place."""
+        head = self._reader.look()
+        if head is None or head.versions.get(version) != digest:
+            return None
+        try:
+            manifest = self._reader.manifest(version)
+            if manifest.nbytes != nbytes or nbytes > self._most_nbytes:
+                raise PayloadError(
+                    f"version {version} has {manifest.nbytes} bytes in its manifest, {nbytes} in "
+                    f"the sender's record, and there is reason for {self._most_nbytes} at most"
+                )
+            arrived = threading.Condition()
+            fetch = self._reader.fetch(manifest, lambda: _notify(arrived))
+            with arrived:
+                if not arrived.wait_for(lambda: fetch.ended, self._timeout):
+                    raise PayloadError(
+                        f"version {version} did not arrive within {self._timeout:g} s; give a "
+                        "longer timeout=, or send increments"
+                    )
+            return fetch.result()
+        except GoneError:
+            return None
+
+    def delete_version(self, version: int) -> None:
+        """Do nothing: the trainer decides what is kept."""
+
+    def close(self) -> None:
+        """End what is being read."""
+        self._reader.close()
+
+
+class ReadingReceiver(ReceiverTransport):
+    """Reads the versions of a run, and leaves nothing.
+
+    Args:
+        context: what the core knows.
+        reader: the run.
+        version: the version to keep to; 0 for the newest.
+        poll: seconds between two looks for a new version.
+    """
+
+    def __init__(
+        self, context: TransportContext, reader: RunReader, *, version: int, poll: float
+    ) -> None:
+        layout = Layout(()) if context.layout is None else context.layout
+        self._most_nbytes = layout.most_nbytes
+        self._reader = reader
+        self._pinned = version
+        self._poll = poll
+        self._next_look = 0.0
+        self._seen = 0
+        self._fetch: Fetch | None = None
+        self._woken = False
+        self._changed = threading.Condition()
+        self._process = os.getpid()
+
+    def receive(self, timeout: float) -> Payload | None:
+        """Return the newest version; what is not there in time arrives for the next call."""
+        deadline = time.monotonic() + timeout
+        while True:
+            if self._fetch is None:
+                self._look()
+            payload = self._finish(deadline)
+            if payload is not None:
+                return payload
+            left = deadline - time.monotonic()
+            pause = min(left, self._next_look - time.monotonic())
+            with self._changed:
+                if left <= 0 or self._changed.wait_for(lambda: self._woken, max(0.0, pause)):
+                    return None
+
+    def acknowledge(self, answer: Answer) -> None:
+        """Do nothing: the trainer does not know of this reader."""
+
+    def wake(self) -> None:
+        """Let `receive` return."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End what is being read; in a process that was forked from this one, do nothing."""
+        if os.getpid() == self._process:
+            self._reader.close()
+
+    def _look(self) -> None:
+        """Begin to fetch the newest version, if there is one that was not seen."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + self._poll
+        head = self._reader.look()
+        if head is None:
+            return
+        version = self._pinned or head.version
+        if version <= self._seen:
+            if head.closed and not self._pinned:
+                raise SenderLostError(
+                    f"the trainer has closed its sender after version {head.version}"
+                )
+            return
+        try:
+            manifest = self._reader.manifest(version)
+        except GoneError:
+            if self._pinned:
+                raise
+            self._next_look = 0.0
+            return
+        if manifest.nbytes > self._most_nbytes:
+            self._seen = version
+            raise PayloadError(
+                f"version {version} has {manifest.nbytes} bytes, and there is reason for "
+                f"{self._most_nbytes} at most"
+            )
+        self._fetch = self._reader.fetch(manifest, lambda: _notify(self._changed))
+
+    def _finish(self, deadline: float) -> Payload | None:
+        """Return the version that has come; None where none is on its way, or not in time."""
+        fetch = self._fetch
+        if fetch is None:
+            return None
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: fetch.ended or self._woken, left)
+        if not fetch.ended:
+            return None
+        self._fetch = None
+        version = fetch.manifest.version
+        try:
+            block = fetch.result()
+            self._seen = version
+            return Payload.unpack(block, version, since=fetch.began)
+        except GoneError:
+            if self._pinned:
+                raise
+            self._next_look = 0.0
+            return None
+        except StoreError as error:
+            raise PayloadError(str(error)) from error
+
+
+class RecordStore(Store):
+    """The records of readers that answer, as small objects.
+
+    Args:
+        objects: where they are.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def put(self, name: str, data: bytes) -> None:
+        """Keep a record."""
+        self._objects.put(f"answers/{name}", data)
+
+    def get(self, name: str) -> bytes | None:
+        """Return a record."""
+        found = self._objects.look(f"answers/{name}")
+        return None if found is None else found.data
+
+    def delete(self, name: str) -> None:
+        """Remove a record."""
+        self._objects.delete(f"answers/{name}")
+
+
+def _notify(changed: threading.Condition) -> None:
+    with changed:
+        changed.notify_all()

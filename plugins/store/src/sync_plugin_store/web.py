@@ -1,0 +1,187 @@
+"""``sync-core serve``: a directory with a run, for readers that reach this machine by HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sync_core.errors import OptionError
+from sync_tools import Command
+
+__all__ = ["SERVE", "RunServer", "add_arguments", "serve"]
+
+SERVE = Command("serve a directory with a run by HTTP", "sync_plugin_store.web")
+
+# What a run has for its readers: no leases, answers, or files of other names.
+_SERVED = re.compile(r"/(HEAD|manifests/[0-9a-f]{64}\.json|objects/[0-9a-f]{64})")
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
+# A peer that sends or takes nothing for this long loses its connection, in seconds.
+_SILENCE = 60.0
+# How long the end of the server may take, in seconds.
+_TICK = 0.1
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD of what a run consists of, with ranges and conditions."""
+
+    protocol_version = "HTTP/1.1"
+    timeout: ClassVar[float] = _SILENCE
+    server: RunServer
+
+    def do_GET(self) -> None:
+        """Send an object, or a range of it."""
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        """Send what is known of an object."""
+        self._answer(body=False)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its base names it so
+        """Write nothing: readers look several times a second."""
+
+    def _answer(self, *, body: bool) -> None:
+        found = _SERVED.fullmatch(self.path)
+        try:
+            if found is None:
+                raise FileNotFoundError
+            file = (self.server.directory / found[1]).open("rb")
+        except OSError:
+            self._begin(404, 0)
+            return
+        with file:
+            head = found[1] == "HEAD"
+            tag = hashlib.sha256(file.read()).hexdigest() if head else found[1][-69:]
+            headers = {
+                "ETag": f'"{tag}"',
+                "Accept-Ranges": "bytes",
+                "Content-Type": "application/octet-stream",
+                # A cache on the way must ask for the head, and never again for the others.
+                "Cache-Control": "no-cache" if head else "public, max-age=31536000, immutable",
+            }
+            if self.headers.get("If-None-Match") == headers["ETag"]:
+                self._begin(304, 0, headers)
+                return
+            size = os.fstat(file.fileno()).st_size
+            wanted = _RANGE.fullmatch(self.headers.get("Range") or "")
+            start, stop, status = 0, size, 200
+            if wanted is not None:
+                start = int(wanted[1])
+                stop = min(size, int(wanted[2]) + 1) if wanted[2] else size
+                status = 206
+                if start >= stop:
+                    self._begin(416, 0, {"Content-Range": f"bytes */{size}"})
+                    return
+                headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+            self._begin(status, stop - start, headers)
+            if body:
+                self.wfile.flush()
+                # By the kernel, which copies nothing through this process.
+                while start < stop:
+                    sent = os.sendfile(self.connection.fileno(), file.fileno(), start, stop - start)
+                    if not sent:
+                        self.close_connection = True
+                        return
+                    start += sent
+
+    def _begin(self, status: int, nbytes: int, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(nbytes))
+        self.end_headers()
+
+
+class RunServer(ThreadingHTTPServer):
+    """Serves a run to readers, and nothing else of its directory.
+
+    Args:
+        directory: the directory of the run.
+        host: the address to listen on; others than loopback let every host there read.
+        port: the port; 0 for a free one.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, directory: Path, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.directory = directory
+        super().__init__((host, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        """The URL of the run."""
+        host, port = self.server_address[:2]
+        return f"http://{host!s}:{port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Do nothing: a reader that goes away is no fault of the server's."""
+
+
+@contextmanager
+def serve(directory: str, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+    """Serve a run by HTTP while the block runs.
+
+    Args:
+        directory: the directory of the run.
+        host: the address to listen on; others than loopback let every host there read the weights.
+        port: the port; 0 for a free one.
+
+    Yields:
+        The URL for readers.
+
+    Raises:
+        OptionError: there is no such directory.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, serve(folder) as url:
+        ...     url.startswith("http://127.0.0.1:")
+        True
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise OptionError(f"{directory!r} is not a directory; name the one of Sender(…, url=…)")
+    with RunServer(path, host, port) as server:
+        thread = threading.Thread(
+            target=server.serve_forever, args=(_TICK,), name="sync-serve", daemon=True
+        )
+        thread.start()
+        try:
+            yield server.url
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.description = (
+        "Serves a directory that a sender of the scheme 'store' writes to, or a mirror, so that "
+        "readers elsewhere can read its run: ranges, conditional requests, and nothing else of the "
+        "directory. Ctrl-C ends it."
+    )
+    parser.add_argument("directory", help="the directory of the run")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8800, help="the port; 0 for a free one (8800)")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    with serve(arguments.directory, arguments.host, arguments.port) as url:
+        sys.stdout.write(f"{url}\n")
+        sys.stdout.flush()
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            return 0
+    return 0

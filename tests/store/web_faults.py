@@ -1,0 +1,83 @@
+"""A web server of a run that fails as networks and services do."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sync_plugin_store.web import RunServer
+
+
+class Faults:
+    """What the server does wrong, and what it was asked.
+
+    Attributes:
+        refuse: answers that are an error; counts down.
+        status: the status of these errors.
+        cut: bodies of a megabyte or more that end after half of their bytes; counts down.
+        asked: requests, by path.
+        sent: bytes of bodies of objects.
+    """
+
+    def __init__(self) -> None:
+        self.refuse = 0
+        self.status = 503
+        self.cut = 0
+        self.asked = Counter[str]()
+        self.ranges: list[str] = []
+        self.sent = 0
+        self.lock = threading.Lock()
+
+
+@contextmanager
+def faulty(directory: Path) -> Iterator[tuple[str, Faults]]:
+    """Serve a directory; the URL, and the faults to choose."""
+    faults = Faults()
+    with RunServer(directory) as server:
+        handler: Any = server.RequestHandlerClass
+
+        class Faulty(handler):  # type: ignore[misc]
+            def do_GET(self) -> None:  # noqa: N802 - its base names it so
+                with faults.lock:
+                    faults.asked[self.path] += 1
+                    if self.headers.get("Range"):
+                        faults.ranges.append(self.headers["Range"])
+                    refused = faults.refuse > 0
+                    faults.refuse -= refused
+                    path = directory / self.path[1:]
+                    large = self.path.startswith("/objects") and path.stat().st_size > 1 << 20
+                    cut = large and not refused and faults.cut > 0
+                    faults.cut -= cut
+                if refused:
+                    self._begin(faults.status, 0)
+                    return
+                if cut:
+                    data = path.read_bytes()
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(data)))
+                    self.send_header("ETag", f'"{path.name}"')
+                    self.end_headers()
+                    half = len(data) // 2
+                    faults.sent -= len(data) - half
+                    self.wfile.write(data[:half])
+                    self.close_connection = True
+                    return
+                super().do_GET()
+
+            def send_header(self, name: str, value: str) -> None:
+                if name == "Content-Length" and self.path.startswith("/objects"):
+                    faults.sent += int(value)
+                super().send_header(name, value)
+
+        server.RequestHandlerClass = Faulty
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield server.url, faults
+        finally:
+            server.shutdown()
+            thread.join()
