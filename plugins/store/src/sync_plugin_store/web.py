@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         with file:
             head = found[1] == "HEAD"
-            tag = hashlib.sha256(file.read()).hexdigest() if head else found[1][-69:]
+            tag = hashlib.sha256(file.read()).hexdigest() if head else Path(found[1]).stem
             headers = {
                 "ETag": f'"{tag}"',
                 "Accept-Ranges": "bytes",
