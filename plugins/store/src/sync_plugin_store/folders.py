@@ -8,41 +8,46 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
-__all__ = ["make_folder"]
+__all__ = ["OwnFolder"]
 
 _PREFIX = "sync-store-"
 _OWNER = ".owner"
-# Locked for as long as this process lives, or until the folder is removed.
-_held: dict[Path, IO[str]] = {}
 
 
-def make_folder() -> Path:
-    """Return a new directory, and remove those of this user's processes that have died.
+class OwnFolder:
+    """A new directory of this process; those of this user's processes that have died are removed.
 
     Example:
-        >>> folder = make_folder()
-        >>> folder.is_dir()
+        >>> folder = OwnFolder()
+        >>> folder.path.is_dir()
         True
-        >>> shutil.rmtree(folder)
+        >>> folder.close()
+        >>> folder.path.exists()
+        False
     """
-    _remove_left(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    for gone in [path for path in _held if not path.exists()]:
-        _held.pop(gone).close()
-    owner = (folder / _OWNER).open("w")
-    fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    _held[folder] = owner
-    return folder
+
+    def __init__(self) -> None:
+        _remove_left(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        # Locked for as long as this process lives.
+        self._owner: int | None = os.open(self.path / _OWNER, os.O_CREAT | os.O_RDWR, mode=0o600)
+        fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def close(self) -> None:
+        """Remove the directory. Closing again is allowed."""
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(owner)
 
 
 def _remove_left(directory: Path) -> None:
-    for folder in directory.glob(f"{_PREFIX}*"):
+    for path in directory.glob(f"{_PREFIX}*"):
+        # Another user's, or one that is being removed; or its process lives and has the lock.
         with suppress(OSError):
-            if folder in _held or folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
                 continue
-            with (folder / _OWNER).open("r") as owner:
-                # Its process has died if nothing holds the lock; else this raises.
+            with (path / _OWNER).open("r") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(path, ignore_errors=True)

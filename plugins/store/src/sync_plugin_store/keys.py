@@ -88,10 +88,11 @@ def verify(public: str, signature: str, content: bytes) -> None:
         SignatureError: it was made with another key, or of something else.
 
     Example:
-        >>> verify("00" * 32, "00" * 64, b"content")
+        >>> key = SigningKey.generate()
+        >>> verify(key.public, key.sign(b"content"), b"other")
         Traceback (most recent call last):
         ...
-        sync_plugin_store.errors.SignatureError: not signed with the key 000000000000…
+        sync_plugin_store.errors.SignatureError: not signed with the key ...
     """
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public))

@@ -48,7 +48,7 @@ class Mirror:
         ...     with Sender("store", policy, url=far) as sender:
         ...         version = sender.send().version
         ...         with Mirror(far, near, Run.key_of(sender)) as mirror:
-        ...             mirror.update()
+        ...             copied = mirror.update()
         ...             with Run(mirror.url, Run.key_of(sender)) as run:
         ...                 with Receiver(run.address(), copy) as receiver:
         ...                     received = receiver.receive()

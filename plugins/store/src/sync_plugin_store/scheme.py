@@ -22,7 +22,7 @@ from sync_core.errors import AddressError
 from sync_core.wrapping import WrappingReceiver
 from sync_plugin_std.stores import StoreOptions as RecordOptions
 from sync_plugin_std.stores import store_transport
-from sync_plugin_store.folders import make_folder
+from sync_plugin_store.folders import OwnFolder
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Objects, open_all, open_objects
 from sync_plugin_store.publisher import Publisher
@@ -130,10 +130,18 @@ class StoreScheme:
 
 
 def _sender(context: TransportContext, options: StoreOptions) -> SenderTransport:
-    url, folder = options.url, None
-    if url is None:
-        folder = make_folder()
-        url = str(folder)
+    folder = OwnFolder() if options.url is None else None
+    try:
+        return _sender_in(options.url or str(folder and folder.path), folder, context, options)
+    except BaseException:
+        if folder is not None:
+            folder.close()
+        raise
+
+
+def _sender_in(
+    url: str, folder: OwnFolder | None, context: TransportContext, options: StoreOptions
+) -> SenderTransport:
     url = url.replace("{run}", secrets.token_hex(8))
     if url.startswith(("http://", "https://")):
         raise OptionError(

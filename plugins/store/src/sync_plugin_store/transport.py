@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sync_core import (
@@ -29,6 +27,7 @@ from sync_core.transports import Block
 from sync_core.wrapping import WrappingSender
 from sync_plugin_std.stores import Store, Versions
 from sync_plugin_store.errors import StoreError
+from sync_plugin_store.folders import OwnFolder
 from sync_plugin_store.objects import Objects
 from sync_plugin_store.publisher import Publisher
 from sync_plugin_store.reader import Fetch, GoneError, RunReader
@@ -81,7 +80,7 @@ class Publishing:
         publisher: Publisher,
         endpoint: StoreEndpoint,
         make_address: Callable[[], bytes | None],
-        folder: Path | None,
+        folder: OwnFolder | None,
     ) -> None:
         self.publisher = publisher
         self.endpoint = endpoint
@@ -103,7 +102,7 @@ class Publishing:
         self._closed = True
         self.publisher.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
 
 class PublishingSender(SenderTransport):
