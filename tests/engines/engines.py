@@ -129,6 +129,26 @@ def greedy(model: Any) -> list[int]:
     return tokens
 
 
+def check_output(output: tuple[list[int], list[str]], model: Any, version: object) -> None:
+    """Fail unless an engine's tokens are those of a model, attributed to one version.
+
+    Where the model's two best tokens are as good but for two roundings of bfloat16, which kernels
+    for other processors make elsewhere, either will do. Another version's tokens are worse by far.
+
+    Args:
+        output: of `generated`.
+        model: Hugging Face's own, with the weights that the engine should have.
+        version: the version that the engine should name.
+    """
+    tokens, versions = output
+    assert versions == [str(version)]
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1].float()
+    worse = logits.max(-1).values - logits[range(len(tokens)), tokens]
+    allowed = 2 * torch.finfo(torch.bfloat16).eps * logits.abs().max()
+    assert bool((worse <= allowed).all()), f"{tokens} instead of {greedy(model)}: {worse.tolist()}"
+
+
 def generated(llm: Any) -> tuple[list[int], list[str]]:
     """The tokens that an engine makes, and the versions that it attributes them to."""
     from vllm import SamplingParams

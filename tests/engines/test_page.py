@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.engines.engines import PROMPT, Server, blocks, change, greedy, make_llama
+from tests.engines.engines import PROMPT, Server, blocks, change, check_output, make_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -41,13 +41,14 @@ def run_block(code: str, **names: Any) -> dict[str, Any]:
 
 
 def test_the_first_block_prints_the_version_of_its_output(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     make_llama(0).save_pretrained(tmp_path)
-    words = models.WordLevel({"Hello": PROMPT[0], "?": 0}, unk_token="?")
-    tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    # Several tokens: on some processors vLLM's build ends by SIGILL where a prompt has one.
+    letters = models.WordLevel({**dict(zip("Helo", PROMPT, strict=False)), "?": 0}, unk_token="?")
+    tokenizer = Tokenizer(letters)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path)
 
     script = tmp_path / "script.py"
@@ -78,7 +79,7 @@ def test_a_trainer_sends_to_servers(server: Server) -> None:
     )
     [engine] = run_block(code, model=model, train=change)["target"].engines
     assert (engine.state, engine.version) == ("current", 2)
-    assert server.generated() == (greedy(model), ["2"])
+    check_output(server.generated(), model, "2")
 
 
 @pytest.fixture
@@ -102,4 +103,4 @@ def test_a_sharded_trainer_sends_to_a_server(server: Server, block: int) -> None
         "range(100)": "range(2)",
     }
     run_block(python_block(block, **replaced), model=model, torch=torch, train=lambda _: None)
-    assert server.generated() == (greedy(make_llama(8)), ["2"])
+    check_output(server.generated(), make_llama(8), "2")

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.engines import OPTIONS, Server, change, generated, greedy, make_llama, make_model
+from tests.engines.engines import (
+    OPTIONS,
+    Server,
+    change,
+    check_output,
+    generated,
+    greedy,
+    make_llama,
+    make_model,
+)
 
 from sync_core import Sender, SendError, SyncError
 from sync_plugin_vllm import VllmTarget
@@ -53,7 +62,7 @@ def test_tokens_are_those_of_hugging_face_after_each_send(llm: Any, scheme: str)
         for version in (1, 2):
             report = target.send()
             assert (report.version, report.updated) == (version, (0,))
-            assert generated(llm) == (greedy(model), [str(version)])
+            check_output(generated(llm), model, version)
             assert target.engines[0].state == "current"
             change(model)
 
@@ -72,8 +81,8 @@ def test_adapters_arrive_merged(llm: Any) -> None:
     target = VllmTarget(llm)
     with connected(target, model, layers=[lora("merged")]):
         target.send()
-    tokens, _ = generated(llm)
-    assert tokens == greedy(model.merge_and_unload())
+    tokens, versions = generated(llm)
+    check_output((tokens, versions), model.merge_and_unload(), versions[0])
     assert tokens != greedy(make_llama(2))
 
 
@@ -141,11 +150,11 @@ def test_half_a_version_is_known_bad_until_the_next_heals_it(
         assert sender.workers[0].state == "bad"
         assert [engine.state for engine in target.engines] == ["bad", "current"]
         assert generated(llm)[1] == ["bad"]
-        assert server.generated() == (greedy(model), ["1"])
+        check_output(server.generated(), model, "1")
 
         assert target.send().updated == (0, 1)
-        assert generated(llm) == (greedy(model), ["2"])
-        assert server.generated() == (greedy(model), ["2"])
+        check_output(generated(llm), model, "2")
+        check_output(server.generated(), model, "2")
 
 
 def test_other_addresses_are_refused(llm: Any, server: Server, tmp_path: Path) -> None:
@@ -189,14 +198,15 @@ def test_an_engine_joins_later_and_dies(llm: Any, server: Server) -> None:
         assert target.add(server.url) == (1,)
         change(model)
         assert target.send().updated == (0, 1)
-        assert server.generated() == generated(llm) == (greedy(model), ["2"])
+        for output in (server.generated(), generated(llm)):
+            check_output(output, model, "2")
 
         server.kill()
         change(model)
         with pytest.raises(SendError, match="worker 1"):
             target.send(timeout=30)
         assert target.engines[0].state == "current"
-        assert generated(llm) == (greedy(model), ["3"])
+        check_output(generated(llm), model, "3")
         with pytest.raises(SyncError, match=server.url):
             target.add(server.url)
 

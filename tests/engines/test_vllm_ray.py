@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.engines import OPTIONS, generated, greedy, make_llama
+from tests.engines.engines import OPTIONS, check_output, generated, make_llama
 
 from sync_core import Sender, SendError
 from sync_plugin_vllm import VllmTarget
@@ -36,7 +36,7 @@ def test_an_actor_has_each_version_and_its_death_is_reported(checkpoint: Path) -
         with Sender("shm", model, num_workers=1, strategy="checkpoint", timeout=60) as sender:
             target.connect(sender)
             assert target.send().updated == (0,)
-            assert ray.get(actor.generated.remote()) == (greedy(model), ["1"])
+            check_output(ray.get(actor.generated.remote()), model, "1")
             ray.kill(actor)
             with pytest.raises(SendError, match="worker 0"):
                 target.send()
