@@ -10,8 +10,8 @@ PARTITIONS ?= 50
 TESTERS ?= 3
 SEED = $(shell date +%s)
 
-DISTRIBUTIONS := core plugins/std plugins/scale plugins/tools plugins/testing plugins/collector plugins/store plugins/torchrl plugins/trl plugins/vllm \
-    plugins_ray plugins_dist
+DISTRIBUTIONS := core plugins/std plugins/scale plugins/tools plugins/testing plugins/collector \
+    plugins/store plugins/torchrl plugins/trl plugins/vllm plugins_ray plugins_dist
 
 BIN := .venv/bin
 ENGINES := .venv-engines/bin

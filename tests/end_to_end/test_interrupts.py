@@ -29,7 +29,8 @@ pytestmark = pytest.mark.timeout(120)
 _SPREAD, _LAST = 25, 12
 
 
-_SCHEMES = ["thread", "shm", "mp", "dist", "file", "chunked::shm", "increments::chunked::dist"]
+_SCHEMES = ["thread", "shm", "mp", "dist", "file", "store", "chunked::shm"]
+_SCHEMES += ["increments::chunked::dist"]
 # Those with the option ``slots``; with one, a send may have to wait for it.
 _SLOTS = ["thread", "shm", "mp"]
 
@@ -40,6 +41,8 @@ def _spread(count: int, moments: int = _SPREAD) -> list[int]:
 
 
 def _options(scheme: str, directory: Path) -> dict[str, Any]:
+    if scheme == "store":
+        return {"poll": 0.001}
     return {"directory": str(directory), "poll": 0.001} if scheme == "file" else {}
 
 

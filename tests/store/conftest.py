@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[str]:
-    """An S3 server in a process of its own; its URL."""
+    """The URL of an S3 server, in a separate process."""
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     # Unbuffered, as its port is read from what it prints.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}

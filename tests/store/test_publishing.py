@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load
+from tests.store.linears import files, fill, model, tamper, values
 from tests.store.web_faults import faulty
 from torch import nn
 
@@ -26,45 +23,17 @@ from sync_plugin_std import select
 from sync_plugin_store import (
     ConflictError,
     Mirror,
-    RolledBackError,
     Run,
-    SignatureError,
     StoreError,
     serve,
 )
-from sync_plugin_store.format import HEAD, Head, object_name
-from sync_plugin_store.keys import SigningKey
-from sync_plugin_store.objects import Directory, Objects, open_objects
-from sync_plugin_store.publisher import Publisher
-from sync_plugin_store.reader import RunReader
-
-
-def model(value: float = 0.0, size: int = 64) -> nn.Linear:
-    made = nn.Linear(size, size)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.fill_(value)
-    return made
-
-
-def fill(given: nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for parameter in given.parameters():
-            parameter.fill_(value)
-
-
-def values(given: nn.Module) -> set[float]:
-    return {value for p in given.parameters() for value in p.detach().flatten().tolist()}
-
-
-def files(directory: Path) -> set[str]:
-    paths = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)) for path in paths}
+from sync_plugin_store.format import HEAD, object_name
+from sync_plugin_store.objects import Objects, open_objects
 
 
 @pytest.fixture(params=["directory", "s3", "http"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """Where the trainer writes, and where readers read."""
+    """The URL that the trainer writes to, and the one that readers read from."""
     if request.param == "s3":
         url = f"{request.getfixturevalue('bucket')}/{secrets.token_hex(4)}"
         yield url, url
@@ -262,247 +231,6 @@ def test_two_trainers_of_one_run_do_not_both_write(tmp_path: Path) -> None:
             assert run.versions() == (1, 2)
 
 
-class Stopping(Directory):
-    """A directory whose trainer is killed at a step: half of an object is written."""
-
-    def __init__(self, path: Path, steps: int) -> None:
-        super().__init__(path, str(path))
-        self._steps = steps
-
-    def put(self, name: str, data: bytes | memoryview) -> None:
-        self._steps -= 1
-        if self._steps < 0:
-            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.path / name).with_name(".half").write_bytes(bytes(data[: len(data) // 2]))
-            raise KeyboardInterrupt
-        super().put(name, data)
-
-
-def test_a_trainer_killed_at_any_step_leaves_whole_versions(tmp_path: Path) -> None:
-    key, weights = SigningKey.generate(), {"weight": torch.zeros(4000)}
-
-    def payload(version: int) -> Any:
-        from sync_core import Payload, Update
-
-        update = Update.of({"weight": torch.full((4000,), float(version))})
-        return Payload(version, update.layout, update.source)
-
-    del weights
-    steps = 0
-    while True:
-        folder = tmp_path / str(steps)
-        Publisher(Directory(folder, "run"), key, piece_nbytes=4096).publish(payload(1))
-        killed = Publisher(Stopping(folder, steps), key, piece_nbytes=4096, grace=0.0)
-        done = False
-        try:
-            killed.publish(payload(2))
-            done = True
-        except KeyboardInterrupt:
-            pass
-        reader = RunReader([Directory(folder, "run")], key.public, timeout=5.0)
-        head = reader.look()
-        assert head is not None
-        assert head.version == (2 if done else 1)
-        arrived = threading.Event()
-        fetch = reader.fetch(reader.manifest(head.version), arrived.set)
-        while not fetch.ended:
-            assert arrived.wait(5.0)
-            arrived.clear()
-        tensor = fetch.result().memory[-16000:].view(torch.float32)
-        assert set(tensor.tolist()) == {float(head.version)}
-        reader.close()
-        again = Publisher(Directory(folder, "run"), key, piece_nbytes=4096, grace=0.0)
-        again.publish(payload(3))
-        reader = RunReader([Directory(folder, "run")], key.public, timeout=5.0)
-        assert reader.look() is not None
-        pieces = {
-            p.digest
-            for v in range(1, 4)
-            if v in again.head.versions
-            for p in reader.manifest(v).pieces
-        }
-        # What was cut short goes when it is older than the grace.
-        for path in (folder / "objects").iterdir():
-            if path.name not in pieces:
-                os.utime(path, (1.0, 1.0))
-        again.collect()
-        assert {path.name for path in (folder / "objects").iterdir()} == pieces
-        reader.close()
-        if done:
-            return
-        steps += 1
-
-
-def _tamper(path: Path, how: str) -> None:
-    data = bytearray(path.read_bytes())
-    if how == "deleted":
-        path.unlink()
-    elif how == "truncated":
-        path.write_bytes(data[:-1])
-    elif how == "longer":
-        path.write_bytes(bytes(data) + b"x")
-    else:
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-
-
-@pytest.mark.parametrize("how", ["deleted", "truncated", "changed", "longer"])
-@pytest.mark.parametrize("part", ["objects", "manifests"])
-@pytest.mark.parametrize("http", [False, True], ids=["directory", "http"])
-def test_nothing_that_was_tampered_with_is_committed(
-    tmp_path: Path, how: str, part: str, http: bool
-) -> None:
-    policy, copy = model(1.0), model(9.0)
-    with Sender("store", policy, url=str(tmp_path)) as sender, ExitStack() as ends:
-        sender.send()
-        address = sender.address()
-        if http:
-            url = ends.enter_context(serve(str(tmp_path)))
-            address = replace(address, endpoint=replace(address.endpoint, urls=[url]))
-        with Run(str(tmp_path), Run.key_of(sender)) as run:
-            digest = max(run.manifest(1).pieces, key=lambda piece: piece.nbytes).digest
-        path = tmp_path / "objects" / digest
-        if part == "manifests":
-            (path,) = (tmp_path / "manifests").iterdir()
-        _tamper(path, how)
-        receiver = ends.enter_context(Receiver(address, copy, timeout=0.3))
-        if how == "longer" and part == "objects" and not http:
-            # More bytes than agreed are not read.
-            assert receiver.receive(5.0) == 1
-            return
-        with pytest.raises(PayloadError, match="version 1 cannot be read"):
-            receiver.receive(5.0)
-        assert values(copy) == {9.0}
-        # The next version is read.
-        fill(policy, 2.0)
-        sender.send()
-        assert receiver.receive(5.0) == 2
-        assert values(copy) == {2.0}
-
-
-def test_a_head_of_another_key_is_refused(tmp_path: Path) -> None:
-    copy = model(9.0)
-    with Sender("store", model(1.0), url=str(tmp_path / "mine")) as sender:
-        sender.send()
-        with Sender("store", model(2.0), url=str(tmp_path / "false")) as false:
-            false.send()
-        for part in ("objects", "manifests"):
-            shutil.copytree(tmp_path / "false" / part, tmp_path / "mine" / part, dirs_exist_ok=True)
-        shutil.copy(tmp_path / "false" / HEAD, tmp_path / "mine" / HEAD)
-        with (
-            Receiver(sender.address(), copy) as receiver,
-            pytest.raises(SignatureError, match="not signed with the key"),
-        ):
-            receiver.receive(5.0)
-        assert values(copy) == {9.0}
-        line, _, content = (tmp_path / "false" / HEAD).read_bytes().partition(b"\n")
-        with pytest.raises(SignatureError):
-            Head.from_bytes(
-                line + b"\n" + content.replace(b'"version":1', b'"version":2'), "0" * 64
-            )
-
-
-def test_a_head_that_is_rolled_back_is_noticed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    policy, copy = model(1.0), model()
-    with Sender("store", policy, url=str(tmp_path)) as sender:
-        sender.send()
-        old = (tmp_path / HEAD).read_bytes()
-        fill(policy, 2.0)
-        sender.send()
-        reader = RunReader(
-            [open_objects(str(tmp_path), 5.0)], Run.key_of(sender), timeout=5.0, stale_after=0.0
-        )
-        with Receiver(sender.address(), copy) as receiver:
-            assert receiver.receive() == 2
-            reader.look()
-            new = (tmp_path / HEAD).read_bytes()
-            (tmp_path / HEAD).write_bytes(old)
-            assert receiver.receive(0.1) is None
-            assert "has an older head" in caplog.text
-            head = reader.look()
-            assert head is not None
-            assert head.version == 2
-            with pytest.raises(RolledBackError, match="has had an older head, of version 1"):
-                reader.look()
-            (tmp_path / HEAD).write_bytes(new)
-            fill(policy, 3.0)
-            sender.send()
-            assert receiver.receive() == 3
-        reader.close()
-    assert values(copy) == {3.0}
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_throttling_answers_are_tried_again_within_the_deadline(
-    tmp_path: Path, status: int
-) -> None:
-    copy = model()
-    with (
-        Sender("store", model(1.0), url=str(tmp_path)) as sender,
-        faulty(tmp_path) as (url, faults),
-    ):
-        sender.send()
-        address = sender.address()
-        address = replace(address, endpoint=replace(address.endpoint, urls=[url]))
-        faults.status, faults.refuse = status, 4
-        with Receiver(address, copy, timeout=20.0) as receiver:
-            assert receiver.receive() == 1
-        assert faults.refuse == 0
-        assert values(copy) == {1.0}
-        faults.refuse = 1 << 30
-        with Receiver(address, model(), timeout=0.5) as receiver:
-            begin = time.monotonic()
-            with pytest.raises(StoreError, match=f"cannot read HEAD in {url}"):
-                receiver.receive()
-            assert time.monotonic() - begin < 10.0
-
-
-def test_a_transfer_that_breaks_is_resumed(tmp_path: Path) -> None:
-    source, copy = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
-    with (
-        Sender("store", source, url=str(tmp_path)) as sender,
-        faulty(tmp_path) as (url, faults),
-    ):
-        sender.send()
-        address = sender.address()
-        address = replace(address, endpoint=replace(address.endpoint, urls=[url]))
-        faults.cut = 1
-        with Receiver(address, copy, timeout=20.0) as receiver:
-            assert receiver.receive() == 1
-            nbytes = sum(p.nbytes for p in source.parameters())
-        assert faults.cut == 0
-        assert faults.ranges
-        # A piece of the network's at most came twice.
-        assert faults.sent < 1.4 * nbytes
-    assert torch.equal(source.weight, copy.weight)
-
-
-def test_another_mirror_is_asked_where_one_fails(tmp_path: Path) -> None:
-    policy, copy = model(1.0), model()
-    near, far = tmp_path / "near", tmp_path / "far"
-    with Sender("store", policy, url=str(far)) as sender:
-        sender.send()
-        shutil.copytree(far, near)
-        for path in (near / "objects").iterdir():
-            _tamper(path, "changed")
-        with (
-            Run(str(near), Run.key_of(sender), mirrors=[str(far)]) as run,
-            serve(str(tmp_path)) as gone,
-        ):
-            address = run.address(poll=0.01)
-        endpoint = replace(address.endpoint, urls=[gone, str(near), str(far)])
-        with Receiver(replace(address, endpoint=endpoint), copy, timeout=5.0) as receiver:
-            assert receiver.receive() == 1
-            assert values(copy) == {1.0}
-            # The head of one is older.
-            fill(policy, 2.0)
-            sender.send()
-            assert receiver.receive(20.0) == 2
-    assert values(copy) == {2.0}
-
-
 def test_a_mirror_lets_a_version_cross_a_link_once(tmp_path: Path) -> None:
     policy = model(1.0)
     far, near = tmp_path / "far", tmp_path / "near"
@@ -524,7 +252,7 @@ def test_a_mirror_lets_a_version_cross_a_link_once(tmp_path: Path) -> None:
             sender.send()
             for path in (far / "objects").iterdir():
                 if not (near / "objects" / path.name).exists():
-                    _tamper(path, "changed")
+                    tamper(path, "changed")
         # What does not have its digest is not copied, and the mirror keeps what it has.
         with Mirror(url, str(near), key, poll=600.0, timeout=0.3) as mirror:
             with pytest.raises(PayloadError, match="of version 2 cannot be read"):
@@ -552,69 +280,6 @@ def test_a_web_server_of_a_run_serves_nothing_else(tmp_path: Path) -> None:
             connection.close()
     with pytest.raises(OptionError, match="can be read and not written"):
         Sender("store", model(), url=url)
-
-
-def test_a_full_disk_leaves_the_last_version(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource", reason="needs limits of Unix")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    policy, copy = nn.Linear(256, 256), nn.Linear(256, 256)
-    with (
-        Sender("store", policy, url=str(tmp_path)) as sender,
-        Receiver(sender.address(), copy) as receiver,
-    ):
-        sender.send()
-        assert receiver.receive() == 1
-        fill(policy, 2.0)
-        policy.weight.data.normal_()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))
-        try:
-            with pytest.raises(StoreError, match=r"File too large.*make room there"):
-                sender.send()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert receiver.receive(0.05) is None
-        assert not [name for name in files(tmp_path) if "/." in name]
-        sender.send()
-        assert receiver.receive() == 3
-    assert torch.equal(policy.weight, copy.weight)
-
-
-def test_what_becomes_visible_late_is_waited_for(tmp_path: Path) -> None:
-    copy, late = model(), tmp_path / "late"
-    with Sender("store", model(1.0), url=str(tmp_path / "run")) as sender:
-        sender.send()
-        address = sender.address()
-        late.mkdir()
-        shutil.copy(tmp_path / "run" / HEAD, late / HEAD)
-        address = replace(address, endpoint=replace(address.endpoint, urls=[str(late)]))
-        order: list[Callable[[], object]] = [
-            lambda: shutil.copytree(tmp_path / "run" / "manifests", late / "manifests"),
-            lambda: shutil.copytree(tmp_path / "run" / "objects", late / "objects"),
-        ]
-        timers = [threading.Timer(0.1 * (i + 1), show) for i, show in enumerate(order)]
-        for timer in timers:
-            timer.start()
-        with Receiver(address, copy, timeout=20.0) as receiver:
-            assert receiver.receive() == 1
-        for timer in timers:
-            timer.join()
-    assert values(copy) == {1.0}
-
-
-def test_a_reader_whose_version_is_gone_continues_with_the_newest(tmp_path: Path) -> None:
-    policy, copy = model(1.0), model()
-    with Sender("store", policy, url=str(tmp_path), keep=1, grace=0.0) as sender:
-        sender.send()
-        with Run(str(tmp_path), Run.key_of(sender)) as run:
-            digest = max(run.manifest(1).pieces, key=lambda piece: piece.nbytes).digest
-        _tamper(tmp_path / "objects" / digest, "deleted")
-        with Receiver(sender.address(), copy, timeout=20.0) as receiver:
-            # It has begun to fetch the first version, which does not come.
-            assert receiver.receive(0.2) is None
-            fill(policy, 2.0)
-            sender.send()
-            assert receiver.receive() == 2
-    assert values(copy) == {2.0}
 
 
 def test_options_that_make_no_sense(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from sync_plugin_store.web import RunServer
 
 
 class Faults:
-    """What the server does wrong, and what it was asked.
+    """The faults of a server, and the requests that it got.
 
     Attributes:
         refuse: answers that are an error; counts down.

@@ -29,10 +29,17 @@ class OwnFolder:
 
     def __init__(self) -> None:
         _remove_left(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Locked for as long as this process lives.
-        self._owner: int | None = os.open(self.path / _OWNER, os.O_CREAT | os.O_RDWR, mode=0o600)
-        fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            # Locked for as long as this process lives.
+            owner = os.open(self.path / _OWNER, os.O_CREAT | os.O_RDWR, mode=0o600)
+            self._owner: int | None = owner
+            with suppress(BlockingIOError):
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Before it was locked, another process may have removed it.
+                if (self.path / _OWNER).exists():
+                    return
+            os.close(owner)
 
     def close(self) -> None:
         """Remove the directory. Closing again is allowed."""

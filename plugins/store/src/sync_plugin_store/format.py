@@ -1,7 +1,7 @@
 """The format of a run: a head, manifests and objects; see the page "The format of a run".
 
 Objects and manifests are named by the SHA-256 of their bytes and never change. The head names the
-manifests, and is signed: whoever has the public key can check every byte of a run.
+manifests, and is signed: with the public key, every byte of a run can be checked.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Head:
 
         Raises:
             SignatureError: it is signed with another key, or by none.
-            PayloadError: the bytes are no head; the message says what is wrong.
+            PayloadError: the bytes are something else; the message says what.
         """
         line, _, content = data.partition(b"\n")
         words = line.decode("ascii", "replace").split(" ")

@@ -14,7 +14,7 @@ from sync_plugin_store.errors import SignatureError
 
 __all__ = ["SigningKey", "verify"]
 
-# What is signed begins with this, so that no signature is good for anything else.
+# Signed content begins with this, so that a signature holds for nothing else.
 _PURPOSE = b"sync-plugin-store HEAD 1\n"
 
 

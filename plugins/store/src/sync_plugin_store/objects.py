@@ -1,19 +1,21 @@
-"""Where a run lies: bytes under names, in a directory, an object store, or behind a web server."""
+"""Places of runs: bytes under names in a directory, an object store, or behind a web server."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import secrets
+import stat
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -62,7 +64,7 @@ class Listed:
 
 
 class Patience:
-    """How long to try again, and from one try to the next.
+    """A limit on retries, and the pauses between them.
 
     Args:
         seconds: from now on.
@@ -79,7 +81,7 @@ class Patience:
         self._next = _FIRST_PAUSE
 
     def pause(self) -> bool:
-        """Wait before the next try, longer each time; return whether there is to be one."""
+        """Wait before the next try, longer each time; return False when the time is over."""
         seconds, self._next = self._next, min(2 * self._next, _LONGEST_PAUSE)
         left = self._until - time.monotonic()
         return left > 0 and not self._stopped.wait(min(seconds, left))
@@ -198,7 +200,21 @@ def open_objects(url: str, timeout: float) -> Objects:
     )
 
 
-_open_private = partial(os.open, mode=0o644)
+def open_file(path: Path) -> BufferedReader:
+    """Open a file for reading, without waiting for a writer where a pipe is in its place.
+
+    Raises:
+        OSError: there is none, or something that is not a file.
+    """
+    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 - it is returned
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    return file
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class Directory(Objects):
@@ -219,7 +235,7 @@ class Directory(Objects):
 
     def look(self, name: str, tag: str | None = None) -> Found | None:
         try:
-            with (self.path / name).open("rb") as file:
+            with uninterrupted(), open_file(self.path / name) as file:
                 data = file.read(_LONGEST_RECORD + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -235,7 +251,7 @@ class Directory(Objects):
     ) -> bool:
         del patience, whole
         try:
-            with (self.path / name).open("rb", buffering=0) as file:
+            with open_file(self.path / name) as file:
                 file.seek(start)
                 while memory and (count := file.readinto(memory)):
                     memory = memory[count:]
@@ -250,24 +266,24 @@ class Directory(Objects):
     def put(self, name: str, data: bytes | memoryview) -> None:
         path = self.path / name
         part = path.with_name(f".{secrets.token_hex(8)}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as failed:
+            # The disk is full, or Ctrl-C: a part would stay there for good.
+            failed.callback(part.unlink, missing_ok=True)
             try:
+                path.parent.mkdir(parents=True, exist_ok=True)
                 with uninterrupted():
-                    file = part.open("xb", buffering=0)
-                with file:
-                    rest = memoryview(data)
-                    while rest:
-                        rest = rest[file.write(rest) :]
+                    file = failed.enter_context(part.open("xb", buffering=0))
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                # Before the rename: NFS shows others what was written when the file is closed.
+                file.close()
                 part.replace(path)
-            except BaseException:
-                # The disk is full, or Ctrl-C: what was written would stay there for good.
-                part.unlink(missing_ok=True)
-                raise
-        except OSError as error:
-            raise StoreError(
-                f"cannot write {name} in {self.url}: {error}; make room there, or give another url"
-            ) from error
+            except OSError as error:
+                raise StoreError(
+                    f"cannot write {name} in {self.url}: {error}; make room there, or give "
+                    "another url"
+                ) from error
 
     def swap(self, name: str, data: bytes, tag: str | None) -> str:
         with self._locked():

@@ -41,7 +41,7 @@ _ATTEMPTS = 10
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What keeps a version for a reader that may write: a small object in ``leases/``.
+    """A lease of a version, for a reader that may write: a small object in ``leases/``.
 
     Args:
         version: the version.
@@ -101,6 +101,8 @@ class Publisher:
         # For the head, and what is known of the store; held while both change.
         self._lock = threading.RLock()
         self._head, self._tag = self._begin()
+        # The head that was to be written last, whether or not it was.
+        self._writing = self._head
         self._manifests = self._read_manifests()
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-put")
         self._streams = threading.BoundedSemaphore(2 * streams)
@@ -189,13 +191,14 @@ class Publisher:
             return {"names": {**head.names, name: version}}
 
         with self._lock:
-            self._replace(named)
+            self._replace(named, beside=True)
 
     def forget_name(self, name: str) -> None:
         """Take a name away; what nothing else keeps goes with the next publication."""
         with self._lock:
             self._replace(
-                lambda head: {"names": {n: v for n, v in head.names.items() if n != name}}
+                lambda head: {"names": {n: v for n, v in head.names.items() if n != name}},
+                beside=True,
             )
 
     def collect(self) -> int:
@@ -281,30 +284,35 @@ class Publisher:
                 raise error
         return tuple(future.result() for future in writing)
 
-    def _replace(self, change: Callable[[Head], dict[str, Any]]) -> Mapping[int, str]:
+    def _replace(
+        self, change: Callable[[Head], dict[str, Any]], *, beside: bool = False
+    ) -> Mapping[int, str]:
         """Replace the head, also where another process has given a version a name meanwhile.
 
         Args:
             change: returns the fields that change, from the head that is replaced.
+            beside: whether another process may publish versions meanwhile.
 
         Returns:
             The versions of the head that was replaced.
         """
         for _ in range(_ATTEMPTS):
-            before = self._head
-            head = replace(before, sequence=before.sequence + 1, **change(before))
+            before, interrupted = self._head, self._writing
+            self._writing = replace(before, sequence=before.sequence + 1, **change(before))
             try:
-                self._tag = self._objects.swap(HEAD, head.to_bytes(self._key), self._tag)
+                self._tag = self._objects.swap(HEAD, self._writing.to_bytes(self._key), self._tag)
             except ConflictError:
                 found = self._objects.look(HEAD)
                 standing = None if found is None else self._read_head(found)
-                if standing is None or found is None:
+                if standing is None or found is None or standing.run != before.run:
                     break
-                if (standing.run, standing.version) != (before.run, before.version):
+                # Ctrl-C may have come after our own head was written, and before this was known.
+                ours = beside or standing == interrupted
+                if standing.version != before.version and not ours:
                     break
                 self._head, self._tag = standing, found.tag
                 continue
-            self._head = head
+            self._head = self._writing
             return before.versions
         raise ConflictError(
             f"another trainer writes to the run in {self._objects.url}; end it, or give one of "

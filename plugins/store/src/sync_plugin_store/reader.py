@@ -79,7 +79,7 @@ class RunReader:
 
     @property
     def near(self) -> bool:
-        """Whether a look costs next to nothing."""
+        """True where a look is cheap: in a directory."""
         return self._sources[0].near
 
     def look(self) -> Head | None:
@@ -233,16 +233,17 @@ class RunReader:
 
     def _check_kept(self, version: int) -> None:
         """Raise `GoneError` where the trainer does not keep a version any longer."""
-        found = self._sources[0].look(HEAD)
-        if found is None:
-            return
-        try:
-            head = Head.from_bytes(found.data, self._public)
-        except (SignatureError, PayloadError):
-            return  # `look` reports it
-        newer = self.head is not None and head.sequence > self.head.sequence
-        if newer and head.run == self.run and version not in head.versions:
-            raise GoneError(f"version {version} is not kept any longer; a newer one is")
+        for source in self._in_order(self._sources):
+            try:
+                found = source.look(HEAD)
+                head = None if found is None else Head.from_bytes(found.data, self._public)
+            except (StoreError, SignatureError, PayloadError):
+                continue  # `look` reports it
+            newest = 0 if self.head is None else self.head.sequence
+            if head is None or head.run != self.run or head.sequence <= newest:
+                continue
+            if version not in head.versions:
+                raise GoneError(f"version {version} is not kept any longer; a newer one is")
 
     def _avoid(self, source: Objects) -> None:
         """Ask a place that has failed after the others, for some seconds."""
@@ -286,7 +287,7 @@ class Fetch:
 
     @property
     def ended(self) -> bool:
-        """Whether all is there, or something cannot come."""
+        """True once every object has come, or one has failed."""
         return all(f.done() for f in self._reading) or self._failure is not None
 
     def result(self) -> Block:

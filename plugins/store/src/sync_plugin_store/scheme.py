@@ -130,12 +130,13 @@ class StoreScheme:
 
 
 def _sender(context: TransportContext, options: StoreOptions) -> SenderTransport:
-    folder = OwnFolder() if options.url is None else None
+    if options.url is not None:
+        return _sender_in(options.url, None, context, options)
+    folder = OwnFolder()
     try:
-        return _sender_in(options.url or str(folder and folder.path), folder, context, options)
+        return _sender_in(str(folder.path), folder, context, options)
     except BaseException:
-        if folder is not None:
-            folder.close()
+        folder.close()
         raise
 
 
@@ -245,7 +246,7 @@ def _address_maker(
             return made.to_json().encode()
         except AddressError as error:
             # Layers that are objects: readers need an address that was pickled.
-            _log.info("the run has no address of its own: %s", error)
+            _log.info("no address is published with the run: %s", error)
             return None
 
     return address

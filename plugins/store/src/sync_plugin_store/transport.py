@@ -48,7 +48,7 @@ _log = logging.getLogger("sync_core")
 
 @dataclass(frozen=True)
 class StoreEndpoint:
-    """What a receiver needs to know of a run.
+    """The endpoint of a receiver.
 
     Args:
         urls: where it is: the trainer's place, or mirrors of it.

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sync_core.errors import OptionError
+from sync_plugin_store.objects import open_file
 from sync_tools import Command
 
 __all__ = ["SERVE", "RunServer", "add_arguments", "serve"]
 
 SERVE = Command("serve a directory with a run by HTTP", "sync_plugin_store.web")
 
-# What a run has for its readers: no leases, answers, or files of other names.
+# The objects that readers need: no leases, answers, or files of other names.
 _SERVED = re.compile(r"/(HEAD|manifests/[0-9a-f]{64}\.json|objects/[0-9a-f]{64})")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 # A peer that sends or takes nothing for this long loses its connection, in seconds.
@@ -53,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if found is None:
                 raise FileNotFoundError
-            file = (self.server.directory / found[1]).open("rb")
+            file = open_file(self.server.directory / found[1])
         except OSError:
             self._begin(404, 0)
             return
@@ -82,15 +83,12 @@ class _Handler(BaseHTTPRequestHandler):
                     return
                 headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
             self._begin(status, stop - start, headers)
-            if body:
+            if body and start < stop:
                 self.wfile.flush()
                 # By the kernel, which copies nothing through this process.
-                while start < stop:
-                    sent = os.sendfile(self.connection.fileno(), file.fileno(), start, stop - start)
-                    if not sent:
-                        self.close_connection = True
-                        return
-                    start += sent
+                sent = self.connection.sendfile(file, start, stop - start)
+                # A file that was cut short meanwhile.
+                self.close_connection |= sent < stop - start
 
     def _begin(self, status: int, nbytes: int, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -122,7 +120,7 @@ class RunServer(ThreadingHTTPServer):
         return f"http://{host!s}:{port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Do nothing: a reader that goes away is no fault of the server's."""
+        """Write nothing: readers may hang up at any time."""
 
 
 @contextmanager

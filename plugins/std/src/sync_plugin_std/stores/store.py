@@ -173,7 +173,7 @@ def worker_record(worker_id: int) -> str:
 
 
 class Versions(ABC):
-    """Where the bytes of versions are, for a scheme that keeps them in a form of its own.
+    """Reads and writes versions, for a scheme with its own form of them.
 
     Both sides make one. Methods are called by one thread at a time.
     """
