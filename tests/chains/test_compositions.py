@@ -17,7 +17,7 @@ from sync_testing import SchemeConformance
 pytestmark = pytest.mark.timeout(180)
 
 #: Those of `ray` are in `test_ray_compositions.py`, which starts one.
-INNER = ("thread", "shm", "mp", "dist", "file")
+INNER = ("thread", "shm", "mp", "dist", "file", "store")
 
 
 def chains(inner: str) -> dict[str, Any]:

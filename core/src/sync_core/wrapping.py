@@ -122,7 +122,8 @@ class WrappingScheme(ABC):
 
         Args:
             context: what `create_sender` was given.
-            changed: the fields in which the inner scheme's context differs, such as ``layout``.
+            changed: the fields in which the inner scheme's context differs, such as ``layout``;
+                ``make_address=None`` where addresses have another endpoint than the inner scheme's.
         """
         return make_sender(self.plugin, replace(context, **changed))
 

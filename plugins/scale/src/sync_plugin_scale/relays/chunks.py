@@ -138,6 +138,8 @@ def _lane_context(context: TransportContext, scheme: Chunked, lane: int) -> Tran
         token=f"{context.token}-{lane}",
         layout=_chunk_layout(scheme.nbytes),
         zero_copy=False,
+        # Chunks are of no use to readers of the inner scheme alone.
+        make_address=None,
     )
 
 

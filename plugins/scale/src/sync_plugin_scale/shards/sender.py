@@ -84,7 +84,13 @@ class ShardedSender(SenderTransport):
         self._members = {worker_id: _Member() for worker_id in context.worker_ids}
         self._inner_of: dict[Delivery, Delivery] = {}
         self._inner = scheme.inner_sender(
-            context, layout=_ASK_LAYOUT, models=(), layers=(), notify=self._hear
+            context,
+            layout=_ASK_LAYOUT,
+            models=(),
+            layers=(),
+            notify=self._hear,
+            # The parts are of no use to readers of the inner scheme alone.
+            make_address=None,
         )
         self._ask(tuple(self._members))
 
