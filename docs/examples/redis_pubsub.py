@@ -152,6 +152,8 @@ class RedisSender(sync_core.SenderTransport):
                     delivery.fail(WorkerError(worker_id, "was removed from the sender"))
                     continue
                 place.wanted, place.delivery = payload.version, delivery
+                if place.lost is not None and self._succeeded(worker_id):
+                    place.lost = None
                 if place.lost is not None:
                     delivery.fail(WorkerLostError(worker_id, place.lost))
             if deliveries.keys() >= self._places.keys():
@@ -237,6 +239,8 @@ class RedisSender(sync_core.SenderTransport):
             elif owner != place.owner:
                 return
             elif message["kind"] == "left":
+                if self._succeeded(worker_id):
+                    return
                 self._lose(worker_id, f"{place.process} {message['reason']}")
             elif place.delivery is not None and place.delivery.version == message["version"]:
                 place.delivery.settle(message["answer"])
@@ -249,8 +253,17 @@ class RedisSender(sync_core.SenderTransport):
             for worker_id, place in self._places.items():
                 if place.owner is None or place.lost is not None:
                     continue
-                if not self._redis.lives(self._redis.own(place.owner)):
+                if not self._redis.lives(self._redis.own(place.owner)) and not self._succeeded(
+                    worker_id
+                ):
                     self._lose(worker_id, f"{place.process} has closed its connection")
+
+    def _succeeded(self, worker_id: int) -> bool:
+        """Return whether another receiver has the place, whose first message is on its way."""
+        owner = self._redis.client.hget(self._redis.owners, str(worker_id))
+        if owner is None or owner.decode() == self._places[worker_id].owner:
+            return False
+        return self._redis.lives(self._redis.own(owner.decode()))
 
     def _lose(self, worker_id: int, reason: str) -> None:
         place = self._places[worker_id]
