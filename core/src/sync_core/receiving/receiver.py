@@ -33,7 +33,6 @@ from sync_core.updater import Updated
 from sync_core.weights.copying import outside_inference_mode
 from sync_core.weights.extras import check_base, of_user
 from sync_core.weights.payload import Payload
-from sync_core.wrapping import WrappingScheme
 
 _log = logging.getLogger("sync_core")
 _IS_CLOSED = "the receiver is closed"
@@ -112,9 +111,9 @@ class Receiver(Updated):
         if isinstance(address.endpoint, IndirectEndpoint):
             self._shared = address
             address = address.endpoint.resolve(address, timeout)
-        scheme = registry.find(registry.SCHEMES, address.scheme).object
-        if isinstance(scheme, WrappingScheme):
-            address, found = scheme.resolve(address, None if load else model, timeout)
+        resolve = getattr(registry.find(registry.SCHEMES, address.scheme).object, "resolve", None)
+        if resolve is not None:
+            address, found = resolve(address, None if load else model, timeout)
             model = model if load else found
         self._timeout = timeout
         self._on_commit = on_commit

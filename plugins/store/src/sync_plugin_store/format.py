@@ -89,6 +89,8 @@ class Manifest:
         base: the version that it builds on; 0 for a whole one.
         created: when it was written, in seconds since 1970, by the trainer's clock.
         pieces: the header, and then pieces of the body.
+        chunks: the object with the sizes and digests of the body's chunks, by which readers of a
+            part check what they read; None where the trainer wrote none.
 
     Example:
         >>> manifest = Manifest(
@@ -102,24 +104,31 @@ class Manifest:
     base: int = 0
     created: float = 0.0
     pieces: tuple[Piece, ...] = ()
+    chunks: Piece | None = None
 
     @property
     def nbytes(self) -> int:
         """Size of the version, in bytes."""
         return sum(piece.nbytes for piece in self.pieces)
 
+    @property
+    def objects(self) -> tuple[Piece, ...]:
+        """Every object that the version refers to."""
+        return self.pieces if self.chunks is None else (*self.pieces, self.chunks)
+
     def to_bytes(self) -> bytes:
         """Return the manifest as it is stored."""
-        return _write(
-            {
-                "format": FORMAT,
-                "run": self.run,
-                "version": self.version,
-                "base": self.base,
-                "created": self.created,
-                "pieces": [[piece.digest, piece.nbytes] for piece in self.pieces],
-            }
-        )
+        content = {
+            "format": FORMAT,
+            "run": self.run,
+            "version": self.version,
+            "base": self.base,
+            "created": self.created,
+            "pieces": [[piece.digest, piece.nbytes] for piece in self.pieces],
+        }
+        if self.chunks is not None:
+            content["chunks"] = [self.chunks.digest, self.chunks.nbytes]
+        return _write(content)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -130,15 +139,15 @@ class Manifest:
         """
         content = _parse(data, "a manifest")
         try:
-            pieces = tuple(
-                Piece(_digest(digest), _count(nbytes)) for digest, nbytes in content["pieces"]
-            )
+            pieces = tuple(map(_piece, content["pieces"]))
+            chunks = content.get("chunks")
             made = cls(
                 run=_text(content["run"]),
                 version=_count(content["version"]),
                 base=_count(content["base"]),
                 created=float(content["created"]),
                 pieces=pieces,
+                chunks=None if chunks is None else _piece(chunks),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PayloadError(f"not a manifest of a version: {error!r:.200}") from error
@@ -253,6 +262,11 @@ def _digest(value: object) -> str:
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
         raise ValueError(f"{value!r:.80} is not a SHA-256 in hexadecimal")
     return value
+
+
+def _piece(value: Any) -> Piece:
+    digest, nbytes = value
+    return Piece(_digest(digest), _count(nbytes))
 
 
 def _count(value: object) -> int:

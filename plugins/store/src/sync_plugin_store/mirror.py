@@ -141,7 +141,7 @@ class Mirror:
         return wanted
 
     def _copy_version(self, head: Head, version: int, manifest: Manifest) -> None:
-        for piece in manifest.pieces:
+        for piece in manifest.objects:
             if self._has(object_name(piece.digest), piece.nbytes):
                 continue
             data = bytearray(piece.nbytes)
@@ -172,7 +172,7 @@ class Mirror:
     def _remove(self, head: Head, manifests: Iterable[Manifest]) -> None:
         """Remove what the run has not had for the grace."""
         needed = {manifest_name(digest) for digest in head.versions.values()}
-        needed |= {object_name(piece.digest) for each in manifests for piece in each.pieces}
+        needed |= {object_name(piece.digest) for each in manifests for piece in each.objects}
         if head.address is not None:
             needed.add(object_name(head.address))
         listed = [*self._copy.list("objects/"), *self._copy.list("manifests/")]

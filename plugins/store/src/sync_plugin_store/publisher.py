@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from sync_core import Payload
 from sync_core.errors import PayloadError
 from sync_plugin_std.stores import parts_of
+from sync_plugin_store.chunks import cuts_of, digests_between, write_chunks
 from sync_plugin_store.errors import ConflictError, SignatureError, StoreError
 from sync_plugin_store.format import (
     HEAD,
@@ -35,6 +36,8 @@ __all__ = ["Lease", "Publisher", "pieces_of"]
 _log = logging.getLogger("sync_core")
 # A lease that was written wrongly keeps a version for this long at most, in seconds.
 _LONGEST_LEASE = 30 * 86400.0
+# Smaller bodies are read whole by readers of a part, and not cut into chunks, in bytes.
+_SMALL = 1 << 20
 # Of replacing the head, while other processes name versions.
 _ATTEMPTS = 10
 
@@ -75,6 +78,7 @@ class Publisher:
         piece_nbytes: the size of a piece of a version, in bytes.
         grace: how long what is not kept any longer stays for those that read it, in seconds.
         streams: how many objects are written at a time.
+        chunks: whether readers can check parts of a version.
 
     Raises:
         ConflictError: the run that is there is another trainer's.
@@ -90,8 +94,10 @@ class Publisher:
         piece_nbytes: int = 16 << 20,
         grace: float = 600.0,
         streams: int = 8,
+        chunks: bool = False,
     ) -> None:
         self._objects = objects
+        self._chunks = chunks
         self._key = key
         self._keep = keep
         self._piece_nbytes = piece_nbytes
@@ -138,13 +144,18 @@ class Publisher:
                 f"only grow, got {payload.version}; type Sender(…, version={self._head.version}) "
                 "to continue the run, or give another url"
             )
-        known = {piece.digest for m in self._manifests.values() for piece in m.pieces}
+        known = {piece.digest for m in self._manifests.values() for piece in m.objects}
+        # Of an increment, no reader can use a part.
+        divided = self._chunks and not base and payload.layout.body_nbytes > _SMALL
+        cuts = cuts_of(payload.layout) if divided else ()
+        pieces, chunks = self._write_pieces(payload, known, cuts)
         manifest = Manifest(
             run=self.run,
             version=payload.version,
             base=base,
             created=round(time.time(), 3),
-            pieces=self._write_pieces(payload, known),
+            pieces=pieces,
+            chunks=self._write_chunks(chunks, known) if cuts else None,
         )
         data = manifest.to_bytes()
         digest = digest_of(data)
@@ -249,17 +260,22 @@ class Publisher:
                 found[version] = Manifest.from_bytes(record.data)
         return found
 
-    def _write_pieces(self, payload: Payload, known: Collection[str]) -> tuple[Piece, ...]:
-        """Write the objects of a version that are not there yet."""
-        writing: list[Future[Piece]] = []
+    def _write_pieces(
+        self, payload: Payload, known: Collection[str], cuts: Sequence[int]
+    ) -> tuple[tuple[Piece, ...], list[tuple[int, bytes]]]:
+        """Write the objects of a version that are not there yet; return its pieces and chunks."""
+        writing: list[Future[tuple[Piece, list[tuple[int, bytes]]]]] = []
         failed = threading.Event()
+        # Of the next piece in the body, before which the header lies.
+        start = -len(payload.layout.header)
 
-        def write(data: bytes | memoryview) -> Piece:
+        def write(data: bytes | memoryview, start: int) -> tuple[Piece, list[tuple[int, bytes]]]:
             try:
                 digest = digest_of(data)
                 if digest not in known and not failed.is_set():
                     self._objects.put(object_name(digest), data)
-                return Piece(digest, len(data))
+                chunks = digests_between(data, start, cuts) if cuts and start >= 0 else []
+                return Piece(digest, len(data)), chunks
             except BaseException:
                 failed.set()
                 raise
@@ -272,7 +288,8 @@ class Publisher:
                 if failed.is_set():
                     self._streams.release()
                     break
-                writing.append(self._pool.submit(write, data))
+                writing.append(self._pool.submit(write, data, start))
+                start += len(data)
         except BaseException:
             failed.set()
             raise
@@ -282,7 +299,16 @@ class Publisher:
         for error in errors:
             if error is not None:
                 raise error
-        return tuple(future.result() for future in writing)
+        written = [future.result() for future in writing]
+        return tuple(piece for piece, _ in written), [c for _, some in written for c in some]
+
+    def _write_chunks(self, chunks: Sequence[tuple[int, bytes]], known: Collection[str]) -> Piece:
+        """Write the object with a version's chunks, if it is not there yet."""
+        data = write_chunks(chunks)
+        piece = Piece(digest_of(data), len(data))
+        if piece.digest not in known:
+            self._objects.put(object_name(piece.digest), data)
+        return piece
 
     def _replace(
         self, change: Callable[[Head], dict[str, Any]], *, beside: bool = False
@@ -373,7 +399,7 @@ class Publisher:
         for version in versions:
             manifest = self._manifests.pop(version, None)
             if manifest is not None:
-                names += [object_name(piece.digest) for piece in manifest.pieces]
+                names += [object_name(piece.digest) for piece in manifest.objects]
         self._leaving.append((time.monotonic() + self._grace, names))
 
     def _remove_due(self) -> None:
@@ -387,7 +413,7 @@ class Publisher:
     def _standing(self) -> set[str]:
         """Return the names that kept versions refer to."""
         names = {manifest_name(digest) for digest in self._head.versions.values()}
-        names |= {object_name(p.digest) for m in self._manifests.values() for p in m.pieces}
+        names |= {object_name(p.digest) for m in self._manifests.values() for p in m.objects}
         # A manifest that could not be read may refer to anything.
         if self._head.versions.keys() - self._manifests.keys():
             names |= {each.name for each in self._objects.list("objects/")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -10,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from sync_core.errors import PayloadError, SenderLostError
 from sync_core.transports import Block
+from sync_plugin_store.chunks import Chunk
 from sync_plugin_store.errors import RolledBackError, SignatureError, StoreError
 from sync_plugin_store.format import (
     HEAD,
@@ -21,6 +23,7 @@ from sync_plugin_store.format import (
     object_name,
 )
 from sync_plugin_store.objects import Objects, Patience
+from sync_plugin_store.parts import PartFetch, Parts
 
 __all__ = ["Fetch", "GoneError", "RunReader"]
 
@@ -169,19 +172,61 @@ class RunReader:
             GoneError: the version is not kept any longer.
             PayloadError: no place has it.
         """
+        self._read(piece, 0, memory, version, lambda: digest_of(memory) == piece.digest)
+
+    def read_chunks(
+        self, piece: Piece, start: int, memory: memoryview, chunks: Sequence[Chunk], version: int
+    ) -> None:
+        """Read chunks that follow each other into memory, as `read_piece` reads an object.
+
+        Args:
+            piece: the object in which they lie.
+            start: the first byte of it that is read.
+            memory: as many bytes as they have.
+            chunks: what the bytes must be.
+            version: the version that needs them.
+
+        Raises:
+            GoneError: the version is not kept any longer.
+            PayloadError: no place has them.
+        """
+
+        def right() -> bool:
+            begin = 0
+            for chunk in chunks:
+                part = memory[begin : begin + chunk.nbytes]
+                begin += chunk.nbytes
+                if chunk.digest is None:
+                    if digest_of(part) != piece.digest:
+                        return False
+                elif hashlib.sha256(part).digest() != chunk.digest:
+                    return False
+            return True
+
+        self._read(piece, start, memory, version, right)
+
+    def _read(
+        self,
+        piece: Piece,
+        start: int,
+        memory: memoryview,
+        version: int,
+        right: Callable[[], bool],
+    ) -> None:
         patience = Patience(self._timeout, self.stopped)
         reason = "it is not there"
+        name, whole = object_name(piece.digest), len(memory) == piece.nbytes
         while not self.stopped.is_set():
             for source in self._in_order(self._sources):
                 try:
-                    if not source.read(object_name(piece.digest), 0, memory, patience, whole=True):
+                    if not source.read(name, start, memory, patience, whole=whole):
                         reason = "it is not there"
                         continue
                 except (PayloadError, StoreError) as error:
                     reason = str(error)
                     self._avoid(source)
                     continue
-                if digest_of(memory) == piece.digest:
+                if right():
                     return
                 reason = f"{source.url} has other bytes under its name"
                 self._avoid(source)
@@ -193,9 +238,13 @@ class RunReader:
             "trainer's next version, or another mirror, can"
         )
 
-    def fetch(self, manifest: Manifest, notify: Callable[[], object]) -> Fetch:
-        """Start to fetch a version; see `Fetch`."""
-        return Fetch(self, self._pool, manifest, notify)
+    def fetch(
+        self, manifest: Manifest, notify: Callable[[], object], parts: Parts | None = None
+    ) -> Fetch | PartFetch:
+        """Start to fetch a version, or parts of it; see `Fetch`."""
+        if parts is None:
+            return Fetch(self, self._pool, manifest, notify)
+        return PartFetch(self, self._pool, manifest, notify, parts)
 
     def close(self) -> None:
         """End what is being fetched."""

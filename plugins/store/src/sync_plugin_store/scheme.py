@@ -7,10 +7,14 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sync_core import (
+    Address,
+    Answer,
     Layout,
     OptionError,
     ReceiverTransport,
@@ -19,6 +23,8 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.errors import AddressError
+from sync_core.hooks import implemented
+from sync_core.registry import LAYERS, find
 from sync_core.wrapping import WrappingReceiver
 from sync_plugin_std.stores import StoreOptions as RecordOptions
 from sync_plugin_std.stores import store_transport
@@ -29,6 +35,7 @@ from sync_plugin_store.publisher import Publisher
 from sync_plugin_store.reader import RunReader
 from sync_plugin_store.transport import (
     AnsweringSender,
+    PartsEndpoint,
     PublishedVersions,
     Publishing,
     PublishingSender,
@@ -65,6 +72,8 @@ class StoreOptions:
         lost_after: seconds without a sign of life after which a reader that answers counts as
             dead; None for 5 in a directory, and 60 elsewhere.
         streams: how many objects travel at a time.
+        chunks: whether a reader whose model is a shard can read that alone, and not whole pieces;
+            the trainer hashes each version twice. None for True, but in a directory.
 
     Raises:
         OptionError: one of them makes no sense.
@@ -85,6 +94,7 @@ class StoreOptions:
     poll: float | None = None
     lost_after: float | None = None
     streams: int = 8
+    chunks: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("keep", "streams"):
@@ -120,6 +130,25 @@ class StoreScheme:
     )
     endpoint_type = StoreEndpoint
 
+    def resolve(self, address: Address, model: Any, timeout: float) -> tuple[Address, Any]:
+        """Return an address and a model of parts, where the model has parts of the trainer's.
+
+        Raises:
+            OptionError: a layer works on whole tensors alone.
+            LayoutMismatchError: the model does not fit the trainer's.
+        """
+        # Imports what scale has of shards, for which others need not wait.
+        from sync_plugin_store.parts import is_divided
+
+        if not is_divided(model):
+            return address, model
+        try:
+            return _divided(address, model)
+        except Exception as error:
+            if address.endpoint.answers:
+                _refuse(address, error, timeout)
+            raise
+
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
         """Return the sender's or a receiver's side."""
@@ -127,6 +156,33 @@ class StoreScheme:
         if context.side == "sender":
             return _sender(context, options)
         return _receiver(context, options)
+
+
+def _divided(address: Address, model: Any) -> tuple[Address, Any]:
+    """Return the address with what a model wants of each version, and views of its tensors."""
+    from sync_plugin_store.parts import parts_of
+
+    for layer in address.layers:
+        plugin = find(LAYERS, layer)
+        if "apply_weights" in implemented(plugin.object):
+            raise OptionError(
+                f"{plugin.describe()} works on whole tensors, and this model has parts of them; "
+                "leave it out of the trainer's layers=, or give Receiver a whole model"
+            )
+    parts, views, layout = parts_of(model, address.layout, cast=address.cast)
+    endpoint = PartsEndpoint(**vars(address.endpoint), parts=parts)
+    return replace(address, endpoint=endpoint, layout=layout, source_layout=layout), views
+
+
+def _refuse(address: Address, error: Exception, timeout: float) -> None:
+    """Connect only to let the sender know, at once, why this worker cannot receive."""
+    # The caller gets the reason, and not that the store could not be reached.
+    with suppress(Exception), closing(address.connect(timeout)) as transport:
+        payload = transport.receive(0.0)
+        if payload is not None:
+            payload.release()
+            transport.acknowledge(Answer.refusal(payload.version, error))
+        transport.leave(f"refused to receive: {type(error).__name__}: {error}")
 
 
 def _sender(context: TransportContext, options: StoreOptions) -> SenderTransport:
@@ -161,6 +217,7 @@ def _sender_in(
         piece_nbytes=round(options.piece_mb * (1 << 20)),
         grace=options.grace,
         streams=options.streams,
+        chunks=options.chunks if options.chunks is not None else not objects.near,
     )
     answers = options.answers or (url if context.worker_ids else "")
     endpoint = StoreEndpoint(urls=[url], key=key.public, run=publisher.run)
@@ -196,13 +253,19 @@ def _receiver(context: TransportContext, options: StoreOptions) -> ReceiverTrans
         timeout=context.timeout,
         streams=options.streams,
     )
+    parts = endpoint.parts if isinstance(endpoint, PartsEndpoint) else None
+    if parts is not None:
+        # What is read is a part of versions of this layout.
+        context = replace(context, layout=parts.layout)
     try:
         if not endpoint.answers:
             poll = options.poll_of(sources[0])
-            return ReadingReceiver(context, reader, version=endpoint.version, poll=poll)
+            return ReadingReceiver(
+                context, reader, version=endpoint.version, poll=poll, parts=parts
+            )
         place = open_objects(endpoint.answers, context.timeout)
         layout = Layout(()) if context.layout is None else context.layout
-        versions = ReadVersions(reader, layout.most_nbytes, context.timeout)
+        versions = ReadVersions(reader, layout.most_nbytes, context.timeout, parts)
         records = store_transport(
             context, RecordStore(place), options.record_options(place), versions
         )

@@ -29,11 +29,13 @@ from sync_plugin_std.stores import Store, Versions
 from sync_plugin_store.errors import StoreError
 from sync_plugin_store.folders import OwnFolder
 from sync_plugin_store.objects import Objects
+from sync_plugin_store.parts import PartFetch, Parts
 from sync_plugin_store.publisher import Publisher
 from sync_plugin_store.reader import Fetch, GoneError, RunReader
 
 __all__ = [
     "AnsweringSender",
+    "PartsEndpoint",
     "PublishedVersions",
     "Publishing",
     "PublishingSender",
@@ -63,6 +65,17 @@ class StoreEndpoint:
     run: str = ""
     version: int = 0
     answers: str = ""
+
+
+@dataclass(frozen=True)
+class PartsEndpoint(StoreEndpoint):
+    """The endpoint of a receiver that reads parts of each version.
+
+    Args:
+        parts: those that its model wants.
+    """
+
+    parts: Parts | None = None
 
 
 class Publishing:
@@ -203,12 +216,16 @@ class ReadVersions(Versions):
         reader: the run.
         most_nbytes: the size of the largest version that there is reason for.
         timeout: how long reading a version may take, in seconds.
+        parts: what is read of each version; None for all.
     """
 
-    def __init__(self, reader: RunReader, most_nbytes: int, timeout: float) -> None:
+    def __init__(
+        self, reader: RunReader, most_nbytes: int, timeout: float, parts: Parts | None = None
+    ) -> None:
         self._reader = reader
         self._most_nbytes = most_nbytes
         self._timeout = timeout
+        self._parts = parts
 
     def write_version(self, payload: Payload) -> str:
         """Raise `ClosedError`: a reader writes no versions."""
@@ -227,7 +244,7 @@ class ReadVersions(Versions):
                     f"the sender's record, and there is reason for {self._most_nbytes} at most"
                 )
             arrived = threading.Condition()
-            fetch = self._reader.fetch(manifest, lambda: _notify(arrived))
+            fetch = self._reader.fetch(manifest, lambda: _notify(arrived), self._parts)
             with arrived:
                 if not arrived.wait_for(lambda: fetch.ended, self._timeout):
                     raise PayloadError(
@@ -254,19 +271,27 @@ class ReadingReceiver(ReceiverTransport):
         reader: the run.
         version: the version to keep to; 0 for the newest.
         poll: seconds between two looks for a new version.
+        parts: what is read of each version; None for all.
     """
 
     def __init__(
-        self, context: TransportContext, reader: RunReader, *, version: int, poll: float
+        self,
+        context: TransportContext,
+        reader: RunReader,
+        *,
+        version: int,
+        poll: float,
+        parts: Parts | None = None,
     ) -> None:
         layout = Layout(()) if context.layout is None else context.layout
         self._most_nbytes = layout.most_nbytes
         self._reader = reader
+        self._parts = parts
         self._pinned = version
         self._poll = poll
         self._next_look = 0.0
         self._seen = 0
-        self._fetch: Fetch | None = None
+        self._fetch: Fetch | PartFetch | None = None
         self._woken = False
         self._changed = threading.Condition()
         self._process = os.getpid()
@@ -328,7 +353,7 @@ class ReadingReceiver(ReceiverTransport):
                 f"version {version} has {manifest.nbytes} bytes, and there is reason for "
                 f"{self._most_nbytes} at most"
             )
-        self._fetch = self._reader.fetch(manifest, lambda: _notify(self._changed))
+        self._fetch = self._reader.fetch(manifest, lambda: _notify(self._changed), self._parts)
 
     def _finish(self, deadline: float) -> Payload | None:
         """Return the version that has come; None where none is on its way, or not in time."""

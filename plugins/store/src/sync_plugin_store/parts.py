@@ -1,0 +1,407 @@
+"""Parts of versions: a reader whose model is a shard reads the bytes that it needs, and few others.
+
+`parts_of` finds out what a model wants, a `Plan` says which chunks of a version have that, and a
+`PartFetch` reads them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sync_core import Layout, TensorSpec
+from sync_core.errors import LayoutMismatchError, ModelError, PayloadError
+from sync_core.models import Region, tensors_of_rank
+from sync_core.transports import Block
+from sync_plugin_scale import Part
+from sync_plugin_scale.shards.endpoint import HeldTensor, Holding
+from sync_plugin_scale.shards.local import RegionViews, is_distributed
+from sync_plugin_scale.shards.plan import intersect, shape_of, size_of, whole, write_region
+from sync_plugin_scale.shards.whole_model import WholeModel, has_extra_state, wanted_regions
+from sync_plugin_store.chunks import Chunk, Chunks, read_chunks
+from sync_plugin_store.format import Manifest
+
+if TYPE_CHECKING:
+    from sync_plugin_store.reader import RunReader
+
+__all__ = ["PartFetch", "Parts", "Plan", "Wanted", "is_divided", "parts_of"]
+
+# Shorter runs of a tensor's bytes are read with what lies between them, in bytes: each would be a
+# request.
+_LEAST_RUN = 32 << 10
+# Ranges with few bytes between them become one, while that is so much of what is needed, at most.
+_BETWEEN = 1 / 50
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A part of a tensor.
+
+    Args:
+        view: the name under which it is written.
+        name: the name of the tensor in the version.
+        region: the part.
+        shape: the shape of the whole tensor.
+    """
+
+    view: str
+    name: str
+    region: Region
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of versions that a reader wants.
+
+    Args:
+        wanted: each of them.
+        layout: of the whole model.
+    """
+
+    wanted: tuple[Wanted, ...]
+    layout: Layout
+
+
+def is_divided(model: Any) -> bool:
+    """Return whether a receiver's model has parts of the trainer's tensors.
+
+    Example:
+        >>> is_divided(torch.nn.Linear(2, 1)), is_divided(Part(torch.nn.Linear(2, 1)))
+        (False, True)
+    """
+    if isinstance(model, Part):
+        return True
+    if model is None or isinstance(model, str) or "torch.distributed.tensor" not in sys.modules:
+        return False
+    try:
+        return any(map(is_distributed, tensors_of_rank(model, "state_dict").values()))
+    except ModelError:
+        # Of several models by name, or of references; what reads them says what is wrong.
+        return False
+
+
+def parts_of(model: Any, layout: Layout, *, cast: bool) -> tuple[Parts, RegionViews, Layout]:
+    """Return what a model wants of each version, views of its tensors, and the layout of those.
+
+    Args:
+        model: see `is_divided`.
+        layout: of the trainer's model.
+        cast: whether floating-point tensors may have other dtypes.
+
+    Raises:
+        LayoutMismatchError: the model does not fit the trainer's.
+        ModelError: the model cannot be read.
+    """
+    # Raises for extra state, which has no parts.
+    has_extra_state(model)
+    held = (HeldTensor(s.name, s.dtype, whole(s.shape), s.shape) for s in layout.specs)
+    trainer = WholeModel([Holding(0, 1, tuple(held), layout.aliases)])
+    wanted, views, kinds = [], {}, []
+    for name, region in wanted_regions(model, trainer, cast=cast).items():
+        spec = layout.specs[layout.index[name]]
+        if intersect(region, whole(spec.shape)) != region:
+            raise LayoutMismatchError(
+                f"{name!r} is {list(spec.shape)} in the weights, and the model wants "
+                f"{write_region(region)} of it"
+            )
+        view = name if region == whole(spec.shape) else name + write_region(region)
+        wanted.append(Wanted(view, spec.name, region, spec.shape))
+        views[view] = (name, region)
+        kinds.append((view, spec.dtype, shape_of(region)))
+    return Parts(tuple(wanted), layout), RegionViews(model, views), Layout.of_kinds(kinds)
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """Bytes of a tensor that follow each other, and where they are written.
+
+    Args:
+        start: the first byte, counted from the start of the body.
+        nbytes: how many.
+        target: what is written.
+        shape: the shape of what is read, of which ``target`` may be a part.
+        inner: the part.
+        left: the bytes that have not come yet.
+    """
+
+    start: int
+    nbytes: int
+    target: Tensor
+    shape: tuple[int, ...]
+    inner: tuple[slice, ...]
+    left: int
+    memory: Tensor | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.nbytes
+
+    def prepare(self) -> Tensor:
+        """Return the memory for the bytes: the target's own, where all of them are wanted."""
+        if self.memory is None:
+            if self.target.nbytes == self.nbytes and self.target.is_contiguous():
+                self.memory = self.target.view(-1).view(torch.uint8)
+            else:
+                self.memory = torch.empty(self.nbytes, dtype=torch.uint8)
+        return self.memory
+
+    def finish(self) -> None:
+        """Copy what is wanted of the bytes, unless they lie there already."""
+        memory, self.memory = self.prepare(), None
+        if memory.data_ptr() != self.target.data_ptr():
+            self.target.copy_(memory.view(self.target.dtype).view(self.shape)[self.inner])
+
+
+def _runs_of(spec: TensorSpec, region: Region, target: Tensor) -> Iterator[_Run]:
+    """Return the runs of bytes that have a region of a tensor."""
+    shape, steps = spec.shape, [spec.dtype.itemsize]
+    for size in shape[:0:-1]:
+        steps.insert(0, steps[0] * size)
+    if not shape:
+        yield _Run(spec.offset, spec.nbytes, target, shape, (), spec.nbytes)
+        return
+    axis = len(shape) - 1
+    while axis and region[axis] == (0, shape[axis]):
+        axis -= 1
+    while axis and (region[axis][1] - region[axis][0]) * steps[axis] < _LEAST_RUN:
+        axis -= 1
+    first, last = region[axis]
+    inner = (slice(None), *(slice(start, stop) for start, stop in region[axis + 1 :]))
+    nbytes = (last - first) * steps[axis]
+    for index in product(*(range(start, stop) for start, stop in region[:axis])):
+        begin = spec.offset + sum(i * step for i, step in zip(index, steps, strict=False))
+        there = tuple(i - start for i, (start, _) in zip(index, region, strict=False))
+        yield _Run(
+            begin + first * steps[axis],
+            nbytes,
+            target[there],
+            (last - first, *shape[axis + 1 :]),
+            inner,
+            nbytes,
+        )
+
+
+@dataclass(slots=True)
+class _Range:
+    """Chunks of one object that follow each other, and the runs that have bytes of them."""
+
+    chunks: list[Chunk]
+    runs: list[_Run] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        return self.chunks[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.chunks[-1].start + self.chunks[-1].nbytes
+
+
+class Plan:
+    """Which chunks of a version are read, and what is written of them.
+
+    Args:
+        layout: of the version.
+        chunks: of the version.
+        parts: what is wanted.
+
+    Raises:
+        PayloadError: the version does not have that.
+    """
+
+    def __init__(self, layout: Layout, chunks: Chunks, parts: Parts) -> None:
+        if layout.body_nbytes > chunks.begins[-1]:
+            raise PayloadError(
+                f"a version needs {layout.body_nbytes} bytes, and has {chunks.begins[-1]}"
+            )
+        found = [(_spec_of(layout, each), each.view, each.region) for each in parts.wanted]
+        # Extras come whole, after all others.
+        extras = layout.specs[len(layout.plain.specs) :]
+        found += [(spec, spec.name, whole(spec.shape)) for spec in extras]
+        #: The layout of what is read.
+        self.layout = Layout.of_kinds(
+            (view, spec.dtype, shape_of(region)) for spec, view, region in found
+        )
+        self.block = Block.allocate(self.layout.nbytes)
+        self.block.write_header(self.layout)
+        self._chunks = chunks
+        targets = self.block.views(self.layout)
+        runs = [
+            run
+            for (spec, _, region), target in zip(found, targets, strict=True)
+            if size_of(region)
+            for run in _runs_of(spec, region, target)
+        ]
+        #: What is read, in the order of the body.
+        self.ranges = self._ranges(runs)
+
+    def _ranges(self, runs: Sequence[_Run]) -> list[_Range]:
+        needed = sorted({i for run in runs for i in self._chunks.between(run.start, run.stop)})
+        chunks = self._chunks.chunks
+        ranges: list[_Range] = []
+        gaps: list[tuple[int, int]] = []
+        before = -1
+        for number in needed:
+            chunk = chunks[number]
+            same = bool(ranges) and chunks[before].piece == chunk.piece
+            if same and number == before + 1:
+                ranges[-1].chunks.append(chunk)
+            else:
+                if same:
+                    gaps.append((chunk.start - ranges[-1].stop, len(ranges)))
+                ranges.append(_Range([chunk]))
+            before = number
+        ranges = self._joined(ranges, gaps)
+        starts = [each.start for each in ranges]
+        for run in runs:
+            first = bisect_right(starts, run.start) - 1
+            for each in ranges[first : bisect_left(starts, run.stop)]:
+                each.runs.append(run)
+        return ranges
+
+    def _joined(self, ranges: list[_Range], gaps: list[tuple[int, int]]) -> list[_Range]:
+        """Join ranges with the fewest bytes between them: each is a request."""
+        left = _BETWEEN * sum(each.stop - each.start for each in ranges)
+        joined = set()
+        for nbytes, number in sorted(gaps):
+            left -= nbytes
+            if left < 0:
+                break
+            joined.add(number)
+        result: list[_Range] = []
+        for number, each in enumerate(ranges):
+            if number in joined:
+                between = self._chunks.between(result[-1].stop, each.start)
+                skipped = [self._chunks.chunks[i] for i in between]
+                result[-1].chunks += [*skipped, *each.chunks]
+            else:
+                result.append(each)
+        return result
+
+
+def _spec_of(layout: Layout, wanted: Wanted) -> TensorSpec:
+    position = layout.index.get(wanted.name)
+    spec = None if position is None else layout.specs[position]
+    if spec is None or spec.shape != wanted.shape:
+        raise PayloadError(
+            f"the version has {spec or 'nothing'} for {wanted.name!r}, of which a part was to be "
+            f"read as one of {list(wanted.shape)}; make a new Receiver"
+        )
+    return spec
+
+
+class PartFetch:
+    """Parts of a version on their way into memory, as `Fetch` brings a whole one.
+
+    Args:
+        reader: the run.
+        pool: where objects are read.
+        manifest: the version.
+        notify: called by other threads whenever something has come, or cannot come.
+        parts: what is wanted.
+    """
+
+    def __init__(
+        self,
+        reader: RunReader,
+        pool: ThreadPoolExecutor,
+        manifest: Manifest,
+        notify: Callable[[], object],
+        parts: Parts,
+    ) -> None:
+        self.manifest = manifest
+        self.began = time.perf_counter()
+        self._reader = reader
+        self._pool = pool
+        self._notify = notify
+        self._parts = parts
+        self._plan: Plan | None = None
+        # For what is left of runs, and the list of what is read.
+        self._lock = threading.Lock()
+        self._reading: list[Future[None]] = []
+        self._submit(self._begin)
+
+    @property
+    def ended(self) -> bool:
+        """True once every part has come, or one has failed."""
+        with self._lock:
+            reading = list(self._reading)
+        done = [future for future in reading if future.done()]
+        return len(done) == len(reading) or _failure(done) is not None
+
+    def result(self) -> Block:
+        """Return a block with the parts, every byte of which has been checked.
+
+        Raises:
+            PayloadError: a part could not be read.
+        """
+        with self._lock:
+            reading = list(self._reading)
+        failure = _failure(future for future in reading if future.done())
+        if failure is not None:
+            for other in reading:
+                other.cancel()
+            raise failure
+        assert self._plan is not None
+        return self._plan.block
+
+    def _submit(self, call: Callable[..., None], *args: Any) -> None:
+        future = self._pool.submit(call, *args)
+        with self._lock:
+            self._reading.append(future)
+        future.add_done_callback(lambda _: self._notify())
+
+    def _begin(self) -> None:
+        """Read the header and the list of chunks, and have the rest read."""
+        manifest = self.manifest
+        if manifest.base:
+            raise PayloadError(
+                f"version {manifest.version} is an increment, of which no part can be read; give "
+                "Receiver a whole model, or let the trainer publish whole versions"
+            )
+        first = manifest.pieces[0]
+        header = bytearray(first.nbytes)
+        self._reader.read_piece(first, memoryview(header), manifest.version)
+        layout = Layout.from_header(bytes(header))
+        listed = None
+        if manifest.chunks is not None:
+            listed = bytearray(manifest.chunks.nbytes)
+            self._reader.read_piece(manifest.chunks, memoryview(listed), manifest.version)
+        chunks = read_chunks(None if listed is None else memoryview(listed), manifest)
+        self._plan = Plan(layout, chunks, self._parts)
+        for each in self._plan.ranges:
+            self._submit(self._read, each, chunks)
+
+    def _read(self, each: _Range, chunks: Chunks) -> None:
+        number = each.chunks[0].piece
+        data = bytearray(each.stop - each.start)
+        memory = memoryview(data)
+        begin = each.start - chunks.begins[number - 1]
+        piece = self.manifest.pieces[number]
+        self._reader.read_chunks(piece, begin, memory, each.chunks, self.manifest.version)
+        for run in each.runs:
+            start, stop = max(run.start, each.start), min(run.stop, each.stop)
+            with self._lock:
+                target = run.prepare()
+            part = target.numpy()[start - run.start : stop - run.start]
+            part[:] = memory[start - each.start : stop - each.start]
+            with self._lock:
+                run.left -= stop - start
+                complete = not run.left
+            if complete:
+                run.finish()
+
+
+def _failure(done: Any) -> BaseException | None:
+    return next((e for f in done if (e := f.exception()) is not None), None)
