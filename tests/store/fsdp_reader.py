@@ -36,4 +36,5 @@ def main(directory: Path, rank: int) -> None:
     dist.destroy_process_group()
 
 
-main(Path(sys.argv[1]), int(sys.argv[2]))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

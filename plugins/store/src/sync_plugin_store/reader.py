@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from sync_core.errors import PayloadError, SenderLostError
 from sync_core.transports import Block
@@ -23,7 +24,9 @@ from sync_plugin_store.format import (
     object_name,
 )
 from sync_plugin_store.objects import Objects, Patience
-from sync_plugin_store.parts import PartFetch, Parts
+
+if TYPE_CHECKING:
+    from sync_plugin_store.parts import PartFetch, Parts
 
 __all__ = ["Fetch", "GoneError", "RunReader"]
 
@@ -244,6 +247,9 @@ class RunReader:
         """Start to fetch a version, or parts of it; see `Fetch`."""
         if parts is None:
             return Fetch(self, self._pool, manifest, notify)
+        # Loads the shards of scale, for which others need not wait.
+        from sync_plugin_store.parts import PartFetch
+
         return PartFetch(self, self._pool, manifest, notify, parts)
 
     def close(self) -> None:

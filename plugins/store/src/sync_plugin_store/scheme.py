@@ -137,7 +137,7 @@ class StoreScheme:
             OptionError: a layer works on whole tensors alone.
             LayoutMismatchError: the model does not fit the trainer's.
         """
-        # Imports what scale has of shards, for which others need not wait.
+        # Loads the shards of scale, for which others need not wait.
         from sync_plugin_store.parts import is_divided
 
         if not is_divided(model):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sync_core import (
     Answer,
@@ -29,9 +29,11 @@ from sync_plugin_std.stores import Store, Versions
 from sync_plugin_store.errors import StoreError
 from sync_plugin_store.folders import OwnFolder
 from sync_plugin_store.objects import Objects
-from sync_plugin_store.parts import PartFetch, Parts
 from sync_plugin_store.publisher import Publisher
 from sync_plugin_store.reader import Fetch, GoneError, RunReader
+
+if TYPE_CHECKING:
+    from sync_plugin_store.parts import PartFetch, Parts
 
 __all__ = [
     "AnsweringSender",
