@@ -397,6 +397,17 @@ class SharedMemoryCases(KeepsVersions):
 class TestShm(SharedMemoryCases, SchemeConformance):
     scheme = "shm"
 
+    def test_a_rank_without_workers_has_no_memory_for_them(self) -> None:
+        before = mapped_memory()
+        with self.sender(make_policy(), 0) as sender:
+            sender.send()
+            assert mapped_memory() == before
+            assert sender.add_worker() == 0
+            with Receiver(sender.address(0), make_policy()) as receiver:
+                pending = sender.send_async()
+                assert receiver.receive(5.0) == pending.version
+                assert pending.wait().updated == (0,)
+
     def test_a_forked_copy_of_the_receiver_takes_no_version(self) -> None:
         policy, target = make_policy(1.0), make_policy()
         with (

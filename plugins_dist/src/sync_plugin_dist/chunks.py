@@ -38,6 +38,9 @@ def pack(payload: Payload, block: Block, part_nbytes: int) -> Iterator[int]:
         >>> [done - start for done in pack(payload, block, 1000)]
         [1000, 2000, 2400]
     """
+    if payload.is_streamed:
+        yield from payload.pack_in_steps(block)
+        return
     block.write_header(payload.layout)
     if payload.bodies:
         (target,), (source,) = block.bodies(payload.layout), payload.bodies

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sync_core.models.modules import is_extra_state, plain_name
     from sync_core.weights.checksums import bytes_of
     from sync_core.weights.layout import Region, RegionSource, place_of
+    from sync_core.weights.streamed import TensorStream
 
 
 _MODULES = {
@@ -29,6 +30,7 @@ _MODULES = {
     "sync_core.models.modules": ("is_extra_state", "plain_name"),
     "sync_core.weights.checksums": ("bytes_of",),
     "sync_core.weights.layout": ("Region", "RegionSource", "place_of"),
+    "sync_core.weights.streamed": ("TensorStream",),
 }
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Region",
     "RegionSource",
     "Strategy",
+    "TensorStream",
     "bytes_of",
     "check_match",
     "consolidate",

@@ -20,7 +20,8 @@ from sync_core.models.modules import (
     modules_with_extra_state,
     plain_name,
 )
-from sync_core.weights.layout import QUANTIZED, place_of
+from sync_core.weights.layout import QUANTIZED, Layout, check_tensor, place_of
+from sync_core.weights.streamed import TensorStream
 
 
 def check_saved(model: nn.Module) -> None:
@@ -235,8 +236,11 @@ class ComputedWeights(ABC):
         self.model = model
 
     @abstractmethod
-    def read(self, strategy: Strategy) -> Mapping[str, Tensor]:
-        """Return the tensors of this version, by name; called by each send, and once before all.
+    def read(self, strategy: Strategy) -> Mapping[str, Tensor] | TensorStream:
+        """Return the tensors of this version; called by each send, and once before all.
+
+        By name; or, where they need not exist all at once, as a `TensorStream`. That is read once
+        by each send, also by one that sends nothing, and not before the first.
 
         Args:
             strategy: how modules are read; see `Strategy`.
@@ -244,21 +248,47 @@ class ComputedWeights(ABC):
 
 
 class _Gathered(ComputedWeights):
-    """The tensors of a model, those that are spread over ranks whole."""
+    """The tensors of a model, those that are spread over ranks whole, one after the other."""
 
-    def read(self, strategy: Strategy) -> Mapping[str, Tensor]:
-        return {
-            name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            for name, tensor in tensors_of_rank(self.model, strategy).items()
-        }
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._layout = Layout(())
+
+    def read(self, strategy: Strategy) -> TensorStream:
+        tensors: list[Tensor] = []
+        aliases: list[tuple[str, str]] = []
+        owners: dict[object, str] = {}
+        kinds = []
+        for name, tensor in tensors_of_rank(self.model, strategy).items():
+            spread = hasattr(tensor, "full_tensor")
+            if not spread:
+                check_tensor(name, tensor)
+            owner = owners.setdefault(id(tensor) if spread else place_of(tensor), name)
+            if owner != name:
+                aliases.append((name, owner))
+                continue
+            tensors.append(tensor)
+            kinds.append((name, tensor.dtype, tuple(tensor.shape)))
+        known = self._layout
+        agreed = [(spec.name, spec.dtype, spec.shape) for spec in known.specs]
+        if (kinds, tuple(aliases)) != (agreed, known.aliases):
+            # Its header and its digest are kept with it.
+            self._layout = Layout.of_kinds(kinds, aliases)
+        return TensorStream(self._layout, lambda: map(_whole, tensors))
+
+
+def _whole(tensor: Any) -> Tensor:
+    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered
 
 
 def gathered(model: Any) -> ComputedWeights:
     """Weights whose tensors that are spread over ranks are gathered at every send.
 
     Those are `DTensor`: FSDP2, tensor parallel. Every rank makes a sender of them and calls `send`:
-    the one whose workers are updated, and the others with ``num_workers=0``. It costs each rank the
-    memory of the whole model while it sends, and one all-gather of it.
+    the one whose workers are updated, and the others with ``num_workers=0``. One tensor is gathered
+    at a time, and packed before the next: the first rank needs the memory of one packed version,
+    and every rank that of its largest tensor. A layer that changes tensors keeps all of them.
 
     Args:
         model: a module, a TensorDict, a state_dict, or a mapping from names to these.

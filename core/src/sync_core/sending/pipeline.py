@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
@@ -42,6 +42,7 @@ from sync_core.transports.transport import (
 from sync_core.weights.extras import attached
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
+from sync_core.weights.streamed import TensorStream
 from sync_core.wrapping import WrappingScheme
 
 
@@ -133,8 +134,7 @@ class Source:
         self.found = weights if own or _holds_modules(weights) else None
         if isinstance(weights, ComputedWeights):
             self.found = weights.model
-            named = dict(weights.read(self._strategy))
-            return self._lay_out(named if self._adapt is None else self._adapt(named))
+            return self._computed(weights.read(self._strategy))
         if self._adapt is not None and (adapted := self._adapt(weights)) is not weights:
             return self._lay_out(adapted)
         if own:
@@ -145,11 +145,39 @@ class Source:
             return self._given.read()
         return self._lay_out(named_tensors(weights, self._strategy))
 
+    def _computed(self, made: Mapping[str, Tensor] | TensorStream) -> Update:
+        if not isinstance(made, TensorStream):
+            named = dict(made)
+            return self._lay_out(named if self._adapt is None else self._adapt(named))
+        update = Update(made.layout, made)
+        if self._adapt is None:
+            return update
+        # By name, so that a scheme which takes all of them reads the stream.
+        by_name = NamedStream(update)
+        adapted = self._adapt(by_name)
+        return update if adapted is by_name else self._lay_out(dict(adapted))
+
     def _lay_out(self, named: dict[str, Tensor]) -> Update:
         if self._known is None or not self._known.fits(named):
             self._known = KnownLayout(named)
         check_memory(named)
         return Update(self._known.layout, travelling(self._known.layout, named))
+
+
+class NamedStream(Mapping[str, Tensor]):
+    """The tensors of a stream by name; the first that is read has all of them made."""
+
+    def __init__(self, update: Update) -> None:
+        self._update = update
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._update.tensors[self._update.layout.index[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._update.layout.names)
+
+    def __len__(self) -> int:
+        return len(self._update.layout.names)
 
 
 def _holds_modules(weights: Any) -> bool:
@@ -324,7 +352,11 @@ class Pipeline:
         if self.transport is not None:
             return
         context = SendContext(model_id=self._terms.model_id, version=0, worker_ids=(), model=found)
-        first = Update(update.layout, update.source)
+        source = update.source
+        if isinstance(source, TensorStream):
+            # The tensors are made for the first send, by all ranks.
+            source = source.stand_ins()
+        first = Update(update.layout, source)
         layouts = layouts_before(self._defaults, self._backend, self._layers, first, context)
         given = {id(layer): layout for layer, layout in zip(self._layers, layouts, strict=False)}
         undone = [*map(travels, self._layers), True]

@@ -33,6 +33,7 @@ from sync_core.updater import Updater, either
 from sync_core.weights.extras import Kinds, checked, kinds_of
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Update
+from sync_core.weights.streamed import read_to_its_end
 
 if TYPE_CHECKING:
     from sync_core.sending.failure_policy import OnFailure
@@ -400,7 +401,8 @@ class Sender(Updater):
 
         Args:
             weights: a module, a TensorDict, a state_dict, a string reference, or a mapping from
-                names to these; None for the sender's model.
+                names to these, or `sync_core.models.ComputedWeights`, such as ``Stream(specs,
+                tensors)`` of ``sync_plugin_std``; None for the sender's model.
             worker_ids: one worker or several; None for all. No ids: nothing is sent.
             timeout: deadline in seconds; None for the sender's.
             weights_dict: the weights of several models by name, instead of ``weights``.
@@ -504,48 +506,49 @@ class Sender(Updater):
             addressed = normalize(worker_ids, addressed)
         version = self._next_version(version)
         update = self._source.read(given)
-        transport = self._pipeline.transport or self._open(update, given)
-        due = addressed
-        if self._pipeline.skips and not counted:
-            due = self._cadence.due(addressed, self._version)
-        to_none = self._publishes and worker_ids is None and not self._members.ids
-        if extras:
-            update.extras = checked(extras, self._extras)
-            self._extras = kinds_of(update.extras)
-        sends = bool(due) or to_none
-        if (sends and self._pipeline.prepares) or self._pipeline.leaves_out:
-            update = self._pipeline.prepare(
-                update,
-                version,
-                due,
-                self._source,
-                bind(self._members.acknowledged, due),
-                by_hand=given is not None and given is not self._source.model,
-                skipped=not sends,
+        with read_to_its_end(update):
+            transport = self._pipeline.transport or self._open(update, given)
+            due = addressed
+            if self._pipeline.skips and not counted:
+                due = self._cadence.due(addressed, self._version)
+            to_none = self._publishes and worker_ids is None and not self._members.ids
+            if extras:
+                update.extras = checked(extras, self._extras)
+                self._extras = kinds_of(update.extras)
+            sends = bool(due) or to_none
+            if (sends and self._pipeline.prepares) or self._pipeline.leaves_out:
+                update = self._pipeline.prepare(
+                    update,
+                    version,
+                    due,
+                    self._source,
+                    bind(self._members.acknowledged, due),
+                    by_hand=given is not None and given is not self._source.model,
+                    skipped=not sends,
+                )
+            if sends:
+                self._version = version
+            prepared = time.perf_counter()
+            packing = Stopwatch()
+            deliveries = {}
+            if sends:
+                deliveries = self._pipeline.send(update, self._version, due, packing)
+            skipped = () if due is addressed else [i for i in addressed if i not in due]
+            return PendingSend(
+                self._version,
+                deliveries,
+                skipped,
+                started=started,
+                timeout=seconds,
+                wait=transport.wait,
+                scheme=self._pipeline.scheme,
+                model_id=self.model_id,
+                finish=self._end,
+                unwaited=self._members.sent(self._version, deliveries),
+                prepare_seconds=prepared - started,
+                publish_seconds=time.perf_counter() - prepared,
+                packing=packing,
             )
-        if sends:
-            self._version = version
-        prepared = time.perf_counter()
-        packing = Stopwatch()
-        deliveries = {}
-        if sends:
-            deliveries = self._pipeline.send(update, self._version, due, packing)
-        skipped = () if due is addressed else [i for i in addressed if i not in due]
-        return PendingSend(
-            self._version,
-            deliveries,
-            skipped,
-            started=started,
-            timeout=seconds,
-            wait=transport.wait,
-            scheme=self._pipeline.scheme,
-            model_id=self.model_id,
-            finish=self._end,
-            unwaited=self._members.sent(self._version, deliveries),
-            prepare_seconds=prepared - started,
-            publish_seconds=time.perf_counter() - prepared,
-            packing=packing,
-        )
 
     def check(self, weights: Any = None) -> None:
         """Raise what `send` would raise about these weights, and send nothing."""

@@ -22,6 +22,7 @@ from sync_core.weights.layout import (
     check_tensor,
 )
 from sync_core.weights.payload import Payload, Update
+from sync_core.weights.streamed import TensorStream
 
 # The name under which the base of an update travels. Names with a dot are for the core and layers.
 _BASE = "sync.base"
@@ -76,7 +77,10 @@ def attached(update: Update) -> tuple[Layout, Sequence[Tensor] | Block]:
         extras = {**extras, _BASE: torch.tensor([update.base])}
     if not extras:
         return update.layout, update.source
-    return _with(update.layout, kinds_of(extras)), (*update.tensors, *extras.values())
+    layout = _with(update.layout, kinds_of(extras))
+    if isinstance(update.source, TensorStream):
+        return layout, update.source.followed_by(layout, tuple(extras.values()))
+    return layout, (*update.tensors, *extras.values())
 
 
 def detached(payload: Payload) -> Update:

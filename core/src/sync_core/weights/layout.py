@@ -272,14 +272,22 @@ class Layout:
         return cls(_place(entries), tuple(aliases))
 
     @classmethod
-    def of_kinds(cls, kinds: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> Layout:
+    def of_kinds(
+        cls,
+        kinds: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+        aliases: Iterable[tuple[str, str]] = (),
+    ) -> Layout:
         """The layout of tensors of which name, dtype and shape are known.
+
+        Args:
+            kinds: name, dtype and shape of each tensor that travels.
+            aliases: pairs of the name of a tied tensor and the name under which it travels.
 
         Example:
             >>> Layout.of_kinds([("weight", torch.float32, (2, 3))]).body_nbytes
             24
         """
-        return cls(_place(kinds))
+        return cls(_place(kinds), tuple(aliases))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Layout:
         """The layout of other tensors under the same names: a cast, a slice, a delta."""

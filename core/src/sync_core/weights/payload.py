@@ -13,6 +13,7 @@ from sync_core._util import Stopwatch
 from sync_core.weights.block import Block, bodies_of, tensors_of
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout
+from sync_core.weights.streamed import TensorStream
 
 
 class Update:
@@ -23,7 +24,8 @@ class Update:
 
     Args:
         layout: names, dtypes and shapes.
-        source: the tensors, in the order of ``layout.specs``; or the block that they lie in.
+        source: the tensors, in the order of ``layout.specs``; or the block that they lie in; or a
+            `TensorStream`, which makes them one after the other.
         base: the version that a model must have for an update that lacks some of its tensors; 0
             for one that lacks none.
         extras: small tensors that travel beside the weights, by name: what was given to
@@ -158,6 +160,10 @@ class Payload:
             block: what is written to.
             positions: which tensors; None for all.
         """
+        if positions is None and isinstance(self.source, TensorStream):
+            for _ in self.pack_in_steps(block):
+                pass
+            return
         begin = time.perf_counter()
         block.write_header(self.layout)
         targets: Sequence[Tensor] = ()
@@ -172,6 +178,42 @@ class Payload:
             sources = [sources[position] for position in positions]
         copy(targets, sources)
         self.packing.seconds += time.perf_counter() - begin
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the tensors are made one after the other while they are packed."""
+        return isinstance(self.source, TensorStream)
+
+    def pack_in_steps(self, block: Block) -> Iterator[int]:
+        """Pack from the beginning, and yield from time to time how many bytes are packed.
+
+        A streamed payload is packed a tensor at a time: what is packed may leave while the next
+        tensor is made. Any other is packed at once.
+
+        Args:
+            block: what is written to.
+
+        Raises:
+            ModelError: a tensor of a stream cannot be made; see `TensorStream.draw`.
+
+        Example:
+            >>> layout = Layout.of_kinds([(name, torch.float32, (16,)) for name in "ab"])
+            >>> stream = TensorStream(layout, lambda: (torch.ones(16) for _ in range(2)))
+            >>> payload = Payload(1, layout, stream)
+            >>> block, start = Block.allocate(payload.nbytes), len(layout.header)
+            >>> [done - start for done in payload.pack_in_steps(block)]
+            [64, 128]
+        """
+        source, specs = self.source, self.layout.specs
+        if not isinstance(source, TensorStream):
+            self.pack(block)
+            yield self.nbytes
+            return
+        block.write_header(self.layout)
+        start = len(self.layout.header)
+        for position in source.fill(block.views(self.layout), self.packing):
+            after = position + 1
+            yield start + specs[after].offset if after < len(specs) else self.nbytes
 
     def to_bytes(self) -> bytes:
         """The payload as the bytes of a ``.safetensors`` file."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sync_plugin_std.restart import Restart
     from sync_plugin_std.selection import Select
     from sync_plugin_std.stacking import Stack, Unstack
+    from sync_plugin_std.stream import Stream
 
     rename, fuse, split, transpose = Rename, Fuse, Split, Transpose
     stack, unstack, select, lora = Stack, Unstack, Select, Lora
@@ -48,6 +49,7 @@ __all__ = [
     "Select",
     "Split",
     "Stack",
+    "Stream",
     "Transpose",
     "Unstack",
     "Zstd",
@@ -86,6 +88,7 @@ _PLACES = {
     "Select": ("selection", "Select"),
     "Split": ("regrouping", "Split"),
     "Stack": ("stacking", "Stack"),
+    "Stream": ("stream", "Stream"),
     "Transpose": ("regrouping", "Transpose"),
     "Unstack": ("stacking", "Unstack"),
     "Zstd": ("compression", "Zstd"),

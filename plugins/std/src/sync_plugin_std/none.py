@@ -84,7 +84,7 @@ class NoneScheme:
             self._own = self._own or _Own()
             # Another object, as layers may change the update itself.
             self._own.model = context.model
-            self._own.update = Update(update.layout, update.source)
+            self._own.update = Update(update.layout, update.tensors)
 
     @hookimpl
     def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> bool | None:

@@ -12,7 +12,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -233,11 +233,53 @@ class ChunkedSender(SenderTransport):
             return [lane.address(worker_id) for lane in self._lanes]
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
-        """Pack the version, and send its first chunk."""
+        """Pack the version, and send its first chunk; one that is streamed, while it is packed."""
         version = ChunkedVersion(payload.version, payload.nbytes, self._chunk_nbytes)
+        if payload.is_streamed:
+            return self._send_streamed(payload, version, worker_ids)
         payload.pack(version.block)
         version.available = version.count
         return self.begin(version, worker_ids)
+
+    def _send_streamed(
+        self, payload: Payload, version: ChunkedVersion, worker_ids: Sequence[int]
+    ) -> dict[int, Delivery]:
+        with self._lock:
+            before = dict(self._workers), self._newest
+        deliveries = self.begin(version, worker_ids)
+        try:
+            for done in payload.pack_in_steps(version.block):
+                whole = done == payload.nbytes
+                available = version.count if whole else done // self._chunk_nbytes
+                if available > version.available:
+                    self.more(version, available)
+        except BaseException as error:
+            self._withdraw(version, *before)
+            for worker_id, delivery in deliveries.items():
+                message = f"version {version.version} was withdrawn, since {error}"
+                delivery.fail(WorkerError(worker_id, message))
+            raise
+        return deliveries
+
+    def _withdraw(
+        self,
+        version: ChunkedVersion,
+        workers: Mapping[int, _Progress | None],
+        newest: ChunkedVersion | None,
+    ) -> None:
+        """Forget a version whose last chunk will not come, and send those before it again."""
+        with self._lock:
+            if self._newest is version:
+                self._newest = newest
+            for worker_id, progress in self._workers.items():
+                if progress is None or progress.version is not version:
+                    continue
+                self._workers[worker_id] = earlier = workers.get(worker_id)
+                if earlier is not None:
+                    # Also to a worker that has it, and discards it: another receiver in its place
+                    # would find chunks of the one that is forgotten, and wait for the others.
+                    self._workers[worker_id] = _Progress(earlier.version, earlier.delivery)
+                    self._continue(worker_id)
 
     def begin(self, version: ChunkedVersion, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Send what is there of a version; `more` sends the rest."""

@@ -113,8 +113,9 @@ class Publisher:
         self._newest_for_all: Slot | None = None
         self._reserved: Slot | None = None
         self._made = 0
-        # Two: one that late workers may still ask for, one to write the next version to.
-        for _ in range(min(2, _USUAL if limit is None else limit)):
+        # Two: one that late workers may still ask for, one to write the next version to. A rank
+        # that has no workers sends nothing.
+        for _ in range(min(2, _USUAL if limit is None else limit) if worker_ids else 0):
             self._add_slot(nbytes)
 
     def publish(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sync_core import SendError
-from sync_core.models import consolidate
+from sync_core import Layout, ModelError, SendError
+from sync_core.models import ComputedWeights, Strategy, TensorStream, consolidate
 from sync_testing.expectations import RECEIVED, REPORT, TRAINER, VALUES
 from sync_testing.schemes.models import (
     Tied,
@@ -92,6 +92,20 @@ class ValueCases(SchemeCases):
             assert found in (None, fingerprints(extras)), VALUES
         assert workers.send(make_policy(3.0)).updated == (0,), REPORT
         assert workers.pool.call(0, Worker.extras) in (None, {}), VALUES
+
+    def test_tensors_that_are_made_one_by_one_arrive(self, start: Start, zero_copy: bool) -> None:
+        workers = start(specimens(1), make=partial(specimens, 0), zero_copy=zero_copy)
+        extras = {"step": torch.tensor(1)}
+        assert workers.send(_Made(specimens(1)), extras=extras).updated == (0, 1), REPORT
+        assert workers.fingerprints() == [fingerprints(specimens(1))] * 2, VALUES
+        half = len(specimens(2)) // 2
+        with pytest.raises(ModelError, match="no memory for the next tensor"):
+            workers.sender.send_async(_Made(specimens(2), half))
+        assert workers.fingerprints() == [fingerprints(specimens(1))] * 2, (
+            "a version whose tensors could not all be made must be committed nowhere"
+        )
+        assert workers.send(_Made(specimens(3))).updated == (0, 1), REPORT
+        assert workers.fingerprints() == [fingerprints(specimens(3))] * 2, VALUES
 
     def test_a_large_model_arrives_at_all_workers(self, start: Start, zero_copy: bool) -> None:
         first, second = large(1), large(2)
@@ -294,6 +308,24 @@ class IsolationCases(SchemeCases):
         assert all(leaf and learned for _, learned, leaf in before), (
             "parameters must stay leaves that require gradients"
         )
+
+
+class _Made(ComputedWeights):
+    """Tensors that are made one after the other, all of them or so many."""
+
+    def __init__(self, weights: dict[str, Tensor], most: int | None = None) -> None:
+        super().__init__(weights)
+        self._layout, self._most = Layout.of(weights), most
+
+    def read(self, strategy: Strategy) -> TensorStream:
+        del strategy
+        return TensorStream(self._layout, self._make)
+
+    def _make(self) -> Iterator[Tensor]:
+        for count, name in enumerate(self._layout.names):
+            if count == self._most:
+                raise RuntimeError("no memory for the next tensor")
+            yield self.model[name].clone()
 
 
 def _versions(weights: dict[str, Tensor]) -> dict[str, int]:
