@@ -289,6 +289,7 @@ def test_readers_of_parts_answer(tmp_path: Path) -> None:
     assert torch.equal(part.model["experts"], take(trained["experts"], regions["experts"]))
 
 
+@pytest.mark.long
 def test_a_model_of_fsdp2_reads_its_shard(tmp_path: Path) -> None:
     """Two processes; each has one half of every parameter."""
     torch.manual_seed(0)

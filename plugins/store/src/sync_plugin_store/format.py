@@ -91,6 +91,7 @@ class Manifest:
         pieces: the header, and then pieces of the body.
         chunks: the object with the sizes and digests of the body's chunks, by which readers of a
             part check what they read; None where the trainer wrote none.
+        anchor: whether increments may build on this whole version.
 
     Example:
         >>> manifest = Manifest(
@@ -105,6 +106,7 @@ class Manifest:
     created: float = 0.0
     pieces: tuple[Piece, ...] = ()
     chunks: Piece | None = None
+    anchor: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +130,8 @@ class Manifest:
         }
         if self.chunks is not None:
             content["chunks"] = [self.chunks.digest, self.chunks.nbytes]
+        if self.anchor:
+            content["anchor"] = True
         return _write(content)
 
     @classmethod
@@ -148,6 +152,7 @@ class Manifest:
                 created=float(content["created"]),
                 pieces=pieces,
                 chunks=None if chunks is None else _piece(chunks),
+                anchor=content.get("anchor") is True,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PayloadError(f"not a manifest of a version: {error!r:.200}") from error

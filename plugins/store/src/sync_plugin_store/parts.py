@@ -333,6 +333,13 @@ class PartFetch:
         self._submit(self._begin)
 
     @property
+    def broken(self) -> int:
+        """The version, once it has failed; 0 before that."""
+        with self._lock:
+            failed = _failure(future for future in self._reading if future.done())
+        return 0 if failed is None else self.manifest.version
+
+    @property
     def ended(self) -> bool:
         """True once every part has come, or one has failed."""
         with self._lock:

@@ -123,12 +123,20 @@ class Publisher:
         """The run's id."""
         return self._head.run
 
-    def publish(self, payload: Payload, *, base: int = 0, address: bytes | None = None) -> str:
+    def publish(
+        self,
+        payload: Payload,
+        *,
+        base: int = 0,
+        anchor: bool = False,
+        address: bytes | None = None,
+    ) -> str:
         """Write a version, and then the head: from then on readers find it.
 
         Args:
             payload: the version; its tensors are read when this returns.
             base: the version that it builds on; 0 for a whole one.
+            anchor: whether increments may build on it.
             address: what readers need to know of this run beside its versions.
 
         Returns:
@@ -156,6 +164,7 @@ class Publisher:
             created=round(time.time(), 3),
             pieces=pieces,
             chunks=self._write_chunks(chunks, known) if cuts else None,
+            anchor=anchor,
         )
         data = manifest.to_bytes()
         digest = digest_of(data)

@@ -28,7 +28,7 @@ from sync_plugin_store.objects import Objects, Patience
 if TYPE_CHECKING:
     from sync_plugin_store.parts import PartFetch, Parts
 
-__all__ = ["Fetch", "GoneError", "RunReader"]
+__all__ = ["ChainFetch", "Fetch", "GoneError", "RunReader", "notify"]
 
 _log = logging.getLogger("sync_core")
 # How long a place that has failed is asked after the others, in seconds.
@@ -241,12 +241,18 @@ class RunReader:
             "trainer's next version, or another mirror, can"
         )
 
-    def fetch(
-        self, manifest: Manifest, notify: Callable[[], object], parts: Parts | None = None
-    ) -> Fetch | PartFetch:
-        """Start to fetch a version, or parts of it; see `Fetch`."""
-        if parts is None:
-            return Fetch(self, self._pool, manifest, notify)
+    def fetch(self, manifest: Manifest, notify: Callable[[], object]) -> Fetch:
+        """Start to fetch a version; see `Fetch`."""
+        return Fetch(self, self._pool, manifest, notify)
+
+    def fetch_chain(self, chain: Sequence[Manifest], notify: Callable[[], object]) -> ChainFetch:
+        """Start to fetch a version, and those that it needs; see `ChainFetch`."""
+        return ChainFetch([self.fetch(each, notify) for each in chain])
+
+    def fetch_parts(
+        self, manifest: Manifest, notify: Callable[[], object], parts: Parts
+    ) -> PartFetch:
+        """Start to fetch parts of a version; see `PartFetch`."""
         # Loads the shards of scale, for which others need not wait.
         from sync_plugin_store.parts import PartFetch
 
@@ -353,12 +359,65 @@ class Fetch:
         """
         failure = self._failure
         if failure is not None:
-            for other in self._reading:
-                other.cancel()
+            self.cancel()
             raise failure
         return self.block
 
+    def cancel(self) -> None:
+        """Read no object that is not on its way yet."""
+        for future in self._reading:
+            future.cancel()
+
+    @property
+    def failed(self) -> bool:
+        """True once an object could not be read."""
+        return self._failure is not None
+
     @property
     def _failure(self) -> BaseException | None:
-        done = (f for f in self._reading if f.done())
+        done = (f for f in self._reading if f.done() and not f.cancelled())
         return next((e for f in done if (e := f.exception()) is not None), None)
+
+
+class ChainFetch:
+    """A version on its way with those that it needs, the oldest first.
+
+    Args:
+        fetches: of each.
+    """
+
+    def __init__(self, fetches: Sequence[Fetch]) -> None:
+        self.fetches = fetches
+        self.began = fetches[0].began
+
+    @property
+    def manifest(self) -> Manifest:
+        """The version."""
+        return self.fetches[-1].manifest
+
+    @property
+    def ended(self) -> bool:
+        """True once all have come, or one has failed."""
+        return all(f.ended for f in self.fetches) or any(f.failed for f in self.fetches)
+
+    def result(self) -> list[Block]:
+        """Return the blocks of all, every byte of which has been checked.
+
+        Raises:
+            PayloadError: an object could not be read.
+        """
+        failed = next((fetch for fetch in self.fetches if fetch.failed), None)
+        for other in self.fetches if failed is not None else ():
+            other.cancel()
+        return [fetch.result() for fetch in ([failed] if failed is not None else self.fetches)]
+
+    @property
+    def broken(self) -> int:
+        """The version that has failed; 0 for none."""
+        return next((fetch.manifest.version for fetch in self.fetches if fetch.failed), 0)
+
+
+def notify(changed: threading.Condition) -> None:
+    """Wake all that wait for a condition."""
+    with changed:
+        changed.notify_all()

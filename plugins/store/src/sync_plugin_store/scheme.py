@@ -33,13 +33,13 @@ from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Objects, open_all, open_objects
 from sync_plugin_store.publisher import Publisher
 from sync_plugin_store.reader import RunReader
+from sync_plugin_store.reading import ReadingReceiver
 from sync_plugin_store.transport import (
     AnsweringSender,
     PartsEndpoint,
     PublishedVersions,
     Publishing,
     PublishingSender,
-    ReadingReceiver,
     ReadVersions,
     RecordStore,
     StoreEndpoint,
@@ -74,6 +74,8 @@ class StoreOptions:
         streams: how many objects travel at a time.
         chunks: whether a reader whose model is a shard can read that alone, and not whole pieces;
             the trainer hashes each version twice. None for True, but in a directory.
+        anchor_every: publish a whole version, an anchor, once in so many, and between two anchors
+            what changed since the version before; None for whole versions alone.
 
     Raises:
         OptionError: one of them makes no sense.
@@ -95,11 +97,13 @@ class StoreOptions:
     lost_after: float | None = None
     streams: int = 8
     chunks: bool | None = None
+    anchor_every: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("keep", "streams"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} must be an integer >= 1, got {getattr(self, name)}")
+        for name in ("keep", "streams", "anchor_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{name} must be an integer >= 1, got {value}")
         for name in ("piece_mb", "poll", "lost_after"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= threading.TIMEOUT_MAX:
@@ -205,6 +209,11 @@ def _sender_in(
             f"url={url!r} can be read and not written; give the trainer the directory or the "
             "bucket behind it"
         )
+    if options.anchor_every is not None and (context.worker_ids or options.answers):
+        raise OptionError(
+            "anchor_every= is for readers that the trainer does not know; for those that answer, "
+            'type Sender("increments::store", …)'
+        )
     key = SigningKey.generate() if options.key is None else SigningKey.of_file(Path(options.key))
     if context.make_address is None:
         # A companion's own channel beside the sender's run.
@@ -221,7 +230,14 @@ def _sender_in(
     )
     answers = options.answers or (url if context.worker_ids else "")
     endpoint = StoreEndpoint(urls=[url], key=key.public, run=publisher.run)
-    publishing = Publishing(publisher, endpoint, _address_maker(context, endpoint), folder)
+    increments = None
+    if options.anchor_every is not None:
+        # Loads the increments of scale, for which others need not wait.
+        from sync_plugin_store.increments import IncrementWriter
+
+        increments = IncrementWriter(options.anchor_every)
+    address = _address_maker(context, endpoint)
+    publishing = Publishing(publisher, endpoint, address, folder, increments)
     try:
         publisher.collect()
         if not answers:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sync_core import (
-    Answer,
     ClosedError,
     Delivery,
-    Layout,
     OptionError,
     Payload,
-    ReceiverTransport,
-    SenderLostError,
     SenderTransport,
-    TransportContext,
 )
 from sync_core.errors import PayloadError
 from sync_core.transports import Block
@@ -30,9 +23,10 @@ from sync_plugin_store.errors import StoreError
 from sync_plugin_store.folders import OwnFolder
 from sync_plugin_store.objects import Objects
 from sync_plugin_store.publisher import Publisher
-from sync_plugin_store.reader import Fetch, GoneError, RunReader
+from sync_plugin_store.reader import Fetch, GoneError, RunReader, notify
 
 if TYPE_CHECKING:
+    from sync_plugin_store.increments import IncrementWriter
     from sync_plugin_store.parts import PartFetch, Parts
 
 __all__ = [
@@ -42,7 +36,6 @@ __all__ = [
     "Publishing",
     "PublishingSender",
     "ReadVersions",
-    "ReadingReceiver",
     "RecordStore",
     "StoreEndpoint",
 ]
@@ -88,6 +81,7 @@ class Publishing:
         endpoint: for the addresses of readers.
         make_address: makes what is published as the address of the run; None for none.
         folder: a directory that ends with the sender; None for none.
+        increments: makes increments of versions; None where all are published whole.
     """
 
     def __init__(
@@ -96,11 +90,13 @@ class Publishing:
         endpoint: StoreEndpoint,
         make_address: Callable[[], bytes | None],
         folder: OwnFolder | None,
+        increments: IncrementWriter | None = None,
     ) -> None:
         self.publisher = publisher
         self.endpoint = endpoint
         self._make_address = make_address
         self._folder = folder
+        self._increments = increments
         self._address: bytes | None = None
         self._closed = False
 
@@ -108,7 +104,17 @@ class Publishing:
         """Write a version; return the digest of its manifest."""
         if self._address is None:
             self._address = self._make_address()
-        return self.publisher.publish(payload, base=payload.base, address=self._address)
+        if self._increments is None:
+            return self._write(payload)
+        return self._increments.publish(payload, self._write)
+
+    def _write(self, payload: Payload) -> str:
+        return self.publisher.publish(
+            payload,
+            base=payload.base,
+            anchor=self._increments is not None and not payload.base,
+            address=self._address,
+        )
 
     def close(self) -> None:
         """Write that the sender has closed."""
@@ -246,7 +252,11 @@ class ReadVersions(Versions):
                     f"the sender's record, and there is reason for {self._most_nbytes} at most"
                 )
             arrived = threading.Condition()
-            fetch = self._reader.fetch(manifest, lambda: _notify(arrived), self._parts)
+            fetch: Fetch | PartFetch
+            if self._parts is None:
+                fetch = self._reader.fetch(manifest, lambda: notify(arrived))
+            else:
+                fetch = self._reader.fetch_parts(manifest, lambda: notify(arrived), self._parts)
             with arrived:
                 if not arrived.wait_for(lambda: fetch.ended, self._timeout):
                     raise PayloadError(
@@ -263,123 +273,6 @@ class ReadVersions(Versions):
     def close(self) -> None:
         """End what is being read."""
         self._reader.close()
-
-
-class ReadingReceiver(ReceiverTransport):
-    """Reads the versions of a run, and leaves nothing.
-
-    Args:
-        context: what the core knows.
-        reader: the run.
-        version: the version to keep to; 0 for the newest.
-        poll: seconds between two looks for a new version.
-        parts: what is read of each version; None for all.
-    """
-
-    def __init__(
-        self,
-        context: TransportContext,
-        reader: RunReader,
-        *,
-        version: int,
-        poll: float,
-        parts: Parts | None = None,
-    ) -> None:
-        layout = Layout(()) if context.layout is None else context.layout
-        self._most_nbytes = layout.most_nbytes
-        self._reader = reader
-        self._parts = parts
-        self._pinned = version
-        self._poll = poll
-        self._next_look = 0.0
-        self._seen = 0
-        self._fetch: Fetch | PartFetch | None = None
-        self._woken = False
-        self._changed = threading.Condition()
-        self._process = os.getpid()
-
-    def receive(self, timeout: float) -> Payload | None:
-        """Return the newest version; what is not there in time arrives for the next call."""
-        deadline = time.monotonic() + timeout
-        while True:
-            if self._fetch is None:
-                self._look()
-            payload = self._finish(deadline)
-            if payload is not None:
-                return payload
-            left = deadline - time.monotonic()
-            pause = min(left, self._next_look - time.monotonic())
-            with self._changed:
-                if left <= 0 or self._changed.wait_for(lambda: self._woken, max(0.0, pause)):
-                    return None
-
-    def acknowledge(self, answer: Answer) -> None:
-        """Do nothing: the trainer does not know of this reader."""
-
-    def wake(self) -> None:
-        """Let `receive` return."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """End what is being read; in a process that was forked from this one, do nothing."""
-        if os.getpid() == self._process:
-            self._reader.close()
-
-    def _look(self) -> None:
-        """Begin to fetch the newest version, if there is one that was not seen."""
-        if time.monotonic() < self._next_look:
-            return
-        self._next_look = time.monotonic() + self._poll
-        head = self._reader.look()
-        if head is None:
-            return
-        version = self._pinned or head.version
-        if version <= self._seen:
-            if head.closed and not self._pinned:
-                raise SenderLostError(
-                    f"the trainer has closed its sender after version {head.version}"
-                )
-            return
-        try:
-            manifest = self._reader.manifest(version)
-        except GoneError:
-            if self._pinned:
-                raise
-            self._next_look = 0.0
-            return
-        if manifest.nbytes > self._most_nbytes:
-            self._seen = version
-            raise PayloadError(
-                f"version {version} has {manifest.nbytes} bytes, and there is reason for "
-                f"{self._most_nbytes} at most"
-            )
-        self._fetch = self._reader.fetch(manifest, lambda: _notify(self._changed), self._parts)
-
-    def _finish(self, deadline: float) -> Payload | None:
-        """Return the version that has come; None where none is on its way, or not in time."""
-        fetch = self._fetch
-        if fetch is None:
-            return None
-        with self._changed:
-            left = max(0.0, deadline - time.monotonic())
-            self._changed.wait_for(lambda: fetch.ended or self._woken, left)
-        if not fetch.ended:
-            return None
-        self._fetch = None
-        version = fetch.manifest.version
-        try:
-            block = fetch.result()
-            self._seen = version
-            return Payload.unpack(block, version, since=fetch.began)
-        except GoneError:
-            if self._pinned:
-                raise
-            self._next_look = 0.0
-            return None
-        except StoreError as error:
-            raise PayloadError(str(error)) from error
 
 
 class RecordStore(Store):
@@ -404,8 +297,3 @@ class RecordStore(Store):
     def delete(self, name: str) -> None:
         """Remove a record."""
         self._objects.delete(f"answers/{name}")
-
-
-def _notify(changed: threading.Condition) -> None:
-    with changed:
-        changed.notify_all()

@@ -1,0 +1,150 @@
+"""Increments in a run: whole versions, the anchors, and between them what changed since the last.
+
+A reader that joins late takes the newest anchor and what follows it. An increment holds positions
+and values, so it applies to each version from its base on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sync_core import Layout, Payload, TensorSpec
+from sync_core.errors import PayloadError
+from sync_core.transports import Block
+from sync_plugin_scale import Increments
+from sync_plugin_scale.increments.history import History, Packed, described
+from sync_plugin_scale.increments.patch import INCREMENT, Patch
+from sync_plugin_store.format import Manifest
+
+__all__ = ["IncrementReader", "IncrementWriter"]
+
+_KIND = (INCREMENT, torch.uint8)
+
+
+class IncrementWriter:
+    """The trainer's side: makes increments of versions, and remembers what was published.
+
+    Args:
+        anchor_every: how many versions from one anchor to the next, at most.
+    """
+
+    def __init__(self, anchor_every: int) -> None:
+        self._every = anchor_every
+        self._history = History(Increments.below)
+        # The newest version that was published, and how many since the anchor, with it.
+        self._published = 0
+        self._count = 0
+
+    def publish(self, payload: Payload, write: Callable[[Payload], str]) -> str:
+        """Publish a version, as an increment where that is short and an anchor is not due.
+
+        Args:
+            payload: the version.
+            write: publishes what it is given. Where it raises, the next increment builds on the
+                version before.
+        """
+        self._history.record(payload)
+        patch = None
+        if self._published and self._count < self._every:
+            patch = self._history.since(self._published)
+        if patch is None:
+            digest = write(payload)
+            self._count = 1
+        else:
+            tensor = patch.to_tensor()
+            layout = Layout((TensorSpec(INCREMENT, torch.uint8, tuple(tensor.shape), 0),))
+            digest = write(Payload(patch.version, layout, (tensor,), base=patch.base))
+            self._count += 1
+        self._published = payload.version
+        self._history.forget(self._published, self._published)
+        return digest
+
+
+class IncrementReader:
+    """A reader's side: keeps the newest version packed, and applies increments to it.
+
+    Nothing is kept of a run without increments. One thread calls its methods; what it has given
+    out may be released by another.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Packed | None = None
+        #: The version that is kept; 0 for none.
+        self.version = 0
+        # Whether what is kept is read by the caller, so that it must not change.
+        self._lent = False
+
+    def needs(self, manifest: Manifest) -> bool:
+        """Return whether a version needs its base, since what is kept is older."""
+        return manifest.base > 0 and not manifest.base <= self.version <= manifest.version
+
+    def make(self, chain: Sequence[Manifest], blocks: Sequence[Block], since: float) -> Payload:
+        """Return a version, whole.
+
+        Args:
+            chain: the version, last, and those that it needs.
+            blocks: what has been read of each.
+            since: when the version became known (`time.perf_counter`).
+
+        Raises:
+            PayloadError: they do not fit each other; nothing is kept.
+        """
+        whole: Payload | None = None
+        for manifest, block in zip(chain, blocks, strict=True):
+            payload = Payload.unpack(block, manifest.version, since=since)
+            if manifest.base:
+                whole = self._apply(manifest, payload)
+            else:
+                whole = payload
+                if manifest.anchor:
+                    self._copy(payload)
+        assert whole is not None
+        return whole
+
+    def _copy(self, payload: Payload) -> None:
+        kept, self._kept, self.version = self._kept, None, 0
+        if kept is None or self._lent or kept.layout != payload.layout:
+            kept, self._lent = Packed.allocate(payload.layout), False
+        kept.pack(payload)
+        self._kept, self.version = kept, payload.version
+
+    def _apply(self, manifest: Manifest, payload: Payload) -> Payload:
+        """Apply an increment to what is kept."""
+        kept, version, self._kept, self.version = self._kept, self.version, None, 0
+        specs = payload.layout.specs
+        if kept is None or len(specs) != 1 or (specs[0].name, specs[0].dtype) != _KIND:
+            raise PayloadError(f"version {manifest.version} is not an increment of another")
+        patch = Patch.from_tensor(payload.tensors[0], kept.body.nbytes)
+        numbers = patch.base, patch.version
+        if numbers != (manifest.base, manifest.version) or not patch.base <= version:
+            raise PayloadError(
+                f"version {manifest.version} is an increment from {patch.base} to {patch.version}, "
+                f"and version {version} is here"
+            )
+        if patch.digest != kept.layout.digest:
+            raise PayloadError(f"version {manifest.version} is an increment of another layout")
+        if self._lent:
+            kept, self._lent = kept.copy(), False
+        patch.apply(kept.body)
+        self._kept, self.version = kept, manifest.version
+        return self._lend(kept, payload)
+
+    def _lend(self, kept: Packed, payload: Payload) -> Payload:
+        self._lent = True
+
+        def release() -> None:
+            if self._kept is kept:
+                self._lent = False
+
+        # Without the description, which lies after the tensors.
+        tensors = kept.block.views(described(kept.layout))[:-1]
+        return Payload(
+            payload.version,
+            kept.layout,
+            tensors,
+            release,
+            payload.known_at,
+            payload.stage_seconds,
+        )
