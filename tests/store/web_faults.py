@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,45 @@ def faulty(directory: Path) -> Iterator[tuple[str, Faults]]:
         thread.start()
         try:
             yield server.url, faults
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Files(BaseHTTPRequestHandler):
+    """Files of any name, and ranges of them, as web servers send them."""
+
+    protocol_version = "HTTP/1.1"
+    server: Any
+
+    def do_GET(self) -> None:
+        path = self.server.directory / self.path[1:]
+        data = path.read_bytes() if path.is_file() else b""
+        first, _, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
+        part = data[int(first) : int(last) + 1] if first else data
+        self.send_response(404 if not data else 206 if first else 200)
+        if first:
+            stop = int(first) + len(part) - 1
+            self.send_header("Content-Range", f"bytes {first}-{stop}/{len(data)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.server.sent.append(len(part))
+        self.wfile.write(part)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its base names it so
+        """Write nothing."""
+
+
+@contextmanager
+def files_served(directory: Path) -> Iterator[tuple[str, list[int]]]:
+    """Serve the files of a directory; the URL, and the bytes of each answer."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Files) as made:
+        server: Any = made
+        server.directory, server.sent = directory, []
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", server.sent
         finally:
             server.shutdown()
             thread.join()

@@ -1,7 +1,8 @@
 """Weights published once to an object store or a directory, for any number of readers.
 
 The scheme ``store`` needs nothing from here. `Run` finds a run by its URL and public key, and gives
-the addresses of its readers; `Mirror` keeps a copy of a run near them.
+the addresses of its readers; `Mirror` keeps a copy of a run near them. `load_checkpoint` reads a
+directory of Hugging Face into a model.
 """
 
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from sync_core.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from sync_plugin_store.checkpoints import load_checkpoint
     from sync_plugin_store.errors import (
         ConflictError,
         RolledBackError,
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "sync_plugin_store.checkpoints": ("load_checkpoint",),
     "sync_plugin_store.errors": (
         "ConflictError",
         "RolledBackError",
@@ -45,6 +48,7 @@ __all__ = [
     "StoreOptions",
     "StoreScheme",
     "__version__",
+    "load_checkpoint",
     "serve",
 ]
 

@@ -34,7 +34,7 @@ from sync_plugin_store.format import Manifest
 if TYPE_CHECKING:
     from sync_plugin_store.reader import RunReader
 
-__all__ = ["PartFetch", "Parts", "Plan", "Wanted", "is_divided", "parts_of"]
+__all__ = ["PartFetch", "Parts", "Plan", "Range", "Wanted", "is_divided", "parts_of"]
 
 # Shorter runs of a tensor's bytes are read with what lies between them, in bytes: each would be a
 # request.
@@ -193,11 +193,30 @@ def _runs_of(spec: TensorSpec, region: Region, target: Tensor) -> Iterator[_Run]
 
 
 @dataclass(slots=True)
-class _Range:
+class Range:
     """Chunks of one object that follow each other, and the runs that have bytes of them."""
 
     chunks: list[Chunk]
+    lock: threading.Lock
     runs: list[_Run] = field(default_factory=list)
+
+    def take(self, memory: memoryview) -> None:
+        """Write what is wanted of the bytes, which have been checked.
+
+        Args:
+            memory: all bytes of the range.
+        """
+        for run in self.runs:
+            start, stop = max(run.start, self.start), min(run.stop, self.stop)
+            with self.lock:
+                target = run.prepare()
+            part = target.numpy()[start - run.start : stop - run.start]
+            part[:] = memory[start - self.start : stop - self.start]
+            with self.lock:
+                run.left -= stop - start
+                complete = not run.left
+            if complete:
+                run.finish()
 
     @property
     def start(self) -> int:
@@ -236,6 +255,8 @@ class Plan:
         self.block = Block.allocate(self.layout.nbytes)
         self.block.write_header(self.layout)
         self._chunks = chunks
+        # For what is left of runs.
+        self._lock = threading.Lock()
         targets = self.block.views(self.layout)
         runs = [
             run
@@ -246,10 +267,10 @@ class Plan:
         #: What is read, in the order of the body.
         self.ranges = self._ranges(runs)
 
-    def _ranges(self, runs: Sequence[_Run]) -> list[_Range]:
+    def _ranges(self, runs: Sequence[_Run]) -> list[Range]:
         needed = sorted({i for run in runs for i in self._chunks.between(run.start, run.stop)})
         chunks = self._chunks.chunks
-        ranges: list[_Range] = []
+        ranges: list[Range] = []
         gaps: list[tuple[int, int]] = []
         before = -1
         for number in needed:
@@ -260,7 +281,7 @@ class Plan:
             else:
                 if same:
                     gaps.append((chunk.start - ranges[-1].stop, len(ranges)))
-                ranges.append(_Range([chunk]))
+                ranges.append(Range([chunk], self._lock))
             before = number
         ranges = self._joined(ranges, gaps)
         starts = [each.start for each in ranges]
@@ -270,7 +291,7 @@ class Plan:
                 each.runs.append(run)
         return ranges
 
-    def _joined(self, ranges: list[_Range], gaps: list[tuple[int, int]]) -> list[_Range]:
+    def _joined(self, ranges: list[Range], gaps: list[tuple[int, int]]) -> list[Range]:
         """Join ranges with the fewest bytes between them: each is a request."""
         left = _BETWEEN * sum(each.stop - each.start for each in ranges)
         joined = set()
@@ -279,7 +300,7 @@ class Plan:
             if left < 0:
                 break
             joined.add(number)
-        result: list[_Range] = []
+        result: list[Range] = []
         for number, each in enumerate(ranges):
             if number in joined:
                 between = self._chunks.between(result[-1].stop, each.start)
@@ -327,7 +348,7 @@ class PartFetch:
         self._notify = notify
         self._parts = parts
         self._plan: Plan | None = None
-        # For what is left of runs, and the list of what is read.
+        # For the list of what is read.
         self._lock = threading.Lock()
         self._reading: list[Future[None]] = []
         self._submit(self._begin)
@@ -390,24 +411,14 @@ class PartFetch:
         for each in self._plan.ranges:
             self._submit(self._read, each, chunks)
 
-    def _read(self, each: _Range, chunks: Chunks) -> None:
+    def _read(self, each: Range, chunks: Chunks) -> None:
         number = each.chunks[0].piece
         data = bytearray(each.stop - each.start)
         memory = memoryview(data)
         begin = each.start - chunks.begins[number - 1]
         piece = self.manifest.pieces[number]
         self._reader.read_chunks(piece, begin, memory, each.chunks, self.manifest.version)
-        for run in each.runs:
-            start, stop = max(run.start, each.start), min(run.stop, each.stop)
-            with self._lock:
-                target = run.prepare()
-            part = target.numpy()[start - run.start : stop - run.start]
-            part[:] = memory[start - each.start : stop - each.start]
-            with self._lock:
-                run.left -= stop - start
-                complete = not run.left
-            if complete:
-                run.finish()
+        each.take(memory)
 
 
 def _failure(done: Any) -> BaseException | None:

@@ -1,0 +1,224 @@
+"""A directory of Hugging Face as a model's version 0: its files of safetensors."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from sync_core import Layout, OptionError, TensorSpec, Update
+from sync_core.errors import PayloadError
+from sync_core.models import Binding, check_match, tensors_of_rank
+from sync_plugin_scale import Part
+from sync_plugin_scale.shards.plan import whole
+from sync_plugin_store.chunks import Chunk, Chunks, cuts_of
+from sync_plugin_store.errors import StoreError
+from sync_plugin_store.format import Piece
+from sync_plugin_store.objects import Objects, Patience, open_objects
+from sync_plugin_store.parts import Parts, Plan, Range, Wanted, is_divided, parts_of
+
+__all__ = ["load_checkpoint"]
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors")
+# As that of safetensors itself, in bytes.
+_LONGEST_HEADER = 100_000_000
+
+
+def load_checkpoint(
+    url: str,
+    model: Any = None,
+    *,
+    load: Callable[[Iterable[tuple[str, Tensor]]], object] | None = None,
+    timeout: float = 60.0,
+    streams: int = 8,
+) -> None:
+    """Load a directory of Hugging Face into a model, all of it or nothing.
+
+    A model of which this rank has a shard (`DTensor`, `sync_plugin_scale.Part`) reads the bytes of
+    its shard. Floating-point tensors are cast to the dtypes of the model. Nobody signs such a
+    directory: each process that can write to it can change the weights.
+
+    Args:
+        url: a directory, ``s3://bucket/model``, ``https://host/model`` and so on, with
+            ``model.safetensors``, or the files that ``model.safetensors.index.json`` names.
+        model: what is written: a module, a mapping of tensors, or a part of one.
+        load: in place of a model: called once, with all names and tensors.
+        timeout: how long a place that fails is tried again, in seconds.
+        streams: how many ranges are read at a time.
+
+    Raises:
+        OptionError: neither or both of ``model`` and ``load`` were given.
+        StoreError: the place does not answer, or has no such files.
+        PayloadError: a file is not whole, or not of safetensors.
+        LayoutMismatchError: the model does not fit; nothing was written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from safetensors.torch import save_file
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_file({"weight": torch.ones(1, 2), "bias": torch.zeros(1)},
+        ...               f"{folder}/model.safetensors")
+        ...     load_checkpoint(folder, model)
+        >>> model.weight.tolist()
+        [[1.0, 1.0]]
+    """
+    if (model is None) == (load is None):
+        raise OptionError("give load_checkpoint a model, or load=, and not both")
+    model = _state_of(model)
+    with _Files(open_objects(url, timeout), timeout, streams) as files:
+        headers = files.headers()
+        specs = [spec for layout in headers.values() for spec in layout.specs]
+        kinds = [(spec.name, spec.dtype, spec.shape) for spec in specs]
+        layout = Layout(Layout.of_kinds(kinds).specs, _tied(model, {spec.name for spec in specs}))
+        target = model
+        if is_divided(model):
+            parts, target, _ = parts_of(model, layout, cast=True)
+        else:
+            every = (Wanted(s.name, s.name, whole(s.shape), s.shape) for s in layout.specs)
+            parts = Parts(tuple(every), layout)
+            if load is None:
+                # Says what does not fit before anything is read.
+                check_match(layout, Binding(model).layout, cast=True)
+        tensors = files.read(headers, parts)
+    if load is not None:
+        load(tensors.items())
+        return
+    read = Layout.of_kinds((n, t.dtype, tuple(t.shape)) for n, t in tensors.items())
+    aliases = () if is_divided(model) else layout.aliases
+    update = Update(Layout(read.specs, aliases), tuple(tensors.values()))
+    Binding(target).write(update, cast=True)
+
+
+def _state_of(model: Any) -> Any:
+    """Return what a checkpoint has of a model: no buffers that are not saved."""
+    if isinstance(model, Part):
+        return Part(_state_of(model.model), model.regions)
+    if isinstance(model, nn.Module):
+        return {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    return model
+
+
+def _tied(model: Any, names: set[str]) -> tuple[tuple[str, str], ...]:
+    """Return the model's tied tensors of which files have one, with the name that they have."""
+    if model is None:
+        return ()
+    if isinstance(model, Part):
+        model = model.model
+    owners: dict[object, str] = {}
+    aliases = []
+    for name, tensor in tensors_of_rank(model, "state_dict").items():
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if not local.numel():
+            continue
+        place = local.untyped_storage().data_ptr(), local.storage_offset(), tensor.shape
+        other = owners.setdefault(place, name)
+        if other != name and (name in names) != (other in names):
+            aliases.append((other, name) if name in names else (name, other))
+            owners[place] = name if name in names else other
+    return tuple(aliases)
+
+
+class _Files:
+    """The files of a directory.
+
+    Args:
+        objects: where they are.
+        timeout: how long a transfer that breaks is resumed, in seconds.
+        streams: how many ranges are read at a time.
+    """
+
+    def __init__(self, objects: Objects, timeout: float, streams: int) -> None:
+        self._objects = objects
+        self._timeout = timeout
+        self._stopped = threading.Event()
+        self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-get")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stopped.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def headers(self) -> dict[str, Layout]:
+        """Return what each file has, without the tensors that the index has in another one."""
+        found = self._objects.look(_INDEX)
+        if found is None:
+            return {_SINGLE: self._header(_SINGLE)}
+        try:
+            places: Mapping[str, str] = json.loads(found.data)["weight_map"]
+            files = list(dict.fromkeys(places.values()))
+            if not files or not all(_FILE.fullmatch(file) for file in files):
+                raise ValueError(f"it names {files!r:.100}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise PayloadError(
+                f"{_INDEX} in {self._objects.url} is not an index of safetensors: {error!r:.200}"
+            ) from error
+        headers = dict(zip(files, self._pool.map(self._header, files), strict=True))
+        for name, file in places.items():
+            if name not in headers[file].index:
+                raise PayloadError(f"{_INDEX} names {name!r} in {file}, which does not have it")
+        return {
+            file: _only(layout, [s for s in layout.specs if places.get(s.name) == file])
+            for file, layout in headers.items()
+        }
+
+    def read(self, headers: Mapping[str, Layout], parts: Parts) -> dict[str, Tensor]:
+        """Return what is wanted of all files, by the name under which it is written."""
+        plans: list[Plan] = []
+        reading = []
+        for file, layout in headers.items():
+            wanted = tuple(each for each in parts.wanted if each.name in layout.index)
+            plan = Plan(layout, _chunks_of(layout), Parts(wanted, parts.layout))
+            plans.append(plan)
+            begin = len(layout.header)
+            reading += [self._pool.submit(self._read, file, begin, each) for each in plan.ranges]
+        for future in reading:
+            future.result()
+        return {
+            spec.name: tensor
+            for plan in plans
+            for spec, tensor in zip(plan.layout.specs, plan.block.views(plan.layout), strict=True)
+        }
+
+    def _header(self, file: str) -> Layout:
+        length = int.from_bytes(self._bytes(file, 0, 8), "little")
+        if length > _LONGEST_HEADER:
+            raise PayloadError(f"{file} in {self._objects.url} is not a file of safetensors")
+        return Layout.from_header(bytes(self._bytes(file, 0, 8 + length)))
+
+    def _read(self, file: str, begin: int, each: Range) -> None:
+        each.take(memoryview(self._bytes(file, begin + each.start, each.stop - each.start)))
+
+    def _bytes(self, file: str, start: int, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        patience = Patience(self._timeout, self._stopped)
+        if not self._objects.read(file, start, memoryview(data), patience, whole=False):
+            raise StoreError(
+                f"{self._objects.url} has no {file}; give a directory with {_SINGLE}, or with "
+                f"{_INDEX} and the files that it names"
+            )
+        return data
+
+
+def _only(layout: Layout, specs: list[TensorSpec]) -> Layout:
+    """Return a layout with some of its tensors, and the same header."""
+    kept = Layout(tuple(specs))
+    kept.__dict__["header"] = layout.header
+    return kept
+
+
+def _chunks_of(layout: Layout) -> Chunks:
+    """Return where reads of a file may begin and end; nothing checks its bytes."""
+    cuts = [*cuts_of(layout), layout.body_nbytes]
+    chunks = [Chunk(a, b - a, None, 1) for a, b in pairwise(cuts)]
+    pieces = [Piece("", len(layout.header)), Piece("", layout.body_nbytes)]
+    return Chunks(chunks, pieces)
