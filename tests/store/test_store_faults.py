@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.store.linears import files, fill, model, tamper, values
-from tests.store.web_faults import faulty
+from tests.store.web_faults import faulty, files_served
 from torch import nn
 
 from sync_core import Payload, Receiver, Sender, Update
@@ -191,6 +191,23 @@ def test_a_head_that_is_rolled_back_is_noticed(
             assert receiver.receive() == 3
         reader.close()
     assert values(copy) == {3.0}
+
+
+def test_a_tag_that_two_heads_share_hides_no_version(tmp_path: Path) -> None:
+    """Web servers make tags of a size and a time in seconds."""
+    policy, copy = model(1.0), model()
+    with (
+        Sender("store", policy, url=str(tmp_path), keep=1, poll=0.01) as sender,
+        files_served(tmp_path) as (url, _),
+    ):
+        address = sender.address()
+        address = replace(address, endpoint=replace(address.endpoint, urls=[url]))
+        with Receiver(address, copy) as receiver:
+            for version in range(1, 4):
+                fill(policy, float(version))
+                sender.send()
+                assert receiver.receive(10.0) == version
+                assert values(copy) == {float(version)}
 
 
 @pytest.mark.parametrize("status", [429, 503])

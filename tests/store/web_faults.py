@@ -95,11 +95,18 @@ class _Files(BaseHTTPRequestHandler):
         data = path.read_bytes() if path.is_file() else b""
         first, _, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
         part = data[int(first) : int(last) + 1] if first else data
+        # As nginx has them, whose other half is a time in seconds.
+        if data and self.headers.get("If-None-Match") == f'"{len(data):x}"':
+            self.send_response(304)
+            self.end_headers()
+            return
         self.send_response(404 if not data else 206 if first else 200)
         if first:
             stop = int(first) + len(part) - 1
             self.send_header("Content-Range", f"bytes {first}-{stop}/{len(data)}")
         self.send_header("Content-Length", str(len(part)))
+        if data:
+            self.send_header("ETag", f'"{len(data):x}"')
         self.end_headers()
         self.server.sent.append(len(part))
         self.wfile.write(part)
