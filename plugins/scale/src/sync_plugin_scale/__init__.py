@@ -2,7 +2,8 @@
 
 `Increments` sends each worker what changed since the version that it has, `Chunked` sends versions
 in chunks, and a `Relay` passes chunks on to other workers. With `Sharded`, each rank of a trainer
-sends the parts of a model that it holds. A `Pool` has one address for workers that come and go.
+sends the parts of a model that it holds. With `TwoPhase`, all workers commit a version, or none.
+A `Pool` has one address for workers that come and go.
 """
 
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from sync_plugin_scale.shards.local import Part
     from sync_plugin_scale.shards.reports import gather_reports
     from sync_plugin_scale.shards.scheme import Sharded, join_addresses
+    from sync_plugin_scale.two_phase.decision import AbortedError
+    from sync_plugin_scale.two_phase.scheme import TwoPhase
 
 __version__ = "0.1.0"
 
@@ -30,9 +33,12 @@ _MODULES = {
     "sync_plugin_scale.shards.local": ("Part",),
     "sync_plugin_scale.shards.reports": ("gather_reports",),
     "sync_plugin_scale.shards.scheme": ("Sharded", "join_addresses"),
+    "sync_plugin_scale.two_phase.decision": ("AbortedError",),
+    "sync_plugin_scale.two_phase.scheme": ("TwoPhase",),
 }
 
 __all__ = [
+    "AbortedError",
     "Chunked",
     "IncrementError",
     "Increments",
@@ -40,6 +46,7 @@ __all__ = [
     "Pool",
     "Relay",
     "Sharded",
+    "TwoPhase",
     "__version__",
     "gather_reports",
     "join_addresses",

@@ -10,6 +10,7 @@ from sync_core import OptionError, ReceiverTransport, SenderTransport, Transport
 from sync_core.registry import Plugin
 from sync_core.wrapping import WrappingScheme
 from sync_plugin_scale.increments.patch import Compression, zstd
+from sync_plugin_scale.two_phase.scheme import refuse_inside
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Increments(WrappingScheme):
                 "capability 'cross_process'), where comparing two versions costs more than copying "
                 f"one; type scheme={found.name!r}"
             )
-        return found
+        return refuse_inside(found, self.wrapper)
 
     def create_sender(self, context: TransportContext) -> SenderTransport:
         """Make the sender's side."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -35,8 +35,10 @@ from sync_core import (
     WorkerError,
 )
 from sync_core.errors import AddressError, PayloadError
+from sync_core.registry import Plugin
 from sync_core.transports import RESERVED_PREFIX, BackgroundReceiver, Block, Notice, unheard
 from sync_core.wrapping import WrappingScheme
+from sync_plugin_scale.two_phase.scheme import refuse_inside
 
 _log = logging.getLogger("sync_core")
 # The names of the tensors of a chunk: its bytes, and what it is a chunk of.
@@ -87,6 +89,16 @@ class Chunked(WrappingScheme):
         number = isinstance(self.mb, int | float) and not isinstance(self.mb, bool)
         if not number or not 0 < self.mb < math.inf:
             raise OptionError(f"mb must be a size in MB, such as 4, got {self.mb!r}")
+
+    @cached_property
+    def plugin(self) -> Plugin:
+        """The inner scheme.
+
+        Raises:
+            PluginError: it cannot be found or used.
+            OptionError: it decides about each chunk.
+        """
+        return refuse_inside(super().plugin, self.wrapper)
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ from sync_core.checks import check_count, check_integer
 from sync_core.errors import AddressError, ModelError, OptionError
 from sync_core.hooks import BindContext, TransportContext, implemented
 from sync_core.models import Strategy
-from sync_core.registry import LAYERS, find
+from sync_core.registry import LAYERS, Plugin, find
 from sync_core.wrapping import WrappingScheme
 from sync_plugin_scale.shards.endpoint import HeldTensor, Holding, RankEndpoint, ShardEndpoint
 from sync_plugin_scale.shards.local import LocalShards, Regions
@@ -72,6 +72,23 @@ class Sharded(WrappingScheme):
             raise OptionError(
                 f"rank is {self.rank}; of {self.size} ranks, give 0 to {self.size - 1}"
             )
+
+    @cached_property
+    def plugin(self) -> Plugin:
+        """The inner scheme.
+
+        Raises:
+            PluginError: it cannot be found or used.
+            OptionError: each rank would decide alone about its part.
+        """
+        found = super().plugin
+        if "all_or_none" in found.capabilities:
+            raise OptionError(
+                f"{self.wrapper}::{found.name} would let each rank decide alone; a worker commits "
+                "what all ranks have sent, whatever other workers do: type "
+                f"Sharded({found.object.inner!r}, rank, size)"
+            )
+        return found
 
     @cached_property
     def _shards(self) -> LocalShards:
