@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sync_core import OptionError, registry
-from sync_plugin_scale import Chunked, Increments, Sharded
+from sync_plugin_scale import Chunked, Increments, Sharded, TwoPhase
 from sync_testing import SchemeConformance
 
 pytestmark = pytest.mark.timeout(180)
@@ -28,6 +28,10 @@ def chains(inner: str) -> dict[str, Any]:
         "IncrementsInChunks": Increments(Chunked(inner, mb=0.5)),
         "Sharded": Sharded(inner, 0, 1),
         "ShardedIncrements": Sharded(Increments(inner), 0, 1),
+        "TwoPhase": TwoPhase(inner),
+        "TwoPhaseIncrements": TwoPhase(Increments(inner)),
+        "TwoPhaseChunked": TwoPhase(Chunked(inner, mb=0.5)),
+        "LeaveOut": TwoPhase(inner, failed="leave_out"),
     }
 
 
@@ -52,5 +56,5 @@ for test, chain in ALLOWED.items():
 
 def test_an_increment_is_refused_where_nothing_leaves_the_process() -> None:
     made = {f"Test{name}Over{inner.capitalize()}" for inner in INNER for name in chains(inner)}
-    refused = ("Increments", "IncrementsInChunks", "ShardedIncrements")
+    refused = ("Increments", "IncrementsInChunks", "ShardedIncrements", "TwoPhaseIncrements")
     assert made - ALLOWED.keys() == {f"Test{name}OverThread" for name in refused}

@@ -7,7 +7,7 @@ import torch
 
 from sync_core import Address, OptionError, Receiver, Sender, registry
 from sync_core.errors import NotAPluginError, PluginNotFoundError
-from sync_plugin_scale import Chunked, Increments, Relay
+from sync_plugin_scale import Chunked, Increments, Relay, TwoPhase
 from sync_testing import SchemeConformance
 
 
@@ -21,6 +21,10 @@ class TestIncrementsInChunks(SchemeConformance):
         "increments::shm",
         "chunked::shm",
         "increments::chunked::dist",
+        "two_phase::shm",
+        "two_phase::increments::dist",
+        "two_phase::chunked::dist",
+        TwoPhase("shm", failed="leave_out", wait=5.0),
         Increments("shm", below=0.5),
         Increments(Chunked("dist", mb=0.5), whole_every=3),
     ],
@@ -65,6 +69,10 @@ def test_a_relay_of_a_chain_that_came_as_json() -> None:
         ("chunked::none", OptionError, "moves nothing"),
         ("increments::increments::shm", OptionError, "leaves out already what a worker has"),
         ("increments::chunked::thread", OptionError, "does not leave this process"),
+        ("two_phase::none", OptionError, "moves nothing"),
+        ("two_phase::two_phase::shm", OptionError, "type scheme='two_phase::shm'"),
+        ("increments::two_phase::shm", OptionError, "type scheme='two_phase::increments::shm'"),
+        ("chunked::two_phase::shm", OptionError, "type scheme='two_phase::chunked::shm'"),
     ],
 )
 def test_chains_that_make_no_sense(scheme: str, kind: type[Exception], message: str) -> None:
@@ -72,7 +80,7 @@ def test_chains_that_make_no_sense(scheme: str, kind: type[Exception], message: 
         registry.find(registry.SCHEMES, scheme)
 
 
-@pytest.mark.parametrize("name", ["increments", "chunked", "sharded"])
+@pytest.mark.parametrize("name", ["increments", "chunked", "sharded", "two_phase"])
 def test_a_chain_whose_distribution_is_not_installed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,7 +98,7 @@ _RAY, _DIST = "sync-plugin-ray", "sync-plugin-dist"
 KNOWN = MappingProxyType(
     {
         SCHEMES: {
-            **dict.fromkeys(("chunked", "increments", "sharded"), _SCALE),
+            **dict.fromkeys(("chunked", "increments", "sharded", "two_phase"), _SCALE),
             **dict.fromkeys(("none", "thread", "shm", "mp", "file"), _STD),
             "ray": _RAY,
             "store": "sync-plugin-store",

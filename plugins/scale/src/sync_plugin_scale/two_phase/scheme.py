@@ -24,7 +24,8 @@ class TwoPhase(WrappingScheme):
     """A scheme whose versions are committed by all workers of a send, or by none.
 
     Every worker stages a version and says so; then the sender decides, and all commit. The scheme
-    has the capability ``all_or_none``: a worker waits for the others.
+    has the capability ``all_or_none``: a worker waits for the others. With ``failed="abort"`` it
+    has ``aborts``, too: a version that was given up is committed later by no worker.
 
     Args:
         inner: the scheme that carries versions and decisions.
@@ -74,6 +75,11 @@ class TwoPhase(WrappingScheme):
             if not self.wait:
                 raise OptionError("wait must be seconds > 0 or None, got 0")
 
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Return the capabilities of the inner scheme that are kept, and those that are added."""
+        return super().capabilities | ({"aborts"} if self.failed == "abort" else frozenset())
+
     @cached_property
     def plugin(self) -> Plugin:
         """The inner scheme.
@@ -95,14 +101,17 @@ class TwoPhase(WrappingScheme):
         versions, decisions = endpoint
         return [
             super().endpoint_to_json(versions),
-            self._carrier.endpoint_to_json(decisions),
+            super(TwoPhase, self._carrier).endpoint_to_json(decisions),
         ]
 
     def endpoint_from_json(self, value: Any) -> list[Any]:
         """Return the endpoints of both transports."""
         if not isinstance(value, list) or len(value) != _LANES:
             raise AddressError(f"an address of {self.name} must have a list of {_LANES} endpoints")
-        return [super().endpoint_from_json(value[0]), self._carrier.endpoint_from_json(value[1])]
+        return [
+            super().endpoint_from_json(value[0]),
+            super(TwoPhase, self._carrier).endpoint_from_json(value[1]),
+        ]
 
     def create_sender(self, context: TransportContext) -> SenderTransport:
         """Make the sender's side."""

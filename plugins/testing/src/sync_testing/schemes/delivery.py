@@ -67,7 +67,7 @@ class DeliveryCases(SchemeCases):
         assert workers.send().updated == (0, 1, 2), REPORT
         assert workers.values() == [{1.0}] * 3, VALUES
 
-    @pytest.mark.usefixtures("asking")
+    @pytest.mark.usefixtures("asking", "alone")
     def test_nothing_is_confirmed_before_it_is_committed(self, start: Start) -> None:
         workers = start(make_policy(1.0))
         pending = workers.sender.send_async()
@@ -221,7 +221,7 @@ class DeliveryCases(SchemeCases):
         workers.send()
         assert workers.values() == [{1.0}], VALUES
 
-    @pytest.mark.usefixtures("asking")
+    @pytest.mark.usefixtures("asking", "lasting")
     def test_the_newest_version_is_the_one_that_counts(self, start: Start) -> None:
         policy = make_policy(1.0)
         workers = start(policy, 1)
@@ -247,7 +247,7 @@ class DeliveryCases(SchemeCases):
         workers.receive(0)
         assert late.wait().updated == (0,), REPORT
 
-    @pytest.mark.usefixtures("asking")
+    @pytest.mark.usefixtures("asking", "lasting")
     def test_an_answer_about_an_older_version_counts_for_no_other(self, start: Start) -> None:
         policy = make_policy(1.0)
         workers = start(policy, 1)
@@ -261,7 +261,7 @@ class DeliveryCases(SchemeCases):
         assert workers.receive(0) == 2, RECEIVED
         assert pending.wait().updated == (0,), REPORT
 
-    @pytest.mark.usefixtures("asking")
+    @pytest.mark.usefixtures("asking", "lasting")
     def test_what_was_staged_is_what_is_committed(self, start: Start, zero_copy: bool) -> None:
         policy = make_policy(1.0)
         workers = start(policy, 1, zero_copy=zero_copy)
@@ -292,7 +292,7 @@ class DeliveryCases(SchemeCases):
         assert workers.receive(0) == 1, RECEIVED
         assert pending.wait().updated == (0,), REPORT
 
-    @pytest.mark.usefixtures("asking", "parallel")
+    @pytest.mark.usefixtures("asking", "parallel", "alone")
     @pytest.mark.parametrize("silent", [0, 1])
     def test_an_answer_counts_while_another_worker_is_silent(
         self, start: Start, silent: int
@@ -414,7 +414,7 @@ class DeliveryCases(SchemeCases):
         )
         assert workers.receive(0) == 1, RECEIVED
 
-    @pytest.mark.usefixtures("asking")
+    @pytest.mark.usefixtures("asking", "lasting")
     def test_an_answer_after_the_deadline_is_known(self, start: Start) -> None:
         workers = start(make_policy(1.0), 1)
         with pytest.raises(SendError):

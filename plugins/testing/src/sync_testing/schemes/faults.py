@@ -95,7 +95,7 @@ class FaultCases(SchemeCases):
             workers.sender.send(timeout=0.1)
         assert workers.send().updated == (0,), REPORT
 
-    @pytest.mark.usefixtures("asking")
+    @pytest.mark.usefixtures("asking", "lasting")
     def test_a_late_refusal_fails_no_other_send(self, start: Start) -> None:
         policy = make_policy(1.0)
         workers = start(policy, 1)
@@ -107,7 +107,7 @@ class FaultCases(SchemeCases):
         assert pending.wait().updated == (0,), REPORT
         assert workers.values() == [{2.0}], VALUES
 
-    @pytest.mark.usefixtures("asking")
+    @pytest.mark.usefixtures("asking", "lasting")
     def test_a_receiver_that_cannot_be_made_fails_the_send_at_once(self, start: Start) -> None:
         workers = start(make_policy(1.0))
         address = workers.sender.address(0)
@@ -129,7 +129,7 @@ class FaultCases(SchemeCases):
         assert workers.receive(0) == 2, "a worker that comes back must get the newest version"
         assert workers.send().updated == (0, 1), REPORT
 
-    @pytest.mark.usefixtures("asking")
+    @pytest.mark.usefixtures("asking", "lasting")
     def test_a_receiver_that_was_closed_is_reported_as_closed(self, start: Start) -> None:
         workers = start(make_policy(1.0))
         pending = workers.sender.send_async()
@@ -169,7 +169,7 @@ class FaultCases(SchemeCases):
 
     # An interrupt may come when a file was opened, and before `with` has it.
     @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-    @pytest.mark.usefixtures("asking", "parallel")
+    @pytest.mark.usefixtures("asking", "parallel", "lasting")
     def test_an_interrupted_send_tears_no_version(self, start: Start) -> None:
         policy = make_policy()
         workers = start(policy, 1, timeout=10.0)
@@ -199,7 +199,7 @@ class FaultCases(SchemeCases):
             stage_during(moment)
         assert workers.send().updated == (0,), REPORT
 
-    @pytest.mark.usefixtures("processes")
+    @pytest.mark.usefixtures("processes", "lasting")
     def test_killed_between_sends_and_back_again(self, start: Start) -> None:
         policy = make_policy(1.0)
         workers = start(policy)
@@ -226,7 +226,7 @@ class FaultCases(SchemeCases):
         assert workers.send().updated == (0, 1), REPORT
         assert workers.values() == [{3.0}, {3.0}], VALUES
 
-    @pytest.mark.usefixtures("asking", "processes")
+    @pytest.mark.usefixtures("asking", "processes", "lasting")
     def test_killed_during_a_send(self, start: Start) -> None:
         workers = start(make_policy(1.0))
         pending = workers.sender.send_async()
@@ -247,7 +247,7 @@ class FaultCases(SchemeCases):
         )
         assert ended([call], "receive()") == [1], RECEIVED
 
-    @pytest.mark.usefixtures("processes")
+    @pytest.mark.usefixtures("processes", "alone")
     @pytest.mark.parametrize("receiving", [False, True], ids=["idle", "receiving"])
     def test_stopped_for_a_while(self, start: Start, receiving: bool) -> None:
         policy = make_policy(1.0)

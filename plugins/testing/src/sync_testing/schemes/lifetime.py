@@ -148,6 +148,7 @@ class LifetimeCases(SchemeCases):
             "the send of a removed worker must end at once, not at the deadline"
         )
 
+    @pytest.mark.usefixtures("alone")
     def test_an_id_may_be_removed_and_added_again(self, start: Start) -> None:
         self.need("late_join")
         policy = make_policy(1.0)
@@ -164,7 +165,7 @@ class LifetimeCases(SchemeCases):
             assert pending.wait().updated == (0, 1), REPORT
             assert workers.values() == [{value}] * 2, VALUES
 
-    @pytest.mark.usefixtures("asking")
+    @pytest.mark.usefixtures("asking", "lasting")
     def test_an_answer_of_a_worker_that_was_removed_counts_for_no_other(self, start: Start) -> None:
         self.need("late_join")
         workers = start(make_policy(1.0), 1)
@@ -225,6 +226,7 @@ class LifetimeCases(SchemeCases):
         assert workers.values() == [{1.0}, {1.0}], VALUES
         assert workers.send().updated == (0, 1), REPORT
 
+    @pytest.mark.usefixtures("lasting")
     def test_a_worker_that_left_holds_nobody_up(self, start: Start) -> None:
         workers = start(make_policy(1.0), timeout=2.0)
         workers.send()

@@ -276,6 +276,18 @@ class SchemeCases(Conformance):
             pytest.skip("the workers are called by the sender, and do not say when they receive")
 
     @pytest.fixture
+    def alone(self) -> None:
+        """For cases in which a worker commits while another one does nothing."""
+        if self.can("all_or_none"):
+            pytest.skip("a worker commits when all others have staged the version")
+
+    @pytest.fixture
+    def lasting(self) -> None:
+        """For cases in which a worker commits a version that failed, or was given up."""
+        if self.can("aborts"):
+            pytest.skip("a version that one worker cannot commit is committed by none")
+
+    @pytest.fixture
     def processes(self, pool: SharedGroup) -> None:
         """For cases in which a process is killed or stopped."""
         if "cross_process" not in pool.group_class.capabilities:

@@ -1,0 +1,283 @@
+"""Versions that all workers of a send commit, or none."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from sync_core import (
+    LayoutMismatchError,
+    OptionError,
+    Receiver,
+    Sender,
+    SendError,
+    SendReport,
+    WorkerState,
+    WorkerTimeoutError,
+)
+from sync_plugin_scale import AbortedError, Sharded, TwoPhase
+from sync_testing.worker_groups import eventually
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def weights(value: float = 0.0) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((500,), value), "b": torch.full((300,), value)}
+
+
+class Fleet:
+    """A sender, and receivers in this process, each with a model."""
+
+    def __init__(self, scheme: Any, count: int, **options: Any) -> None:
+        self.model = weights()
+        self.sender = Sender(scheme, self.model, num_workers=count, **options)
+        self.models: dict[int, dict[str, torch.Tensor]] = {}
+        self.receivers: dict[int, Receiver] = {}
+        #: By version, the workers that have committed it.
+        self.committed: defaultdict[int, set[int]] = defaultdict(set)
+        self.threads = ThreadPoolExecutor(8)
+        for worker_id in range(count):
+            self.connect(worker_id)
+
+    def connect(self, worker_id: int, **options: Any) -> None:
+        """Make a receiver, in place of the worker's last one."""
+        if worker_id in self.receivers:
+            self.receivers[worker_id].close()
+        self.models[worker_id] = weights()
+        self.receivers[worker_id] = Receiver(
+            self.sender.address(worker_id),
+            self.models[worker_id],
+            on_commit=partial(self._note, worker_id),
+            **options,
+        )
+
+    def receive(self, worker_id: int, timeout: float = 20.0) -> Future[int | None]:
+        """Let a worker receive, in a thread."""
+        return self.threads.submit(self.receivers[worker_id].receive, timeout)
+
+    def send(
+        self,
+        *receiving: int,
+        only: list[int] | None = None,
+        give_up: bool = False,
+        timeout: float | None = None,
+    ) -> SendReport:
+        """Send the next version, which has its number as values, while some workers receive.
+
+        With ``give_up`` it is given up as soon as these workers have staged it.
+        """
+        for tensor in self.model.values():
+            tensor.fill_(self.sender.version + 1)
+        pending = self.sender.send_async(worker_ids=only, timeout=timeout)
+        ended = threading.Event()
+        calls = [self.threads.submit(self._serve, i, ended) for i in receiving]
+        try:
+            if give_up:
+                transport: Any = self.sender._pipeline.transport
+                assert eventually(lambda: transport._round.staged >= set(receiving), 30.0)
+            return pending.wait(0.0 if give_up else None)
+        except SendError as failure:
+            return failure.report
+        finally:
+            ended.set()
+            for call in calls:
+                call.result(30)
+
+    def _serve(self, worker_id: int, ended: threading.Event) -> None:
+        while not ended.is_set():
+            self.receivers[worker_id].receive(0.05)
+
+    def values(self) -> dict[int, set[float]]:
+        return {
+            worker_id: {float(x) for tensor in model.values() for x in tensor.unique()}
+            for worker_id, model in self.models.items()
+        }
+
+    def close(self) -> None:
+        self.threads.shutdown()
+        for receiver in self.receivers.values():
+            receiver.close()
+        self.sender.close()
+
+    def _note(self, worker_id: int, version: int) -> None:
+        self.committed[version].add(worker_id)
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+@pytest.fixture(params=["thread", "increments::shm"])
+def scheme(request: pytest.FixtureRequest) -> Iterator[TwoPhase]:
+    yield TwoPhase(request.param)
+
+
+def test_none_commits_what_one_does_not_stage(scheme: TwoPhase) -> None:
+    with Fleet(scheme, 3) as fleet:
+        report = fleet.send(0, 1, give_up=True)
+        errors = {i: result.error for i, result in report.workers.items()}
+        assert report.updated == ()
+        assert isinstance(errors[2], WorkerTimeoutError)
+        for worker_id in (0, 1):
+            assert isinstance(errors[worker_id], AbortedError)
+            assert "worker 2 did not stage it in time" in str(errors[worker_id])
+        assert fleet.values() == {0: {0.0}, 1: {0.0}, 2: {0.0}}
+        # Neither does the late one.
+        assert fleet.receivers[2].receive(0.2) is None
+        assert fleet.send(0, 1, 2).updated == (0, 1, 2)
+        assert fleet.values() == {0: {2.0}, 1: {2.0}, 2: {2.0}}
+
+
+def test_none_commits_before_all_have_staged(scheme: TwoPhase) -> None:
+    with Fleet(scheme, 2) as fleet:
+        pending = fleet.sender.send_async()
+        first = fleet.receive(0)
+        assert fleet.receivers[1].receive(0) is None  # it only looks
+        assert not first.done()
+        assert fleet.receive(1).result() == 1
+        assert first.result() == 1
+        assert pending.wait().updated == (0, 1)
+
+
+def test_a_model_that_does_not_fit_aborts_the_version() -> None:
+    with Fleet("two_phase::thread", 2, timeout=10.0) as fleet:
+        pending = fleet.sender.send_async()
+        call = fleet.receive(1, 0.5)
+        with pytest.raises(LayoutMismatchError):
+            Receiver(fleet.sender.address(0), {"a": torch.zeros(1)})
+        with pytest.raises(SendError, match="LayoutMismatchError") as failure:
+            pending.wait()
+        assert isinstance(failure.value.report.workers[1].error, AbortedError)
+        assert call.result() is None
+
+
+@pytest.mark.parametrize("remedy", ["drop", "quarantine"])
+def test_a_worker_is_left_out_and_the_others_commit(remedy: str) -> None:
+    scheme = TwoPhase("thread", failed="leave_out")
+    with Fleet(scheme, 3, on_failure=remedy) as fleet:
+        report = fleet.send(0, 1, timeout=2.0)
+        assert (report.updated, report.failed) == ((0, 1), {})
+        assert (report.dropped, report.quarantined)[remedy == "quarantine"] == (2,)
+        assert fleet.values() == {0: {1.0}, 1: {1.0}, 2: {0.0}}
+        # It is not waited for.
+        assert fleet.send(0, 1).updated == (0, 1)
+        if remedy == "quarantine":
+            assert fleet.receivers[2].receive(5.0) == 2
+            assert eventually(lambda: fleet.sender.workers[2].state is WorkerState.CURRENT, 20)
+
+
+def test_a_worker_in_quarantine_stops_no_version() -> None:
+    with Fleet("two_phase::thread", 2, on_failure="quarantine") as fleet:
+        assert isinstance(fleet.send(0, give_up=True).workers[0].error, AbortedError)
+        assert fleet.send(0).updated == (0,)
+        assert fleet.values() == {0: {2.0}, 1: {0.0}}
+
+
+def test_a_worker_that_is_removed_is_not_waited_for(scheme: TwoPhase) -> None:
+    with Fleet(scheme, 2) as fleet:
+        pending = fleet.sender.send_async()
+        call = fleet.receive(0)
+        fleet.sender.remove_worker(1)
+        assert call.result() == 1
+        with pytest.raises(SendError, match="was removed") as failure:
+            pending.wait()
+        assert failure.value.report.updated == (0,)
+
+
+@pytest.mark.parametrize("joins", ["before the send ends", "after that"])
+def test_a_late_worker_gets_the_version_that_the_others_have(scheme: TwoPhase, joins: str) -> None:
+    with Fleet(scheme, 2) as fleet:
+        fleet.send(0, 1)
+        if joins == "after that":
+            assert fleet.send(0, give_up=True).updated == ()
+            fleet.connect(fleet.sender.add_worker())
+        else:
+            pending = fleet.sender.send_async()
+            fleet.connect(fleet.sender.add_worker())
+            with pytest.raises(SendError):
+                pending.wait(0.0)
+        assert fleet.receivers[2].receive(20.0) == 1
+        # So does another receiver in a worker's place.
+        fleet.connect(0)
+        assert fleet.receivers[0].receive(20.0) == 1
+        assert fleet.values() == {0: {1.0}, 1: {1.0}, 2: {1.0}}
+        assert fleet.send(0, 1, 2).updated == (0, 1, 2)
+
+
+def test_a_worker_in_the_background_waits_for_the_others(scheme: TwoPhase) -> None:
+    with Fleet(scheme, 2) as fleet:
+        fleet.connect(0, background=True)
+        assert fleet.send(0, give_up=True).updated == ()
+        for version in (2, 3):
+            assert fleet.send(0, 1).updated == (0, 1)
+            assert fleet.values() == {0: {float(version)}, 1: {float(version)}}
+
+
+@pytest.mark.parametrize("inner", ["thread", "increments::shm", "chunked::shm"])
+@pytest.mark.parametrize("seed", range(4))
+def test_in_any_history_a_version_is_everywhere_or_nowhere(inner: str, seed: int) -> None:
+    chance = random.Random(f"{inner} {seed}")
+    aborted: set[int] = set()
+    with Fleet(TwoPhase(inner), 3) as fleet:
+        for _ in range(25):
+            ids = list(fleet.sender.all_worker_ids())
+            act = chance.choice(["send", "send", "send", "silent", "replace", "add", "remove"])
+            if act == "replace":
+                fleet.connect(chance.choice(ids))
+            elif act == "add" and len(ids) < 5:
+                fleet.connect(fleet.sender.add_worker())
+            elif act == "remove" and len(ids) > 2:
+                fleet.sender.remove_worker(gone := chance.choice(ids))
+                fleet.receivers.pop(gone).close()
+                fleet.models.pop(gone)
+            elif act in ("send", "silent"):
+                some = chance.sample(ids, chance.randint(1, len(ids)))
+                silent = chance.sample(some, 1) if act == "silent" else []
+                receiving = [i for i in some if i not in silent]
+                report = fleet.send(*receiving, only=some, give_up=bool(silent))
+                if silent:
+                    aborted.add(report.version)
+                assert report.updated == (() if silent else tuple(sorted(some)))
+            assert all(len(values) == 1 for values in fleet.values().values())
+        for version in aborted:
+            assert not fleet.committed[version], (version, fleet.committed)
+        fleet.sender.send_async().abandon()
+        ids = list(fleet.sender.all_worker_ids())
+        pending = fleet.sender.send_async(timeout=30.0)
+        calls = [fleet.receive(worker_id) for worker_id in ids]
+        assert pending.wait().updated == tuple(ids)
+        newest = fleet.sender.version
+        while not all(fleet.receivers[i].version == newest for i in ids):
+            # One whose receiver is new may have got an older version first.
+            assert [call.result() for call in calls]
+            calls = [fleet.receive(i) for i in ids if fleet.receivers[i].version != newest]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"failed": "drop"}, "failed must be"), ({"wait": 0}, "wait must be"), ({"wait": "1"}, "wait")],
+)
+def test_wrong_options(options: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        TwoPhase("thread", **options)
+
+
+def test_it_is_neither_inside_of_shards_nor_around_them() -> None:
+    for made in (Sharded("two_phase::shm", 0, 1), TwoPhase(Sharded("shm", 0, 1))):
+        with pytest.raises(OptionError, match="alone"):
+            made.plugin  # noqa: B018
+
+
+def test_workers_that_are_called_are_refused() -> None:
+    with pytest.raises(OptionError, match="give num_workers"):
+        Sender("two_phase::thread", weights(), workers=[object()])

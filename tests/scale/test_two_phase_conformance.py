@@ -1,0 +1,25 @@
+"""Two-phase schemes do what every scheme does; over other schemes: `tests/chains`."""
+
+from __future__ import annotations
+
+import pytest
+
+from sync_plugin_scale import TwoPhase
+from sync_testing import SchemeConformance
+from sync_testing.schemes import DeliveryCases
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class TestDelivery(DeliveryCases):
+    scheme = TwoPhase("thread")
+
+
+@pytest.mark.long
+class TestAllOrNone(SchemeConformance):
+    scheme = TwoPhase("shm")
+
+
+@pytest.mark.long
+class TestLeaveOut(SchemeConformance):
+    scheme = TwoPhase("shm", failed="leave_out")
