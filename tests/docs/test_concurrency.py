@@ -42,7 +42,7 @@ MADE_BY = {
 }
 CONSTANTS = "Time constants"
 #: Module-level floats that are not times.
-NOT_TIMES = {"_ALIKE", "_BUSY", "_NEARLY_ALL", "_NEARLY_FULL"}
+NOT_TIMES = {"_ALIKE", "_BUSY", "_NEARLY_ALL", "_NEARLY_FULL", "_STAGING"}
 
 
 @dataclass(frozen=True)

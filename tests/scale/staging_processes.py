@@ -1,4 +1,4 @@
-"""Processes for `test_two_phase_faults`: a worker, and a trainer, that are killed between phases."""
+"""A worker and a trainer in processes, for `test_two_phase_faults`."""
 
 from __future__ import annotations
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -110,7 +109,7 @@ class Fleet:
     def _note(self, worker_id: int, version: int) -> None:
         self.committed[version].add(worker_id)
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -118,8 +117,8 @@ class Fleet:
 
 
 @pytest.fixture(params=["thread", "increments::shm"])
-def scheme(request: pytest.FixtureRequest) -> Iterator[TwoPhase]:
-    yield TwoPhase(request.param)
+def scheme(request: pytest.FixtureRequest) -> TwoPhase:
+    return TwoPhase(request.param)
 
 
 def test_none_commits_what_one_does_not_stage(scheme: TwoPhase) -> None:
@@ -265,7 +264,11 @@ def test_in_any_history_a_version_is_everywhere_or_nowhere(inner: str, seed: int
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"failed": "drop"}, "failed must be"), ({"wait": 0}, "wait must be"), ({"wait": "1"}, "wait")],
+    [
+        ({"failed": "drop"}, "failed must be"),
+        ({"wait": 0}, "wait must be"),
+        ({"wait": "1"}, "wait"),
+    ],
 )
 def test_wrong_options(options: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):

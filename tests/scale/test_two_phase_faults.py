@@ -6,9 +6,12 @@ import logging
 import os
 import queue
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 import pytest
 from tests.scale.staging_processes import QUIET, Said, heard, start, train, weights, work
@@ -22,21 +25,21 @@ pytestmark = pytest.mark.timeout(90)
 SCHEMES = ["shm", pytest.param("dist", marks=pytest.mark.long)]
 
 
-@pytest.fixture
-def ends() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 @contextmanager
-def running(function: object, *args: object) -> Iterator[object]:
-    process, line = start(function, *args)  # type: ignore[arg-type]
+def running(function: Callable[..., None], *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
+    process, line = start(function, *args)
     try:
         yield process, line
     finally:
         process.kill()
         process.join(30)
         line.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def test_a_worker_is_killed_after_it_has_staged(inner: str, failed: str, ends: E
     scheme = TwoPhase(inner, failed=failed)  # type: ignore[arg-type]
     threads = ends.enter_context(ThreadPoolExecutor())
     sender = ends.enter_context(Sender(scheme, weights(1.0), num_workers=2, timeout=30.0))
-    process, line = ends.enter_context(running(work, sender.address(1)))  # type: ignore[misc]
+    process, line = ends.enter_context(running(work, sender.address(1)))
     model = weights()
     receiver = ends.enter_context(Receiver(sender.address(0), model))
     assert heard(line) == "ready"
@@ -79,7 +82,7 @@ def test_a_worker_is_killed_after_it_has_staged(inner: str, failed: str, ends: E
         assert "worker 1" in workers[0].error.message
         assert (model["w"] == 0).all()
     # Another one in its place.
-    with running(work, sender.address(1)) as (_, other):  # type: ignore[misc]
+    with running(work, sender.address(1)) as (_, other):
         assert heard(other) == "ready"
         newest = 1
         if failed == "leave_out":
@@ -96,7 +99,7 @@ def test_a_worker_is_killed_after_it_has_staged(inner: str, failed: str, ends: E
 def test_the_trainer_is_killed_between_the_phases(
     inner: str, ends: ExitStack, said: queue.Queue[str]
 ) -> None:
-    process, line = ends.enter_context(running(train, TwoPhase(inner), 30.0))  # type: ignore[misc]
+    process, line = ends.enter_context(running(train, TwoPhase(inner), 30.0))
     model = weights()
     receiver = ends.enter_context(Receiver(heard(line)[0], model))
     threads = ends.enter_context(ThreadPoolExecutor())
@@ -116,7 +119,7 @@ def test_a_trainer_that_is_cut_off_is_waited_for_and_then_left(
     inner: str, ends: ExitStack, said: queue.Queue[str]
 ) -> None:
     scheme = TwoPhase(inner, wait=0.5)
-    process, line = ends.enter_context(running(train, scheme, 20.0))  # type: ignore[misc]
+    process, line = ends.enter_context(running(train, scheme, 20.0))
     addresses = heard(line)
     models = [weights(), weights()]
     receivers = [

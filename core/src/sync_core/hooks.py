@@ -115,6 +115,8 @@ def _is_of(value: object, kind: Any) -> bool:
 #: Of schemes. A scheme may declare others, which its own documentation explains.
 SCHEME_CAPABILITIES = MappingProxyType(
     {
+        "aborts": "no worker commits a version that was given up, or that one worker cannot stage",
+        "all_or_none": "a worker commits a version once all workers of the send have staged it",
         "background": "weights take time to come: Receiver(…, background=True) stages them",
         "broadcast": "a version is packed or put once, however many workers get it",
         "compares": "its transport compares versions, and leaves out what a worker has already",

@@ -1,6 +1,5 @@
 """Versions that all workers of a send commit, or none of them.
 
 Reading begins in `scheme`. `sender` counts the workers that have staged a version and decides,
-`receiver` keeps a staged version until the decision, `decision` is what the sender says, and
-`fleet` tries a version on some workers first.
+and `receiver` keeps a staged version until the decision.
 """

@@ -1,4 +1,4 @@
-"""What the sender decides about a version, as it travels; and the error of an aborted version."""
+"""The sender's decision about a version, as it travels, and the error of an aborted version."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AbortedError(TransportError):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a staged payload.
+    """The decision to commit a staged payload, or to drop it.
 
     Args:
         number: the number under which the payload travelled.
@@ -44,7 +44,7 @@ class Decision:
     commit: bool
 
     def to_payload(self, number: int) -> Payload:
-        """Return the decision as a payload, which has a number of its own."""
+        """Return the decision as a payload, under another number."""
         values = torch.tensor([self.number, self.version, int(self.commit)])
         return Payload(number, DECISION_LAYOUT, (values,))
 

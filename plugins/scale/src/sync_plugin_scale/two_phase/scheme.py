@@ -55,7 +55,7 @@ class TwoPhase(WrappingScheme):
     wrapper: ClassVar[str] = "two_phase"
     endpoint_type: ClassVar[type] = list
     keeps: ClassVar[frozenset[str]] = frozenset(
-        {"background", "cross_host", "cross_process", "late_join", "pull"}
+        {"background", "compares", "cross_host", "cross_process", "late_join", "pull"}
     )
     adds: ClassVar[frozenset[str]] = frozenset({"all_or_none"})
 
@@ -69,9 +69,7 @@ class TwoPhase(WrappingScheme):
             try:
                 check_seconds(self.wait)
             except (TypeError, ValueError) as error:
-                raise OptionError(
-                    f"wait must be seconds > 0 or None, got {self.wait!r}"
-                ) from error
+                raise OptionError(f"wait must be seconds > 0 or None, got {self.wait!r}") from error
             if not self.wait:
                 raise OptionError("wait must be seconds > 0 or None, got 0")
 

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -53,10 +53,10 @@ class _Packed:
 
 @dataclass(eq=False)
 class _Member:
-    """What a worker was sent last.
+    """The versions that a worker was sent last.
 
     Args:
-        packed: the newest version of its own that was to be committed; None for none.
+        packed: the newest version that it was to commit; None for none.
         aborted: whether it was sent a newer one that was not.
         fresh: whether it may have no version: its receiver is new.
     """
@@ -277,7 +277,7 @@ class TwoPhaseSender(SenderTransport):
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """End the send whose workers could not be told a decision."""
+        """End the send whose decision could not be sent."""
         current = self._round
         if current is None:
             return
@@ -463,7 +463,7 @@ class TwoPhaseSender(SenderTransport):
 
     def _heard(self, worker_id: int, notice: Notice) -> None:
         if notice.kind == "acknowledged":
-            return  # it has staged what it got when it came, and has been told the decision
+            return  # a late worker has staged a version that was decided about
         if notice.kind == "connected":
             self._events.put(partial(self._connected, worker_id))
         else:

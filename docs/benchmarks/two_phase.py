@@ -1,0 +1,154 @@
+"""How far apart workers commit a version, with ``two_phase::`` and without.
+
+    python docs/benchmarks/two_phase.py | python docs/benchmarks/page.py --record two_phase
+
+It takes about two minutes. Workers are processes of this machine, which do nothing but receive.
+Where one is late, the last worker does something else for this time after each version, as with a
+longer step. The spread is the time from the first worker's commit to the last one's, by a clock
+that they share. The two ways take turns, five sends at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from sync_core import Address, Receiver, Sender, SenderLostError
+
+_TIMEOUT = 120.0
+WAYS = ("", "two_phase::")
+# Sends that are not counted, and those of one turn.
+WARM_UP, _TURN = 5, 5
+
+
+def weights(mb: float) -> dict[str, torch.Tensor]:
+    """A model of so many MB."""
+    return {"w": torch.zeros(int(mb * 1e6) // 4)}
+
+
+def work(address: Address, mb: float, late: float, pipe: Connection) -> None:
+    """Receive until the sender is gone, and return the moments of all commits by version."""
+    torch.set_num_threads(1)
+    moments: dict[int, float] = {}
+
+    def note(version: int) -> None:
+        moments[version] = time.perf_counter()
+
+    with Receiver(address, weights(mb), on_commit=note) as receiver:
+        pipe.send(None)
+        with suppress(SenderLostError):
+            while receiver.receive():
+                # What the worker does in its step does not matter here.
+                time.sleep(late)
+    pipe.send(moments)
+
+
+class Fleet:
+    """A sender, and workers in processes.
+
+    Args:
+        scheme: of the sender.
+        workers: how many there are.
+        mb: the size of the model, in MB.
+        late: how long the last worker does something else between versions, in seconds.
+    """
+
+    def __init__(self, scheme: str, workers: int, mb: float, late: float) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.model = weights(mb)
+        self.sender = Sender(scheme, self.model, num_workers=workers, timeout=_TIMEOUT)
+        self.seconds: list[float] = []
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        for worker_id in range(workers):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=work,
+                args=(
+                    self.sender.address(worker_id),
+                    mb,
+                    late if worker_id == workers - 1 else 0.0,
+                    there,
+                ),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            pipe.recv()
+
+    def send(self) -> None:
+        """Send a version."""
+        self.model["w"].add_(1)
+        self.seconds.append(self.sender.send().seconds)
+
+    def spreads(self) -> list[float]:
+        """End the workers, and return the spread of each version in seconds."""
+        self.sender.close()
+        moments = defaultdict(list)
+        for pipe in self._pipes:
+            for version, moment in pipe.recv().items():
+                moments[version].append(moment)
+        return [max(found) - min(found) for _, found in sorted(moments.items())]
+
+    def close(self) -> None:
+        """End everything."""
+        self.sender.close()
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+            process.join()
+
+
+def measure(inner: str, workers: int, mb: float, late: float, sends: int) -> None:
+    """Print the rows of both ways."""
+    with ExitStack() as ends:
+        fleets = []
+        for way in WAYS:
+            fleets.append(Fleet(f"{way}{inner}", workers, mb, late))
+            ends.callback(fleets[-1].close)
+        for _ in range(0, sends + WARM_UP, _TURN):
+            for fleet in fleets:
+                for _ in range(_TURN):
+                    fleet.send()
+        for way, fleet in zip(WAYS, fleets, strict=True):
+            spreads = fleet.spreads()[WARM_UP:]
+            figures = (statistics.median(spreads), statistics.median(fleet.seconds[WARM_UP:]))
+            cells = [f"{way}{inner}", f"{mb:g}", str(workers), f"{late * 1e3:g}"]
+            cells += [f"{seconds * 1e3:.2f}" for seconds in figures]
+            print("|", " | ".join(cells), "|", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, nargs="*", default=[2, 4, 8, 16])
+    parser.add_argument("--schemes", nargs="*", default=["shm", "dist"])
+    parser.add_argument("--mb", type=float, nargs="*", default=[0.004, 40.0])
+    parser.add_argument("--sends", type=int, default=20)
+    given = parser.parse_args(arguments)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["torch", "sync_core", "sync_plugin_std", "sync_plugin_dist", "sync_plugin_scale"]
+    )
+    print("| scheme | MB | workers | one is late, ms | spread of commits, ms | send, ms |")
+    print("|---|---|---|---|---|---|")
+    for mb in given.mb:
+        for late in (0.0, 0.02) if mb == given.mb[0] else (0.0,):
+            for inner in given.schemes:
+                for workers in given.workers:
+                    measure(inner, workers, mb, late, given.sends)
+
+
+if __name__ == "__main__":
+    main()
