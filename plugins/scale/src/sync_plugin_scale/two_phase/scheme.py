@@ -57,7 +57,7 @@ class TwoPhase(WrappingScheme):
     keeps: ClassVar[frozenset[str]] = frozenset(
         {"background", "compares", "cross_host", "cross_process", "late_join", "pull"}
     )
-    adds: ClassVar[frozenset[str]] = frozenset({"all_or_none"})
+    adds: ClassVar[frozenset[str]] = frozenset({"aborts", "all_or_none"})
 
     failed: Failed = "abort"
     wait: float | None = None
@@ -76,7 +76,7 @@ class TwoPhase(WrappingScheme):
     @property
     def capabilities(self) -> frozenset[str]:
         """Return the capabilities of the inner scheme that are kept, and those that are added."""
-        return super().capabilities | ({"aborts"} if self.failed == "abort" else frozenset())
+        return super().capabilities - (frozenset() if self.failed == "abort" else {"aborts"})
 
     @cached_property
     def plugin(self) -> Plugin:
@@ -178,7 +178,7 @@ def refuse_inside(found: Plugin, wrapper: str) -> Plugin:
     Raises:
         OptionError: it is a chain with ``two_phase`` in it.
     """
-    if "all_or_none" not in TwoPhase.adds & found.capabilities:
+    if "all_or_none" not in found.capabilities:
         return found
     chain = [name for name in found.name.split("::") if name != TwoPhase.wrapper]
     outside = [] if wrapper == TwoPhase.wrapper else [wrapper]

@@ -89,7 +89,7 @@ class DeliveryCases(SchemeCases):
         )
         assert [result.version for result in report.workers.values()] == [1, 1], REPORT
 
-    @pytest.mark.usefixtures("asking", "parallel")
+    @pytest.mark.usefixtures("asking", "parallel", "lasting")
     def test_a_worker_sees_versions_in_order_and_each_whole(self, start: Start) -> None:
         policy = make_policy()
         workers = start(policy, 1)
@@ -116,7 +116,7 @@ class DeliveryCases(SchemeCases):
             "a worker must never hold parts of two versions"
         )
 
-    @pytest.mark.usefixtures("asking", "parallel")
+    @pytest.mark.usefixtures("asking", "parallel", "lasting")
     def test_a_large_version_is_whole_while_others_are_sent(self, start: Start) -> None:
         # Long enough on its way for several others to be sent meanwhile.
         def weights() -> dict[str, Tensor]:
