@@ -223,7 +223,9 @@ def test_a_worker_in_the_background_waits_for_the_others(scheme: TwoPhase) -> No
 
 
 @pytest.mark.parametrize("inner", ["thread", "increments::shm", "chunked::shm"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))]
+)
 def test_in_any_history_a_version_is_everywhere_or_nowhere(inner: str, seed: int) -> None:
     chance = random.Random(f"{inner} {seed}")
     aborted: set[int] = set()

@@ -6,20 +6,13 @@ import pytest
 
 from sync_plugin_scale import TwoPhase
 from sync_testing import SchemeConformance
-from sync_testing.schemes import DeliveryCases
 
-pytestmark = pytest.mark.timeout(90)
-
-
-class TestDelivery(DeliveryCases):
-    scheme = TwoPhase("thread")
+pytestmark = [pytest.mark.timeout(90), pytest.mark.long]
 
 
-@pytest.mark.long
 class TestAllOrNone(SchemeConformance):
     scheme = TwoPhase("shm")
 
 
-@pytest.mark.long
 class TestLeaveOut(SchemeConformance):
     scheme = TwoPhase("shm", failed="leave_out")
