@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sync_plugin_scale.shards.local import Part
     from sync_plugin_scale.shards.reports import gather_reports
     from sync_plugin_scale.shards.scheme import Sharded, join_addresses
+    from sync_plugin_scale.two_phase.canary import Canary
     from sync_plugin_scale.two_phase.decision import AbortedError
     from sync_plugin_scale.two_phase.scheme import TwoPhase
 
@@ -33,12 +34,14 @@ _MODULES = {
     "sync_plugin_scale.shards.local": ("Part",),
     "sync_plugin_scale.shards.reports": ("gather_reports",),
     "sync_plugin_scale.shards.scheme": ("Sharded", "join_addresses"),
+    "sync_plugin_scale.two_phase.canary": ("Canary",),
     "sync_plugin_scale.two_phase.decision": ("AbortedError",),
     "sync_plugin_scale.two_phase.scheme": ("TwoPhase",),
 }
 
 __all__ = [
     "AbortedError",
+    "Canary",
     "Chunked",
     "IncrementError",
     "Increments",

@@ -2,4 +2,5 @@
 
 Reading begins in `scheme`. `sender` counts the workers that have staged a version and decides,
 and `receiver` keeps a staged version until the decision.
+`canary` tries a version on some workers first.
 """

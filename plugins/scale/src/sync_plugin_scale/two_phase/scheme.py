@@ -41,6 +41,7 @@ class TwoPhase(WrappingScheme):
             versions itself.
 
     Example:
+        >>> import torch
         >>> from concurrent.futures import ThreadPoolExecutor
         >>> from sync_core import Receiver, Sender
         >>> policy, models = torch.nn.Linear(4, 2), [torch.nn.Linear(4, 2) for _ in range(2)]

@@ -1,0 +1,168 @@
+"""A version on some workers first, which all get then, or which is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sync_core import OptionError, SendError, SendReport, SyncError
+
+if TYPE_CHECKING:
+    from sync_core import Sender
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The weights of a version, and the workers that have it."""
+
+    version: int
+    weights: Mapping[str, Tensor]
+    worker_ids: tuple[int, ...]
+
+
+class Canary:
+    """Tries a version on some workers of a sender, and promotes it to all or takes it back.
+
+    Versions only grow: a version that is taken back is replaced by a newer one with the weights
+    that the other workers have. It keeps two copies of the weights, in the memory of the host. All
+    sends of the sender go through it. It is for one thread.
+
+    Args:
+        sender: a sender of a scheme with the capability ``all_or_none``, such as
+            ``"two_phase::shm"``, that has a model.
+
+    Raises:
+        OptionError: the sender's workers commit a version each alone.
+
+    Example:
+        >>> import torch
+        >>> from threading import Thread
+        >>> from sync_core import Receiver, Sender
+        >>> policy, copy = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+        >>> with Sender("two_phase::thread", policy, num_workers=1) as sender:
+        ...     canary, receiver = Canary(sender), Receiver(sender.address(0), copy)
+        ...     worker = Thread(target=lambda: [receiver.receive() for _ in range(3)])
+        ...     worker.start()
+        ...     versions = [canary.send().version, canary.try_on([0]).version]
+        ...     versions.append(canary.take_back().version)
+        ...     worker.join()
+        >>> versions, dict(canary.restores)
+        ([1, 2, 3], {3: 1})
+    """
+
+    def __init__(self, sender: Sender) -> None:
+        if "all_or_none" not in sender.capabilities:
+            raise OptionError(
+                f"Canary needs a scheme whose workers commit together, got {sender.scheme!r}; type "
+                f"Sender('two_phase::{sender.scheme}', …)"
+            )
+        self._sender = sender
+        self._common: _Kept | None = None
+        self._tried: _Kept | None = None
+        self._restores: dict[int, int] = {}
+
+    @property
+    def trying(self) -> tuple[int, ...]:
+        """The workers that have a version on trial; none where there is no trial."""
+        return () if self._tried is None else self._tried.worker_ids
+
+    @property
+    def restores(self) -> Mapping[int, int]:
+        """For each version that replaced one that was taken back, the version that it repeats."""
+        return MappingProxyType(self._restores)
+
+    def send(self, timeout: float | None = None) -> SendReport:
+        """Send the sender's model to all workers.
+
+        Args:
+            timeout: deadline in seconds; None for the sender's.
+
+        Raises:
+            SyncError: a version is on trial.
+            SendError: see `Sender.send`.
+        """
+        self._check_no_trial("send()")
+        weights = self._sender.snapshot()
+        report = self._sender.send(weights, timeout=timeout)
+        self._common = _Kept(report.version, weights, report.updated)
+        return report
+
+    def try_on(self, worker_ids: Iterable[int], timeout: float | None = None) -> SendReport:
+        """Send the sender's model, as it is now, to some workers.
+
+        Args:
+            worker_ids: the workers.
+            timeout: deadline in seconds; None for the sender's.
+
+        Raises:
+            SyncError: a version is on trial already, or no version was sent to all.
+            SendError: see `Sender.send`. Where some workers have the version all the same, as with
+                ``failed="leave_out"``, it is on trial with these.
+        """
+        self._check_no_trial("try_on()")
+        if self._common is None:
+            raise SyncError("no version to return to; call canary.send() before try_on()")
+        weights = self._sender.snapshot()
+        try:
+            report = self._sender.send(weights, list(worker_ids), timeout=timeout)
+        except SendError as failure:
+            self._begin(failure.report, weights)
+            raise
+        self._begin(report, weights)
+        return report
+
+    def promote(self, timeout: float | None = None) -> SendReport:
+        """Send the weights on trial to all workers, as one more version.
+
+        Args:
+            timeout: deadline in seconds; None for the sender's.
+
+        Raises:
+            SyncError: no version is on trial.
+            SendError: see `Sender.send`; the trial goes on.
+        """
+        tried = self._trial("promote()")
+        report = self._sender.send(tried.weights, timeout=timeout)
+        self._common = _Kept(report.version, tried.weights, report.updated)
+        self._tried = None
+        return report
+
+    def take_back(self, timeout: float | None = None) -> SendReport:
+        """Send the weights that the others have to the workers of the trial, as one more version.
+
+        Args:
+            timeout: deadline in seconds; None for the sender's.
+
+        Raises:
+            SyncError: no version is on trial.
+            SendError: see `Sender.send`; the trial goes on.
+        """
+        tried, common = self._trial("take_back()"), self._common
+        assert common is not None
+        known = self._sender.all_worker_ids()
+        served = [worker_id for worker_id in tried.worker_ids if worker_id in known]
+        report = self._sender.send(common.weights, served, timeout=timeout)
+        if served:
+            self._restores[report.version] = common.version
+        self._tried = None
+        return report
+
+    def _begin(self, report: SendReport, weights: Mapping[str, Tensor]) -> None:
+        if report.updated:
+            self._tried = _Kept(report.version, weights, report.updated)
+
+    def _trial(self, call: str) -> _Kept:
+        if self._tried is None:
+            raise SyncError(f"{call} needs a version on trial; call try_on([…]) before it")
+        return self._tried
+
+    def _check_no_trial(self, call: str) -> None:
+        if self._tried is not None:
+            raise SyncError(
+                f"{call} while version {self._tried.version} is on trial with workers "
+                f"{self._tried.worker_ids}; call promote() or take_back() before it"
+            )

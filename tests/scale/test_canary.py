@@ -1,0 +1,142 @@
+"""A version that some workers try, and that all get then, or that is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+
+import pytest
+import torch
+
+from sync_core import OptionError, Receiver, Sender, SenderLostError, SendError, SyncError
+from sync_plugin_scale import Canary
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Fleet:
+    """A sender and three workers that receive, each in a thread."""
+
+    def __init__(self, ends: ExitStack) -> None:
+        self.model = torch.nn.Linear(8, 4)
+        self.ends = ends
+        self.sender = ends.enter_context(Sender("two_phase::thread", self.model, num_workers=3))
+        self.threads = ThreadPoolExecutor(8)
+        self.models: list[torch.nn.Linear] = []
+        self.receivers: list[Receiver] = []
+        for worker_id in range(3):
+            self.serve(worker_id)
+
+    def serve(self, worker_id: int) -> None:
+        """Let a worker receive until the sender is gone."""
+        self.models.append(torch.nn.Linear(8, 4))
+        self.receivers.append(Receiver(self.sender.address(worker_id), self.models[-1]))
+        self.threads.submit(self._receive, self.receivers[-1])
+
+    def fill(self, value: float) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(value)
+
+    def values(self) -> list[float]:
+        """The value of each worker, all of whose elements are that."""
+        found = [
+            {float(x) for p in model.parameters() for x in p.detach().unique()}
+            for model in self.models
+        ]
+        assert all(len(values) == 1 for values in found)
+        return [values.pop() for values in found]
+
+    def close(self) -> None:
+        self.sender.close()
+        self.threads.shutdown()
+        for receiver in self.receivers:
+            receiver.close()
+
+    @staticmethod
+    def _receive(receiver: Receiver) -> None:
+        with suppress(SenderLostError):
+            while True:
+                receiver.receive()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with ExitStack() as ends:
+        made = Fleet(ends)
+        ends.callback(made.close)
+        yield made
+
+
+def test_a_version_that_is_taken_back(fleet: Fleet) -> None:
+    canary = Canary(fleet.sender)
+    fleet.fill(1.0)
+    assert canary.send().updated == (0, 1, 2)
+    fleet.fill(2.0)
+    assert canary.try_on([0, 2]).updated == (0, 2)
+    assert canary.trying == (0, 2)
+    assert fleet.values() == [2.0, 1.0, 2.0]
+    fleet.fill(3.0)  # the trainer goes on
+    report = canary.take_back()
+    assert (report.version, report.updated) == (3, (0, 2))
+    assert fleet.values() == [1.0, 1.0, 1.0]
+    assert dict(canary.restores) == {3: 1}
+    assert not canary.trying
+
+
+def test_a_version_that_is_promoted(fleet: Fleet) -> None:
+    canary = Canary(fleet.sender)
+    fleet.fill(1.0)
+    canary.send()
+    fleet.fill(2.0)
+    canary.try_on([1])
+    fleet.fill(3.0)
+    assert canary.promote().updated == (0, 1, 2)
+    assert fleet.values() == [2.0, 2.0, 2.0]
+    assert not canary.restores
+    # What all have now is what a trial is taken back to.
+    canary.try_on([1])
+    assert fleet.values() == [2.0, 3.0, 2.0]
+    canary.take_back()
+    assert fleet.values() == [2.0, 2.0, 2.0]
+    assert canary.restores == {5: 3}
+
+
+def test_a_worker_that_leaves_during_a_trial(fleet: Fleet) -> None:
+    canary = Canary(fleet.sender)
+    canary.send()
+    canary.try_on([0])
+    fleet.sender.remove_worker(0)
+    assert canary.take_back().workers == {}
+    assert canary.trying == ()
+
+
+def test_a_trial_that_fails_is_none(fleet: Fleet) -> None:
+    canary = Canary(fleet.sender)
+    canary.send()
+    late = fleet.sender.add_worker()
+    with pytest.raises(SendError, match="did not confirm"):
+        canary.try_on([0, late], timeout=0.3)
+    assert canary.trying == ()
+    assert canary.try_on([0]).updated == (0,)
+
+
+def test_calls_in_a_wrong_order(fleet: Fleet) -> None:
+    canary = Canary(fleet.sender)
+    with pytest.raises(SyncError, match=r"call canary.send\(\) before"):
+        canary.try_on([0])
+    with pytest.raises(SyncError, match=r"call try_on\(\[…\]\) before"):
+        canary.promote()
+    canary.send()
+    canary.try_on([0])
+    with pytest.raises(SyncError, match=r"call promote\(\) or take_back\(\)"):
+        canary.send()
+
+
+def test_a_sender_whose_workers_commit_alone() -> None:
+    with (
+        Sender("thread", torch.nn.Linear(2, 2), num_workers=1) as sender,
+        pytest.raises(OptionError, match="two_phase::thread"),
+    ):
+        Canary(sender)
