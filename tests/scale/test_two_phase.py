@@ -6,6 +6,7 @@ import random
 import threading
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -13,16 +14,19 @@ import pytest
 import torch
 
 from sync_core import (
+    Answer,
     LayoutMismatchError,
     OptionError,
     Receiver,
     Sender,
     SendError,
     SendReport,
+    SyncError,
     WorkerState,
     WorkerTimeoutError,
 )
 from sync_plugin_scale import AbortedError, Sharded, TwoPhase
+from sync_plugin_scale.two_phase.receiver import AGAIN
 from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
@@ -262,6 +266,48 @@ def test_in_any_history_a_version_is_everywhere_or_nowhere(inner: str, seed: int
             # One whose receiver is new may have got an older version first.
             assert [call.result() for call in calls]
             calls = [fleet.receive(i) for i in ids if fleet.receivers[i].version != newest]
+
+
+def cut_off(receiver: Receiver) -> None:
+    """Lose what a worker says about versions that it has dropped."""
+    transport: Any = receiver._transport
+    acknowledge = transport._versions.acknowledge
+
+    def lose(answer: Answer) -> None:
+        if answer.error is None:
+            acknowledge(answer)
+
+    transport._versions.acknowledge = lose
+
+
+def test_a_worker_that_has_dropped_a_committed_version_gets_it_again() -> None:
+    with Fleet(TwoPhase("thread", wait=0.2), 2) as fleet:
+        cut_off(fleet.receivers[0])
+        pending = fleet.sender.send_async()
+        transport: Any = fleet.receivers[0]._transport
+        while not transport._dropped:
+            assert fleet.receivers[0].receive(0.3) is None
+        assert fleet.receivers[1].receive(20.0) == 1
+        assert fleet.receivers[0].receive(20.0) == 1
+        with pytest.raises(SendError, match="holds the version no longer") as failure:
+            pending.wait()
+        assert failure.value.report.updated == (1,)
+        assert eventually(lambda: fleet.sender.workers[0].version == 1, 20)
+
+
+def test_a_worker_that_asks_for_ever_is_answered_once() -> None:
+    with Fleet("two_phase::thread", 1) as fleet:
+        transport: Any = fleet.receivers[0]._transport
+        pending = fleet.sender.send_async()
+        for _ in range(2):
+            payload = transport.receive(20.0)
+            payload.release()
+            refusal = Answer.refusal(payload.version, SyncError("dropped"))
+            transport.acknowledge(replace(refusal, request=AGAIN))
+        assert transport.receive(0.2) is None
+        with pytest.raises(SendError, match="dropped"):
+            pending.wait()
+        assert fleet.send(0).updated == (0,)
 
 
 @pytest.mark.parametrize(

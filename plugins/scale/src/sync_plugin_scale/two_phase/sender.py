@@ -59,11 +59,13 @@ class _Member:
         packed: the newest version that it was to commit; None for none.
         aborted: whether it was sent a newer one that was not.
         fresh: whether it may have no version: its receiver is new.
+        again: whether it was sent a version again, and has committed none since.
     """
 
     packed: _Packed | None = None
     aborted: bool = False
     fresh: bool = True
+    again: bool = False
 
 
 class _Outgoing(Delivery):
@@ -418,7 +420,7 @@ class TwoPhaseSender(SenderTransport):
             return
         member = self._members.get(worker_id)
         if error is None and member is not None:
-            member.fresh = False
+            member.fresh = member.again = False
         if outgoing is None:
             if error is None:
                 self._notify(worker_id, Notice("acknowledged", decision.version))
@@ -428,7 +430,10 @@ class TwoPhaseSender(SenderTransport):
             outgoing.acknowledge()
         else:
             outgoing.fail(error)
-        if answer is not None and answer.request == AGAIN and error is not None:
+        asks = answer is not None and answer.request == AGAIN and error is not None
+        if asks and member is not None and not member.again:
+            # Once: a worker that asks for ever must not keep the sender busy.
+            member.again = True
             self._send_alone(worker_id)
 
     def _send_alone(self, worker_id: int) -> None:
