@@ -1,8 +1,23 @@
 """Workers that generate for TRL and Hugging Face trainers, kept current by sync-core."""
 
+from typing import TYPE_CHECKING, Any
+
 from sync_plugin_trl.callback import SyncCallback
-from sync_plugin_trl.rollouts import Rollouts
+from sync_plugin_trl.rollouts import Completion, Rollouts
+from sync_plugin_trl.transfer import SyncTransfer
+
+if TYPE_CHECKING:
+    from sync_plugin_trl.async_rollouts import AsyncRollouts
 
 __version__ = "0.1.0"
 
-__all__ = ["Rollouts", "SyncCallback"]
+__all__ = ["AsyncRollouts", "Completion", "Rollouts", "SyncCallback", "SyncTransfer"]
+
+
+def __getattr__(name: str) -> Any:
+    # The only part that imports TRL.
+    if name == "AsyncRollouts":
+        from sync_plugin_trl.async_rollouts import AsyncRollouts
+
+        return AsyncRollouts
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from sync_core import Address, Receiver, Sender, SendReport, SyncError
+from sync_core import Address, Receiver, Sender, SendReport, SyncError, WorkerLostError
 from sync_core.checks import check_count, check_seconds
 from sync_core.transports import release_with
 from sync_plugin_std.workers import choose_group, gather
 
 Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A completion of a prompt.
+
+    Args:
+        tokens: its token ids.
+        log_probs: their log-probabilities under the weights that made them, at the temperature of
+            sampling, before tokens were left out by top-k and the like.
+        version: of those weights.
+    """
+
+    tokens: Tokens
+    log_probs: list[float]
+    version: int
 
 
 class Rollouts:
@@ -65,6 +82,8 @@ class Rollouts:
         )
         group = choose_group([scheme], workers)
         self._generate_timeout = check_seconds(generate_timeout)
+        # The workers that died while they generated.
+        self._gone: set[int] = set()
         self._sender = Sender(scheme, model, num_workers=num_workers, timeout=timeout, **options)
         self._close = release_with(self, self._sender.close)
         try:
@@ -99,21 +118,26 @@ class Rollouts:
         """Return the trainer's model."""
         return self._sender.model
 
-    def send(self) -> SendReport:
-        """Send the trainer's weights, and wait until every worker has committed them.
+    def send(self, weights: Any = None) -> SendReport:
+        """Send weights, and wait until every worker has committed them.
+
+        Args:
+            weights: what `sync_core.Sender.send` takes; None for those of the trainer's model.
 
         Raises:
             SendError: some workers failed; the others have the new version.
         """
-        pending = self._sender.send_async()
+        pending = self._sender.send_async(weights)
         try:
             for worker_id in pending.worker_ids:
                 # A failure is in the report.
                 self._group.call(worker_id, _Generator.receive, pending.version)
-            return pending.wait()
+            report = pending.wait()
         except BaseException as error:
             pending.interrupt(error)
             raise
+        self._gone.difference_update(report.updated)
+        return report
 
     def generate(
         self, prompts: Sequence[Tokens], config: GenerationConfig
@@ -132,29 +156,58 @@ class Rollouts:
             WorkerLostError: a worker died.
             WorkerTimeoutError: a worker did not return in time.
         """
-        statuses = self._sender.workers
-        ids = [i for i, status in statuses.items() if status.state != "quarantined"]
-        if not ids:
-            raise SyncError(
-                "no worker has the trainer's weights: all were dropped, or are in quarantine; "
-                "make new Rollouts, or leave out on_failure= to end at the first failure"
-            )
-        ends = [i * len(prompts) // len(ids) for i in range(len(ids) + 1)]
-        calls = {
-            worker_id: self._group.call(worker_id, _Generator.generate, prompts[begin:end], config)
-            for worker_id, begin, end in zip(ids, ends, ends[1:], strict=False)
-        }
-        results = gather(calls, self._generate_timeout, "generate")
+        results = self._share(_Generator.generate, prompts, config)
         completions = [tokens for made, _ in results for tokens in made]
         versions = [version for made, version in results for _ in made]
         return completions, versions
+
+    def sample(self, prompts: Sequence[Tokens], config: GenerationConfig) -> list[Completion]:
+        """Return a completion of each prompt, with the log-probabilities of its tokens.
+
+        A worker that has died gets no more prompts, unless a later version reaches it again.
+
+        Args:
+            prompts: as for `generate`.
+            config: as for ``model.generate``.
+
+        Raises:
+            SyncError: see `generate`, as for the other errors.
+        """
+        return [each for made in self._share(_Generator.sample, prompts, config) for each in made]
+
+    def _share(
+        self, function: Callable[..., Any], prompts: Sequence[Tokens], config: GenerationConfig
+    ) -> list[Any]:
+        """Let each worker that has the trainer's weights take a part of the prompts."""
+        statuses = self._sender.workers
+        ids = [
+            i
+            for i, status in statuses.items()
+            if status.state != "quarantined" and i not in self._gone
+        ]
+        if not ids:
+            raise SyncError(
+                "no worker has the trainer's weights: all have died, were dropped, or are in "
+                "quarantine; make new Rollouts, or leave out on_failure= to end at the first "
+                "failure"
+            )
+        ends = [i * len(prompts) // len(ids) for i in range(len(ids) + 1)]
+        calls = {
+            worker_id: self._group.call(worker_id, function, prompts[begin:end], config)
+            for worker_id, begin, end in zip(ids, ends, ends[1:], strict=False)
+        }
+        try:
+            return gather(calls, self._generate_timeout, "generate")
+        except WorkerLostError as error:
+            self._gone.add(error.worker_id)
+            raise
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Return what `trl.GRPOTrainer` expects of its ``rollout_func``.
 
         Reward functions get the version that made each completion as ``version``.
         """
-        ids = [self._encode(prompt) for prompt in prompts]
+        ids = [self.encode(prompt) for prompt in prompts]
         completions, versions = self.generate(ids, trainer.generation_config)
         # The trainer computes the log-probabilities, as it does for its own model.generate.
         return {
@@ -177,7 +230,8 @@ class Rollouts:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _encode(self, prompt: Any) -> Tokens:
+    def encode(self, prompt: Any) -> Tokens:
+        """Return the token ids of a prompt, text or chat messages."""
         if isinstance(prompt, str):
             tokens: Tokens = self._tokenizer(prompt)["input_ids"]
         else:
@@ -185,6 +239,11 @@ class Rollouts:
                 prompt, add_generation_prompt=True, return_dict=True
             )["input_ids"]
         return tokens
+
+    def decode(self, tokens: Tokens) -> str:
+        """Return the text of token ids, without special tokens."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
 
 
 class _Generator:
@@ -208,6 +267,37 @@ class _Generator:
     ) -> tuple[list[Tokens], int]:
         if not prompts:
             return [], self._receiver.version
+        made, width, ends = self._complete(prompts, config)
+        return [_until(row, ends) for row in made[:, width:].tolist()], self._receiver.version
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[Tokens], config: GenerationConfig) -> list[Completion]:
+        if not prompts:
+            return []
+        made, width, ends = self._complete(
+            prompts, config, return_dict_in_generate=True, output_logits=True
+        )
+        heat = config.temperature or 1.0
+        # One row for each step, and one column for each prompt.
+        chosen = made.sequences[:, width:].T
+        log_probs = torch.stack(
+            [
+                (logits.float() / heat).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+                for logits, tokens in zip(made.logits, chosen, strict=True)
+            ],
+            dim=1,
+        ).tolist()
+        version = self._receiver.version
+        rows = [_until(row, ends) for row in chosen.T.tolist()]
+        return [
+            Completion(row, probs[: len(row)], version)
+            for row, probs in zip(rows, log_probs, strict=True)
+        ]
+
+    def _complete(
+        self, prompts: Sequence[Tokens], config: GenerationConfig, **options: Any
+    ) -> tuple[Any, int, set[int]]:
+        """Return what the model generates, the width of the prompts, and what ends a text."""
         width = max(map(len, prompts))
         # As model.generate does where a config leaves them out.
         usual = self._model.generation_config
@@ -219,9 +309,10 @@ class _Generator:
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
-        made = self._model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        ends = {ends} if isinstance(ends, int) else {*(ends or ())}
-        return [_until(row, ends) for row in made[:, width:].tolist()], self._receiver.version
+        made = self._model.generate(
+            input_ids=ids, attention_mask=mask, generation_config=config, **options
+        )
+        return made, width, {ends} if isinstance(ends, int) else {*(ends or ())}
 
     def close(self) -> None:
         """Leave the sender; the worker group calls it when the worker ends."""
