@@ -217,6 +217,20 @@ def test_a_late_worker_gets_the_version_that_the_others_have(scheme: TwoPhase, j
         assert fleet.send(0, 1, 2).updated == (0, 1, 2)
 
 
+@pytest.mark.parametrize("who", ["a late worker", "another receiver"])
+def test_a_send_reaches_who_came_right_before_it(who: str) -> None:
+    with Fleet("two_phase::thread", 2) as fleet:
+        fleet.send(0, 1)
+        for _ in range(20):
+            assert fleet.send(0, give_up=True).updated == ()
+            # The version that the others have is on its way to this worker.
+            worker_id = 0 if who == "another receiver" else fleet.sender.add_worker()
+            fleet.connect(worker_id)
+            assert fleet.send(worker_id, only=[worker_id], timeout=5.0).updated == (worker_id,)
+            if worker_id:
+                fleet.sender.remove_worker(worker_id)
+
+
 def test_a_worker_in_the_background_waits_for_the_others(scheme: TwoPhase) -> None:
     with Fleet(scheme, 2) as fleet:
         fleet.connect(0, background=True)

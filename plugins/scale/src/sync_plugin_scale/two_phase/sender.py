@@ -58,7 +58,7 @@ class _Member:
     Args:
         packed: the newest version that it was to commit; None for none.
         aborted: whether it was sent a newer one that was not.
-        fresh: whether it may have no version: its receiver is new.
+        fresh: whether it may lack the version that it is to have, as a new receiver does.
         again: whether it was sent a version again, and has committed none since.
     """
 
@@ -107,6 +107,10 @@ class _Round:
     staged: set[int] = field(default_factory=set)
     failures: dict[int, WorkerError] = field(default_factory=dict)
     decided: Delivery = field(default_factory=lambda: Delivery(-1, 0, 0))
+
+    def reaches(self, worker_id: int) -> bool:
+        """Return whether the version is on its way to a worker, and not decided about."""
+        return not self.decided.ended and (worker_id in self.outgoing or worker_id in self.joined)
 
 
 class TwoPhaseSender(SenderTransport):
@@ -438,8 +442,13 @@ class TwoPhaseSender(SenderTransport):
 
     def _send_alone(self, worker_id: int) -> None:
         """Send one worker the version that it is to have, which was decided about."""
-        member = self._members.get(worker_id)
+        member, current = self._members.get(worker_id), self._round
         if member is None or member.packed is None:
+            return
+        if current is not None and current.reaches(worker_id):
+            # A version replaces the one before in a transport. If this one is aborted, the worker
+            # is sent its own afterwards.
+            member.fresh = True
             return
         self._number += 1
         member.aborted = False
